@@ -1,0 +1,61 @@
+# Everything sets itself up: a virtual environment in .venv, dependencies from the package index.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# The CPU build is enough. Set TORCH_SPEC to another requirement where an engine's torch is wanted.
+TORCH_SPEC ?= torch==2.13.0
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## virtual environment with everything that run and test need
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH_SPEC)"
+	$(PIP) install -e '.[server,demo,dev]'
+	touch $@
+
+run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daemon die, warm answer
+	$(BIN)/python deploy/examples/warm_restart/run.py $(RUN_ARGS)
+
+test: $(VENV)/.ready   ## the default tests: no GPU, no root needed
+	$(BIN)/pytest -m 'not slow and not gpu' $(TEST_ARGS)
+
+test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes
+	$(BIN)/pytest -m slow $(TEST_ARGS)
+
+test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
+	$(BIN)/pytest -m gpu tests/gpu tests/contract $(TEST_ARGS)
+
+lint: $(VENV)/.ready   ## ruff: rules and format
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(VENV)/.ready ## ruff: rewrite
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+types: $(VENV)/.ready  ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(VENV)/.ready ## the import contracts
+	$(BIN)/lint-imports
+
+$(VENV)-proto/.ready: proto/gen.py
+	test -x $(VENV)-proto/bin/python || $(PYTHON) -m venv $(VENV)-proto
+	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -q install grpcio-tools==1.66.2 mypy-protobuf==3.6.0 'setuptools<81'
+	touch $@
+
+proto: $(VENV)-proto/.ready ## generate the protocol code
+	PATH="$(abspath $(VENV)-proto/bin):$$PATH" $(VENV)-proto/bin/python -W ignore proto/gen.py
+
+proto-check: $(VENV)-proto/.ready ## fail if the checked-in protocol code is not what the schema gives
+	PATH="$(abspath $(VENV)-proto/bin):$$PATH" $(VENV)-proto/bin/python -W ignore proto/gen.py --check
+
+check: lint types imports proto-check ## everything but the tests
+
+clean:           ## remove what make built
+	rm -rf $(VENV) $(VENV)-proto dist

@@ -1,0 +1,158 @@
+"""The fail-open boundary: every decision passes here, and comes back as a value."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvhearth.breaker import Breaker
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.keeper import SESSION_ENDS, Keeper
+from kvhearth.link import Link
+from kvhearth.meters import LOGGER, Counters, Warnings
+from kvhearth.outbox import Errand
+from kvhearth.transports.base import ReplyT, RequestT, Rpc
+
+T = TypeVar("T")
+
+_FAILURES_MAX = 3
+_BACKOFF_S = 0.5
+_BACKOFF_MAX_S = 10.0
+
+_ANSWERED_LATE = frozenset(
+    {
+        Reason.DEADLINE,
+        Reason.DAEMON_AWAY,
+        Reason.INTERNAL,
+        Reason.CLOSED,
+        Reason.BAD_MESSAGE,
+    }
+)
+
+
+class NotSent(KVHearthError):
+    """A call that never left this process."""
+
+
+def outcome_unknown(error: KVHearthError) -> bool:
+    """Whether the daemon may have done what was asked although the call failed."""
+    return not isinstance(error, NotSent) and error.reason in _ANSWERED_LATE
+
+
+class Caller:
+    """Makes calls for the facade: gate, breaker, counters, and the rule that nothing is raised."""
+
+    def __init__(self, keeper: Keeper, counters: Counters) -> None:
+        self._keeper = keeper
+        self._counters = counters
+        self._warnings = Warnings()
+        self._breaker = Breaker(_FAILURES_MAX, _BACKOFF_S, _BACKOFF_MAX_S, random.random)
+        self._breaker_link: Link | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether this client answers nothing any more: closed, or a forked child's copy."""
+        return self._closed or self.foreign
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child's copy, in which a lock may be held for ever."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Answer every decision with ``closed`` from now on."""
+        self._closed = True
+
+    def link(self) -> Link:
+        """The link to use now; a dead daemon is noticed here, without waiting for a deadline.
+
+        Raises:
+            KVHearthError: ``closed``, ``daemon_away`` or why the daemon refuses this engine.
+        """
+        if self.closed:
+            raise NotSent(Reason.CLOSED, "this client is closed")
+        link = self._keeper.link
+        if link is None:
+            refusal = self._keeper.refusal
+            reason = Reason.DAEMON_AWAY if refusal is None else refusal.reason
+            raise NotSent(reason, "not attached to a daemon")
+        if not link.session.alive():
+            self._keeper.lose(link, "its life line ended")
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
+        return link
+
+    def decide(self, name: str, work: Callable[[], T], miss: Callable[[str], T]) -> T:
+        """Return ``work()``, or ``miss(reason)`` if it fails in any way."""
+        if self.closed:
+            return miss(Reason.CLOSED)
+        self._counters.add(name)
+        try:
+            return work()
+        except KVHearthError as error:
+            reason = error.reason
+            self._warnings.warn(f"{name}:{reason}", "%s goes without the cache: %s", name, error)
+        except Exception:  # noqa: BLE001 - the fail-open boundary: the engine sees none
+            reason = Reason.INTERNAL
+            LOGGER.exception("%s failed", name)
+        self._counters.add(f"{name}_failed")
+        self._counters.add(f"fail_open_{reason}")
+        return miss(reason)
+
+    def call(
+        self, link: Link, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float
+    ) -> ReplyT:
+        """One call through the breaker.
+
+        Raises:
+            KVHearthError: as the transport; ``NotSent`` while the breaker is open; ``stale_boot``
+                if another daemon answers. The link is lost then, and when the session has ended.
+        """
+        if not self._allowed(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon did not answer lately")
+        try:
+            reply = link.transport.call(rpc, request, deadline_s)
+        except KVHearthError as error:
+            self._record(error.reason)
+            if error.reason in SESSION_ENDS:
+                self._keeper.lose(link, error)
+            raise
+        self._record(None)
+        if reply.boot_id != link.boot_id:
+            self._keeper.lose(link, "another daemon answers")
+            raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
+        return reply
+
+    def post(
+        self,
+        link: Link,
+        rpc: Rpc[Any, Any],
+        request: Any,
+        *,
+        kind: str = "",
+        weight: int = 1,
+        parts: int = 0,
+    ) -> None:
+        """Queue a request that nobody waits for; see ``Errand`` for the arguments."""
+        welcome = link.welcome
+        kind = kind or rpc.name
+        self._keeper.put(
+            Errand(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
+        )
+
+    def _allowed(self, link: Link) -> bool:
+        with self._lock:
+            if link is not self._breaker_link:
+                self._breaker_link = link
+                self._breaker.reset()
+            return self._breaker.allow(time.monotonic())
+
+    def _record(self, reason: Reason | None) -> None:
+        with self._lock:
+            self._breaker.record(reason, time.monotonic())

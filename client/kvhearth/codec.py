@@ -1,0 +1,328 @@
+"""Between the facade's values and the protocol's messages. Pure; refuses what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import (
+    CHECKSUM_BYTES,
+    EXTENT_BYTES,
+    EXTENT_DTYPE,
+    U8,
+    Bools,
+    Records,
+    Tier,
+    unpack_bits,
+)
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.results import CommitGroup, GroupResult
+from kvhearth.wire import Welcome
+
+KeysByGroup = Mapping[int, Sequence[bytes]]
+
+
+class _OfGroup(Protocol):
+    @property
+    def group(self) -> int: ...
+
+
+OfGroupT = TypeVar("OfGroupT", bound=_OfGroup)
+
+
+@dataclass(frozen=True)
+class Query:
+    """Keys as they travel.
+
+    Attributes:
+        groups: the messages; at most the call's bound of keys in total.
+        asked: keys that the caller named, by group.
+        sent: keys that travel, by group: the first ones of each.
+    """
+
+    groups: list[types_pb2.GroupKeys]
+    asked: dict[int, int]
+    sent: dict[int, int]
+
+    @property
+    def cut(self) -> bool:
+        """Whether some keys were left out."""
+        return self.asked != self.sent
+
+    @property
+    def key_count(self) -> int:
+        """Keys that travel."""
+        return sum(self.sent.values())
+
+
+def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
+    """The keys of a call.
+
+    Too many keys are cut to the same share of every group: its first keys, so that all groups keep
+    the same run of tokens from the start.
+
+    Raises:
+        KVHearthError: ``bad_group`` or ``bad_keys``.
+    """
+    asked = {group: len(keys) for group, keys in groups.items()}
+    total = sum(asked.values())
+    sent = asked
+    if total > keys_max:
+        sent = {group: count * keys_max // total for group, count in asked.items()}
+    messages = [
+        types_pb2.GroupKeys(group=group, keys=_pack_keys(contract, group, keys[: sent[group]]))
+        for group, keys in groups.items()
+    ]
+    return Query(messages, asked, sent)
+
+
+def parse_presence(
+    contract: Contract, welcome: Welcome, query: Query, replies: Iterable[pb.GroupPresence]
+) -> dict[int, GroupResult]:
+    """Presence as arrays over the keys that were asked for; keys that were cut off are absent.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+    """
+    by_group = _each_once(replies, query.sent)
+    results = {}
+    for group, count in query.sent.items():
+        reply, asked = by_group[group], query.asked[group]
+        leased = _bits(reply.leased, count) if reply.leased else np.zeros(count, np.bool_)
+        shards = contract.groups[group].shards
+        extents = parse_extents(contract, welcome, group, reply.extents, int(leased.sum()) * shards)
+        results[group] = GroupResult(
+            present=_padded(_bits(reply.present, count), asked),
+            ready=_padded(_bits(reply.ready, count), asked),
+            leased=_padded(leased, asked),
+            tiers=_tiers(reply.tiers, count, asked),
+            extents=extents,
+        )
+    return results
+
+
+def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
+    """The presence of a miss."""
+    return {group: _absent_group(len(keys)) for group, keys in groups.items()}
+
+
+def parse_bitmaps(query: Query, replies: Iterable[types_pb2.GroupBitmap]) -> dict[int, Bools]:
+    """Bitmaps as arrays over the keys that were asked for.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question.
+    """
+    by_group = _each_once(replies, query.sent)
+    return {
+        group: _padded(_bits(by_group[group].bits, count), query.asked[group])
+        for group, count in query.sent.items()
+    }
+
+
+def pack_counts(contract: Contract, groups: Mapping[int, int]) -> list[types_pb2.GroupCount]:
+    """How many blocks of each group.
+
+    Raises:
+        KVHearthError: ``bad_group``, or ``bad_message`` for a count out of range.
+    """
+    for group, count in groups.items():
+        _check_group(contract, group)
+        if not 0 <= count < 1 << 32:
+            raise KVHearthError(Reason.BAD_MESSAGE, f"group {group}: {count} is not a block count")
+    return [types_pb2.GroupCount(group=group, count=count) for group, count in groups.items()]
+
+
+def parse_reservation(
+    contract: Contract,
+    welcome: Welcome,
+    asked: Mapping[int, int],
+    replies: Sequence[types_pb2.GroupExtents],
+) -> dict[int, Records]:
+    """Reserved extents by group, of shape (n, shards); a group without an answer got none.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+    """
+    granted = {reply.group: reply.count for reply in replies}
+    by_group = _each_once(replies, granted)
+    results = {}
+    for group in {*asked, *granted}:
+        count, shards = granted.get(group, 0), _shards(contract, group)
+        if count > asked.get(group, 0):
+            raise _bad_reply(f"group {group}: {count} blocks, more than asked for")
+        data = by_group[group].extents if group in by_group else b""
+        flat = parse_extents(contract, welcome, group, data, count * shards)
+        results[group] = flat.reshape(count, shards)
+    return results
+
+
+def no_extents(contract: Contract, groups: Iterable[int]) -> dict[int, Records]:
+    """Empty arrays of shape (0, shards), for groups that the contract knows."""
+    known = [group for group in groups if 0 <= group < len(contract.groups)]
+    return {group: np.empty((0, contract.groups[group].shards), EXTENT_DTYPE) for group in known}
+
+
+def parse_extents(
+    contract: Contract, welcome: Welcome, group: int, data: bytes, count: int
+) -> Records:
+    """``count`` extents, each inside its segment and of the group's page length.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    if len(data) != count * EXTENT_BYTES:
+        raise _bad_reply(f"group {group}: {len(data)} bytes are not {count} extents")
+    extents = np.frombuffer(data, EXTENT_DTYPE).copy()
+    if not count:
+        return extents
+    if (extents["length"] != contract.groups[group].page_bytes).any():
+        raise _bad_reply(f"group {group}: an extent is not of the contract's page length")
+    if not welcome.segments:
+        return extents
+    # A reader or writer trusts these numbers with its memory.
+    segment_bytes = np.zeros(1 << 16, np.uint64)
+    for info in welcome.segments:
+        segment_bytes[info.segment] = info.bytes
+    room = segment_bytes[extents["segment"]]
+    length = extents["length"].astype(np.uint64)
+    inside = (length <= room) & (extents["offset"] <= room - np.minimum(length, room))
+    if not inside.all() or (extents["slot"] >= welcome.generation_count).any():
+        raise _bad_reply(f"group {group}: an extent lies outside the arena")
+    return extents
+
+
+def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.GroupSlots:
+    """Slots and generations of extents of any shape.
+
+    Raises:
+        KVHearthError: ``bad_group`` or ``bad_extents``.
+    """
+    _check_group(contract, group)
+    flat = _as_extents(extents)
+    return types_pb2.GroupSlots(
+        group=group,
+        slots=flat["slot"].astype("<u4").tobytes(),
+        generations=flat["generation"].astype("<u4").tobytes(),
+    )
+
+
+def pack_commit(contract: Contract, group: int, commit: CommitGroup) -> pb.GroupCommit:
+    """One group of a commit.
+
+    Raises:
+        KVHearthError: ``bad_group``, ``bad_keys``, ``bad_extents`` or ``bad_checksums``.
+    """
+    keys = _pack_keys(contract, group, commit.keys)
+    flat = _as_extents(commit.extents)
+    count = len(commit.keys) * contract.groups[group].shards
+    if len(flat) != count:
+        raise KVHearthError(
+            Reason.BAD_EXTENTS,
+            f"group {group}: {len(flat)} extents for {len(commit.keys)} keys, must be {count}",
+        )
+    checksums = b""
+    if commit.checksums is not None:
+        sums = np.asarray(commit.checksums)
+        if sums.dtype != np.uint8 or sums.size != count * CHECKSUM_BYTES:
+            raise KVHearthError(
+                Reason.BAD_CHECKSUMS,
+                f"group {group}: checksums must be uint8 of {count} x {CHECKSUM_BYTES}",
+            )
+        checksums = sums.tobytes()
+    if commit.parent and len(commit.parent) != contract.hash_bytes:
+        raise KVHearthError(Reason.BAD_KEYS, f"group {group}: parent is not a key")
+    slots = pack_slots(contract, group, flat)
+    return pb.GroupCommit(
+        group=group,
+        keys=keys,
+        slots=slots.slots,
+        generations=slots.generations,
+        checksums=checksums,
+        parent=commit.parent,
+    )
+
+
+def _pack_keys(contract: Contract, group: int, keys: Sequence[bytes]) -> bytes:
+    _check_group(contract, group)
+    try:
+        blob = b"".join(keys)
+    except TypeError as error:
+        raise KVHearthError(Reason.BAD_KEYS, f"group {group}: {error}") from None
+    if keys and set(map(len, keys)) != {contract.hash_bytes}:
+        raise KVHearthError(
+            Reason.BAD_KEYS, f"group {group}: keys must have {contract.hash_bytes} bytes each"
+        )
+    return blob
+
+
+def _check_group(contract: Contract, group: int) -> None:
+    if not isinstance(group, int) or not 0 <= group < len(contract.groups):
+        raise KVHearthError(
+            Reason.BAD_GROUP, f"group {group!r} is not in 0..{len(contract.groups) - 1}"
+        )
+
+
+def _shards(contract: Contract, group: int) -> int:
+    if group >= len(contract.groups):
+        raise _bad_reply(f"group {group} is not in the contract")
+    return contract.groups[group].shards
+
+
+def _as_extents(extents: Records) -> Records:
+    array = np.asarray(extents)
+    if array.dtype != EXTENT_DTYPE:
+        raise KVHearthError(Reason.BAD_EXTENTS, f"dtype {array.dtype} is not EXTENT_DTYPE")
+    return array.reshape(-1)
+
+
+def _each_once(replies: Iterable[OfGroupT], wanted: Mapping[int, int]) -> dict[int, OfGroupT]:
+    items = list(replies)
+    by_group = {item.group: item for item in items}
+    if len(items) != len(by_group) or by_group.keys() != wanted.keys():
+        raise _bad_reply(f"groups {sorted(item.group for item in items)} answer {sorted(wanted)}")
+    return by_group
+
+
+def _bits(data: bytes, count: int) -> Bools:
+    try:
+        return unpack_bits(data, count)
+    except ValueError as error:
+        raise _bad_reply(str(error)) from None
+
+
+def _tiers(data: bytes, count: int, asked: int) -> U8:
+    if len(data) != count:
+        raise _bad_reply(f"{len(data)} tiers for {count} keys")
+    tiers = np.zeros(asked, np.uint8)
+    tiers[:count] = np.frombuffer(data, np.uint8)
+    if tiers.size and int(tiers.max()) > max(Tier):
+        raise _bad_reply(f"unknown tier {int(tiers.max())}")
+    return tiers
+
+
+def _padded(flags: Bools, size: int) -> Bools:
+    if len(flags) == size:
+        return flags
+    padded = np.zeros(size, np.bool_)
+    padded[: len(flags)] = flags
+    return padded
+
+
+def _absent_group(count: int) -> GroupResult:
+    return GroupResult(
+        present=np.zeros(count, np.bool_),
+        ready=np.zeros(count, np.bool_),
+        leased=np.zeros(count, np.bool_),
+        tiers=np.zeros(count, np.uint8),
+        extents=np.empty(0, EXTENT_DTYPE),
+    )
+
+
+def _bad_reply(problem: str) -> KVHearthError:
+    return KVHearthError(Reason.BAD_MESSAGE, f"the daemon's reply makes no sense: {problem}")

@@ -1,0 +1,258 @@
+"""The contract: everything that must be equal for KV bytes to be interchangeable.
+
+A contract has one canonical JSON form. A namespace is ``SHA-256(tenant ‖ 0 ‖ canonical JSON)``: two
+engines share blocks exactly if every field here and their tenant are equal. What changes per block
+(token content, adapter content, images, salts) belongs into the key; what changes in place (weights
+reloaded live) is the namespace's weights epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+
+CONTRACT_VERSION = 1
+CONTRACT_JSON_BYTES_MAX = 64 * 1024
+GROUPS_MAX = 16
+SHARDS_MAX = 256
+KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 64
+PAGE_BYTES_MAX = 1 << 30
+TEXT_CHARS_MAX = 1024
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element of each KV dtype."""
+
+
+class GroupKind(enum.StrEnum):
+    """How far back a group's layers look, which decides what a hit needs of them.
+
+    ``FULL``: every block from the start. ``SLIDING_WINDOW``: the blocks that cover the last
+    ``window_tokens``. ``MAMBA``: the one block that holds the state at the boundary.
+    """
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One KV cache group: layers that share a block table.
+
+    Attributes:
+        kind: what a hit needs of the group.
+        block_tokens: tokens of one block of this group.
+        page_bytes: bytes of one *shard* of one block (all layers of the group on one rank).
+        layers: number of layers.
+        token_bytes: bytes per token and layer on one shard (both K and V); 0 for state groups.
+        shards: parts that a block is cut into; 1 when all ranks hold the same bytes (MLA).
+        window_tokens: reach of a sliding window, else 0.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    page_bytes: int
+    layers: int = 1
+    token_bytes: int = 0
+    shards: int = 1
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What an engine promises about its KV bytes. See the module's text for what it is not.
+
+    Attributes:
+        model: model id, or for a local directory any name (its identity is ``revision``).
+        revision: hub revision, or the digest of a local directory's files.
+        quantization: weight quantization, or ``"none"``.
+        model_dtype: dtype in which the model computes.
+        kv_dtype: dtype of the cache, a key of ``DTYPE_BYTES``.
+        layout: order of dimensions inside a block plus the attention backend's packing.
+        hash_bytes: bytes of a key.
+        hash_algorithm: how the engine chains its keys.
+        hash_seed: the chain's seed.
+        tensor_parallel, pipeline_parallel, decode_context_parallel: geometry.
+        groups: the KV cache groups in the engine's order.
+        rope_digest: digest of RoPE scaling and other overrides that change KV.
+        draft_model: identity of the speculative draft whose KV is stored too, or ``""``.
+    """
+
+    model: str
+    revision: str
+    kv_dtype: str
+    groups: tuple[GroupSpec, ...]
+    layout: str = "LNHC"
+    model_dtype: str = "bfloat16"
+    quantization: str = "none"
+    hash_bytes: int = 32
+    hash_algorithm: str = "sha256"
+    hash_seed: str = ""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    decode_context_parallel: int = 1
+    rope_digest: str = ""
+    draft_model: str = ""
+    version: int = field(default=CONTRACT_VERSION)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that hold KV: tensor parallel x pipeline parallel."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def to_json(self) -> str:
+        """The canonical JSON: sorted names, no spaces, ASCII only."""
+        return json.dumps(
+            dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Contract:
+        """Parse and check a contract; unknown and missing fields are refused by name.
+
+        Raises:
+            KVHearthError: ``bad_contract`` with the field that is wrong.
+        """
+        if len(text) > CONTRACT_JSON_BYTES_MAX:
+            raise _bad("", f"longer than {CONTRACT_JSON_BYTES_MAX} bytes")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _bad("", f"not JSON: {error}") from None
+        values = _fields(cls, data, "")
+        groups = values.get("groups")
+        if not isinstance(groups, list):
+            raise _bad("groups", "must be a list")
+        if len(groups) > GROUPS_MAX:
+            raise _bad("groups", f"more than {GROUPS_MAX}")
+        parsed = []
+        for index, group in enumerate(groups):
+            where = f"groups[{index}]."
+            entry = _fields(GroupSpec, group, where)
+            try:
+                entry["kind"] = GroupKind(entry["kind"])
+            except ValueError:
+                raise _bad(where + "kind", f"unknown kind {entry['kind']!r}") from None
+            parsed.append(GroupSpec(**entry))
+        values["groups"] = tuple(parsed)
+        return cls(**values)
+
+
+def namespace_digest(tenant: str, contract: Contract) -> bytes:
+    """The 32-byte name of the namespace that ``tenant`` and ``contract`` make."""
+    return hashlib.sha256(tenant.encode() + b"\0" + contract.to_json().encode()).digest()
+
+
+def differences(asked: Contract, stored: Contract) -> list[tuple[str, str, str]]:
+    """Fields in which two contracts differ, as (field, asked value, stored value), in field order."""
+    left, right = _flat(asked), _flat(stored)
+    return [
+        (name, left.get(name, "absent"), right.get(name, "absent"))
+        for name in sorted({*left, *right})
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _flat(contract: Contract) -> dict[str, str]:
+    values = dataclasses.asdict(contract)
+    groups = values.pop("groups")
+    for index, group in enumerate(groups):
+        values.update({f"groups[{index}].{name}": value for name, value in group.items()})
+    return {name: str(value) for name, value in values.items()}
+
+
+def _bad(name: str, problem: str) -> KVHearthError:
+    where = f"contract field {name!r}" if name else "contract"
+    return KVHearthError(Reason.BAD_CONTRACT, f"{where}: {problem}", field=name)
+
+
+def _fields(kind: type[Any], data: object, where: str) -> dict[str, Any]:
+    """The fields of dataclass ``kind`` in ``data``, each of its declared type."""
+    if not isinstance(data, dict):
+        raise _bad(where.rstrip("."), "must be an object")
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    for name in data:
+        if name not in known:
+            raise _bad(where + str(name)[:TEXT_CHARS_MAX], "unknown field")
+    for name, item in known.items():
+        required = item.default is dataclasses.MISSING
+        if name not in data:
+            if required:
+                raise _bad(where + name, "missing")
+            continue
+        value = data[name]
+        wanted = {"int": int, "str": str, "GroupKind": str}.get(str(item.type))
+        if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise _bad(where + name, f"must be {wanted.__name__}, not {type(value).__name__}")
+    return dict(data)
+
+
+def _check(contract: Contract) -> None:
+    if contract.version != CONTRACT_VERSION:
+        raise _bad("version", f"{contract.version} is not {CONTRACT_VERSION}")
+    for item in dataclasses.fields(contract):
+        value = getattr(contract, item.name)
+        if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
+            raise _bad(item.name, f"longer than {TEXT_CHARS_MAX} characters")
+    if not contract.model:
+        raise _bad("model", "empty")
+    if not contract.revision:
+        raise _bad("revision", "empty: weights without an identity cannot share KV")
+    if contract.kv_dtype not in DTYPE_BYTES:
+        raise _bad("kv_dtype", f"{contract.kv_dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if not KEY_BYTES_MIN <= contract.hash_bytes <= KEY_BYTES_MAX:
+        raise _bad(
+            "hash_bytes", f"{contract.hash_bytes} is not in {KEY_BYTES_MIN}..{KEY_BYTES_MAX}"
+        )
+    for name in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
+        if not 1 <= getattr(contract, name) <= SHARDS_MAX:
+            raise _bad(name, f"not in 1..{SHARDS_MAX}")
+    if not 1 <= contract.world_size <= SHARDS_MAX:
+        raise _bad("tensor_parallel", f"more than {SHARDS_MAX} ranks")
+    if not 1 <= len(contract.groups) <= GROUPS_MAX:
+        raise _bad("groups", f"{len(contract.groups)} groups, must be 1..{GROUPS_MAX}")
+    for index, group in enumerate(contract.groups):
+        _check_group(contract, group, f"groups[{index}].")
+
+
+def _check_group(contract: Contract, group: GroupSpec, where: str) -> None:
+    if not 1 <= group.block_tokens <= 1 << 20:
+        raise _bad(where + "block_tokens", f"{group.block_tokens} is not in 1..{1 << 20}")
+    if not 1 <= group.page_bytes <= PAGE_BYTES_MAX:
+        raise _bad(where + "page_bytes", f"{group.page_bytes} is not in 1..{PAGE_BYTES_MAX}")
+    if not 1 <= group.layers <= 4096:
+        raise _bad(where + "layers", f"{group.layers} is not in 1..4096")
+    if not 1 <= group.shards <= contract.world_size:
+        raise _bad(where + "shards", f"{group.shards} is not in 1..{contract.world_size} ranks")
+    if not 0 <= group.token_bytes <= PAGE_BYTES_MAX:
+        raise _bad(where + "token_bytes", f"{group.token_bytes} is not in 0..{PAGE_BYTES_MAX}")
+    if group.token_bytes % DTYPE_BYTES[contract.kv_dtype]:
+        raise _bad(where + "token_bytes", f"not whole elements of {contract.kv_dtype}")
+    if group.kind is not GroupKind.MAMBA:
+        content = group.token_bytes * group.layers * group.block_tokens
+        if group.token_bytes and not content <= group.page_bytes <= 2 * content:
+            raise _bad(
+                where + "page_bytes",
+                f"{group.page_bytes} does not fit {group.layers} layers x {group.block_tokens} "
+                f"tokens x {group.token_bytes} bytes = {content}",
+            )
+    windowed = group.kind is GroupKind.SLIDING_WINDOW
+    if windowed != (group.window_tokens > 0) or group.window_tokens < 0:
+        raise _bad(where + "window_tokens", f"{group.window_tokens} with kind {group.kind}")

@@ -1,0 +1,6 @@
+"""Byte movers between an engine's pages and the arena; ``cuda`` imports torch when it is used."""
+
+from kvhearth.copiers.base import ArenaView, BlockFailure, Copier, CopyKind, Done, Ticket
+from kvhearth.copiers.host import HostCopier
+
+__all__ = ["ArenaView", "BlockFailure", "Copier", "CopyKind", "Done", "HostCopier", "Ticket"]

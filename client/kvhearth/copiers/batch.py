@@ -1,0 +1,251 @@
+"""One batch of blocks: checked before memory is touched, cut into runs, judged after the copy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from kvhearth.copiers.base import ArenaView, BlockFailure, Done, Ticket
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV
+from kvhearth.model import (
+    CHECKSUM_BYTES,
+    EXTENT_DTYPE,
+    FLAG_SUMMED,
+    FLAG_VERIFY,
+    I64,
+    U8,
+    Bools,
+    Records,
+)
+
+
+class Run(NamedTuple):
+    """Blocks whose pages follow each other and whose slots lie at equal distances in one segment.
+
+    Attributes:
+        positions: of the blocks in the batch.
+        step_bytes: from one slot to the next.
+        segment: of all of them.
+        offset: of the first slot, bytes.
+        page: of the first block.
+    """
+
+    positions: list[int]
+    step_bytes: int
+    segment: int
+    offset: int
+    page: int
+
+
+class HeldArena:
+    """References into an arena, taken once: its ``close`` elsewhere cannot pull memory from a copy.
+
+    Args:
+        arena: of the boot that the copier serves.
+    """
+
+    def __init__(self, arena: ArenaView) -> None:
+        self.boot_id = arena.boot_id
+        self.segments = dict(arena.segments)
+        self.views = {segment: arena.view(segment) for segment in self.segments}
+        self.generations = arena.generations
+        self.alive = arena.alive
+
+
+def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
+    """Copies of a caller's arrays, their shapes and dtypes checked.
+
+    Raises:
+        KVHearthError: ``bad_extents``.
+    """
+    pages = np.asarray(pages)
+    extents = np.asarray(extents)
+    if extents.dtype != EXTENT_DTYPE or extents.ndim != 1:
+        raise KVHearthError(
+            Reason.BAD_EXTENTS,
+            f"extents of shape {extents.shape} and dtype {extents.dtype}: pass EXTENT_DTYPE, "
+            "one dimension",
+        )
+    integral = pages.size == 0 or np.issubdtype(pages.dtype, np.integer)
+    if pages.shape != extents.shape or not integral:
+        raise KVHearthError(
+            Reason.BAD_EXTENTS,
+            f"pages of shape {pages.shape} and dtype {pages.dtype} for {len(extents)} extents: "
+            "pass one integer page for each extent",
+        )
+    return pages.astype(np.int64), extents.copy()
+
+
+class Batch:
+    """Which blocks of a batch are still ok, and why the others are not.
+
+    Args:
+        kv: the registered pages.
+        arena: of the boot that the copier serves, held.
+        boot_id: of the boot that the extents came from.
+        pages, extents: as returned by ``own_arrays``.
+    """
+
+    def __init__(
+        self, kv: PagedKV, arena: HeldArena, boot_id: str, pages: I64, extents: Records
+    ) -> None:
+        self.pages = pages
+        self.extents = extents
+        self.ok: Bools = np.ones(len(extents), np.bool_)
+        self.reasons: dict[str, int] = {}
+        self._arena = arena
+        self._page_bytes = kv.page_bytes
+        # Columns of their own: a field of a packed record is unaligned and slow to index.
+        self._slots = extents["slot"].astype(np.int64)
+        self._wanted = extents["generation"].copy()
+        if boot_id != arena.boot_id or not arena.alive():
+            self.fail_all(BlockFailure.STALE_BOOT)
+            return
+        self.fail(~self._extents_fit(), BlockFailure.BAD_EXTENT)
+        self.fail((pages < 0) | (pages >= kv.page_count), BlockFailure.BAD_PAGE)
+        self.check_generations()
+
+    def __len__(self) -> int:
+        return len(self.ok)
+
+    def fail(self, failed: Bools, why: BlockFailure) -> None:
+        """Mark blocks; each block keeps its first reason."""
+        count = int(np.count_nonzero(self.ok & failed))
+        if count:
+            self.ok &= ~failed
+            self.reasons[why.value] = self.reasons.get(why.value, 0) + count
+
+    def fail_one(self, position: int, why: BlockFailure) -> None:
+        """Mark one block."""
+        if self.ok[position]:
+            self.ok[position] = False
+            self.reasons[why.value] = self.reasons.get(why.value, 0) + 1
+
+    def fail_all(self, why: BlockFailure) -> None:
+        """Mark all blocks."""
+        self.fail(np.ones(len(self), np.bool_), why)
+
+    def check_generations(self, positions: list[int] | None = None) -> None:
+        """Fail the blocks (all, or those at ``positions``) whose slots have left use."""
+        at = np.flatnonzero(self.ok) if positions is None else np.asarray(positions, np.intp)
+        # No fence is needed between a copy and this read: both are calls that take the
+        # interpreter's lock.
+        moved = self._arena.generations[self._slots[at]] != self._wanted[at]
+        if moved.any():
+            failed = np.zeros(len(self), np.bool_)
+            failed[at[moved]] = True
+            self.fail(failed, BlockFailure.STALE_GENERATION)
+
+    def judge(self) -> None:
+        """After the last copy: is the daemon alive, did no slot leave use meanwhile.
+
+        A generation only grows, moves before its slot is reused, and freezes when its daemon dies.
+        So if the daemon was alive after the copy, an equal generation after the copy says that the
+        slot was the extent's all along.
+        """
+        if not self._arena.alive():
+            self.fail_all(BlockFailure.STALE_BOOT)
+            return
+        self.check_generations()
+
+    def done(self, ticket: Ticket, checksums: U8 | None, seconds: float) -> Done:
+        """The outcome; sums of failed blocks are zeroed."""
+        failed_count = len(self) - int(np.count_nonzero(self.ok))
+        assert sum(self.reasons.values()) == failed_count, f"{self.reasons} for {failed_count}"
+        if checksums is not None:
+            checksums[~self.ok] = 0
+        copied_bytes = (len(self) - failed_count) * self._page_bytes
+        return Done(ticket, self.ok, checksums, copied_bytes, seconds, dict(self.reasons))
+
+    def expected(self, chosen: Bools) -> dict[int, bytes]:
+        """Checksums to compare, by position: of ``chosen`` blocks that have one, and where due.
+
+        Due is what carries ``FLAG_VERIFY``; a block that must be verified but has no checksum is
+        failed.
+        """
+        flags = self.extents["flags"]
+        summed = (flags & FLAG_SUMMED) != 0
+        due = (flags & FLAG_VERIFY) != 0
+        self.fail(due & ~summed, BlockFailure.CHECKSUM_MISMATCH)
+        positions = np.flatnonzero(self.ok & summed & (chosen | due))
+        blob = self.extents["checksum"][positions].tobytes()
+        return {
+            position: blob[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+            for index, position in enumerate(positions.tolist())
+        }
+
+    def positions(self) -> list[int]:
+        """Of the blocks that are ok."""
+        return np.flatnonzero(self.ok).tolist()
+
+    def runs(
+        self,
+        blocks_max: int,
+        *,
+        positions: list[int] | None = None,
+        follow_pages: bool = True,
+        dense: bool = False,
+        piece_bytes: int = 0,
+    ) -> list[Run]:
+        """Cut blocks into runs, in the batch's order.
+
+        Args:
+            blocks_max: of one run.
+            positions: the blocks; None for all that are ok.
+            follow_pages: the pages of a run must follow each other, too.
+            dense: no gaps between the slots of a run.
+            piece_bytes: no run crosses a multiple of this offset; 0 for no such bound.
+        """
+        chosen = self.positions() if positions is None else positions
+        if not chosen:
+            return []
+        records = self.extents[chosen]
+        offsets = records["offset"].astype(np.int64)
+        segments = records["segment"].astype(np.int64)
+        pages = self.pages[chosen]
+        joined = np.diff(segments) == 0
+        if follow_pages:
+            joined &= np.diff(pages) == 1
+        if piece_bytes:
+            ends = offsets + self._page_bytes - 1
+            joined &= offsets[:-1] // piece_bytes == ends[1:] // piece_bytes
+        step_bytes = self._join(joined, np.diff(offsets), dense)
+        bounds = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(chosen)]
+        where = list(zip(segments.tolist(), offsets.tolist(), pages.tolist(), strict=True))
+        return [
+            Run(chosen[at : min(at + blocks_max, end)], step_bytes, *where[at])
+            for start, end in itertools.pairwise(bounds)
+            for at in range(start, end, blocks_max)
+        ]
+
+    def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
+        """Keep in ``joined`` those pairs of blocks that lie one distance apart, and return it.
+
+        One distance per batch: slots of one group are cut from slabs of one slot size, which may be
+        a little more than the page.
+        """
+        joined &= (steps == self._page_bytes) if dense else (steps >= self._page_bytes)
+        if not joined.any():
+            return self._page_bytes
+        step_bytes = int(steps[joined].min())
+        joined &= steps == step_bytes
+        return step_bytes
+
+    def _extents_fit(self) -> Bools:
+        extents = self.extents
+        sizes = np.zeros(len(extents), np.uint64)
+        segments = extents["segment"]
+        for segment in np.unique(segments).tolist():
+            sizes[segments == segment] = self._arena.segments.get(segment, 0)
+        length = np.uint64(self._page_bytes)
+        # Compared without adding: offset + length of a hostile record may wrap.
+        fits: Bools = (
+            (extents["length"] == self._page_bytes)
+            & (sizes >= length)
+            & (extents["offset"] <= np.where(sizes >= length, sizes - length, 0))
+            & (self._slots < len(self._arena.generations))
+        )
+        return fits

@@ -1,0 +1,395 @@
+"""Copies between GPU pages and the arena on streams of their own, completed by events.
+
+Pages that are one run are copied straight. A stacked page (one fragment per layer) is gathered on
+the GPU into a small staging buffer first, so that what crosses the bus is one copy per block and
+not one per fragment; loads go the other way. Ragged pages are copied fragment by fragment.
+
+Copies work before the arena is registered with CUDA (``register``), only then they hold up the
+caller.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from kvhearth import faults
+from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
+from kvhearth.copiers.register import PIECE_BYTES_MAX
+from kvhearth.copiers.tickets import TicketBook, deadline_of
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV, Shape
+from kvhearth.model import I64, Bools, Records
+
+_LOG = logging.getLogger(__name__)
+
+STAGING_BYTES = 16 << 20
+RUN_BYTES_MAX = 64 << 20
+POLL_S = 0.0001
+"""Between two looks at the events while somebody waits."""
+
+
+class CopyDevice(Protocol):
+    """The door to CUDA's streams and events; all else that the copier does is plain torch."""
+
+    def issuing(self, kind: CopyKind) -> AbstractContextManager[None]:
+        """Make the stream of ``kind`` current, ordered after all work of the caller's stream."""
+
+    def record(self, kind: CopyKind) -> object:
+        """An event after all work on the stream of ``kind``.
+
+        Raises:
+            RuntimeError: the CUDA context is broken; nothing is copied any more.
+        """
+
+    def is_done(self, event: object) -> bool:
+        """Whether the event has passed; does not block.
+
+        Raises:
+            RuntimeError: the work before it failed.
+        """
+
+
+class TorchCuda:
+    """``CopyDevice`` by torch.
+
+    Args:
+        device: such as ``"cuda:0"``.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._device = device
+        # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
+        self._streams = {
+            kind: self._torch.cuda.Stream(device=device, priority=0) for kind in CopyKind
+        }
+
+    @contextmanager
+    def issuing(self, kind: CopyKind) -> Iterator[None]:
+        """See ``CopyDevice.issuing``."""
+        cuda, stream = self._torch.cuda, self._streams[kind]
+        # Loads wait, too: the page's last owner, or its zeroing, may still run on the engine's
+        # stream.
+        stream.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(stream):
+            yield
+
+    def record(self, kind: CopyKind) -> object:
+        """See ``CopyDevice.record``."""
+        event = self._torch.cuda.Event()
+        event.record(self._streams[kind])
+        return event
+
+    def is_done(self, event: object) -> bool:
+        """See ``CopyDevice.is_done``."""
+        done: bool = event.query()  # type: ignore[attr-defined]
+        return done
+
+
+@dataclass
+class _Flight:
+    ticket: Ticket
+    batch: Batch
+    event: object | None
+    started_s: float
+    failed: bool
+
+
+class CudaCopier:
+    """The copier for tensors on a GPU; see ``base.Copier`` for its promises. Thread-safe.
+
+    Stores are issued and loads verified in the thread that calls ``store``, ``load``, ``poll``,
+    ``wait``, ``drain`` or ``close``; there is no thread of its own. Stores are not summed
+    (``Done.checksums`` is None): the daemon sums them.
+
+    Args:
+        kv: the registered pages, on one GPU.
+        arena: of one boot; a new boot needs a new copier.
+        device: the door to CUDA; None for the real one.
+        verify_fraction: of loaded blocks whose checksum is compared, by a seeded draw; blocks with
+            ``FLAG_VERIFY`` are compared in any case. One of 2 MiB costs 60 microseconds.
+        seed: of that draw; None for a fresh one.
+        queue_max: batches under way at most.
+        staging_bytes: GPU memory of each direction's staging buffer (at least one page; none unless
+            the pages are stacked).
+        piece_bytes: in which the arena is registered: no single copy crosses such a bound. A
+            *block* must not either, which slabs that divide a piece guarantee.
+
+    Raises:
+        KVHearthError: ``bad_contract`` if the tensors are not on a GPU.
+    """
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        arena: ArenaView,
+        *,
+        device: CopyDevice | None = None,
+        verify_fraction: float = 1 / 64,
+        seed: int | None = None,
+        queue_max: int = 64,
+        staging_bytes: int = STAGING_BYTES,
+        piece_bytes: int = PIECE_BYTES_MAX,
+    ) -> None:
+        if device is None and not kv.device.startswith("cuda"):
+            raise KVHearthError(
+                Reason.BAD_CONTRACT, "the tensors are in CPU memory: use the host copier for them"
+            )
+        self._kv = kv
+        self._arena = HeldArena(arena)
+        self._device = device if device is not None else TorchCuda(kv.device)
+        self._verify_fraction = verify_fraction
+        self._random = np.random.default_rng(seed)
+        self._mover = _Mover(kv, self._arena, staging_bytes, piece_bytes)
+        self._book = TicketBook(queue_max)
+        self._flights: deque[_Flight] = deque()
+        self._lock = threading.RLock()
+
+    def store(
+        self, boot_id: str, pages: I64, extents: Records, *, wait_s: float = 0.0
+    ) -> Ticket | None:
+        """Issue a store; see ``base.Copier.store``."""
+        return self._submit(CopyKind.STORE, boot_id, pages, extents, wait_s)
+
+    def load(
+        self, boot_id: str, extents: Records, pages: I64, *, wait_s: float = 0.0
+    ) -> Ticket | None:
+        """Issue a load; see ``base.Copier.load``."""
+        return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s)
+
+    def poll(self) -> list[Done]:
+        """Finished batches; see ``base.Copier.poll``."""
+        self._progress()
+        return self._book.claim_all()
+
+    def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
+        """One batch's outcome; see ``base.Copier.wait``."""
+        until = deadline_of(deadline_s)
+        while True:
+            self._progress()
+            done = self._book.claim(ticket, 0.0)
+            if done is not None or time.monotonic() >= until:
+                return done
+            time.sleep(POLL_S)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait for quiet; see ``base.Copier.drain``."""
+        until = deadline_of(deadline_s)
+        while True:
+            self._progress()
+            if self._book.wait_idle(0.0):
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL_S)
+
+    def close(self, deadline_s: float = 30.0) -> bool:
+        """Take nothing more and let the copies end; see ``base.Copier.close``."""
+        self._book.close()
+        if not self.drain(deadline_s):
+            return False
+        self._mover.release()
+        return True
+
+    def check_books(self) -> None:
+        """Raise AssertionError if a batch was lost."""
+        self._book.check_books()
+
+    def _submit(
+        self, kind: CopyKind, boot_id: str, pages: I64, extents: Records, wait_s: float
+    ) -> Ticket | None:
+        pages, extents = own_arrays(pages, extents)
+        ticket = self._open(kind, len(extents), wait_s)
+        if ticket is None:
+            return None
+        with self._lock:
+            started_s = time.perf_counter()
+            batch = Batch(self._kv, self._arena, boot_id, pages, extents)
+            event, failed = self._issue(ticket.kind, batch)
+            self._flights.append(_Flight(ticket, batch, event, started_s, failed))
+        return ticket
+
+    def _open(self, kind: CopyKind, count: int, wait_s: float) -> Ticket | None:
+        until = deadline_of(wait_s)
+        while True:
+            self._progress()
+            ticket = self._book.open(kind, count, 0.0)
+            if ticket is not None or time.monotonic() >= until:
+                return ticket
+            time.sleep(POLL_S)
+
+    def _issue(self, kind: CopyKind, batch: Batch) -> tuple[object | None, bool]:
+        """Issue the copies of a batch; the event after them and whether something went wrong."""
+        failed = False
+        try:
+            with self._device.issuing(kind):
+                self._mover.issue(kind, batch)
+        except Exception:  # noqa: BLE001 - fail-open boundary: a batch must always get an outcome
+            _LOG.exception("copies of %d blocks could not be issued", len(batch))
+            failed = True
+        try:
+            # Also after a failure: copies that were issued before it are still under way.
+            return self._device.record(kind), failed
+        except RuntimeError:
+            _LOG.exception("the CUDA context is broken")
+            return None, True
+
+    def _progress(self) -> None:
+        """Finish the batches whose copies have ended."""
+        with self._lock:
+            still_under_way: deque[_Flight] = deque()
+            while self._flights:
+                flight = self._flights.popleft()
+                if self._has_ended(flight):
+                    self._book.finish(self._outcome(flight))
+                else:
+                    still_under_way.append(flight)
+            self._flights = still_under_way
+
+    def _has_ended(self, flight: _Flight) -> bool:
+        if flight.event is None:
+            return True
+        try:
+            return self._device.is_done(flight.event)
+        except RuntimeError:
+            _LOG.exception("copies of batch %d failed", flight.ticket.number)
+            flight.failed = True
+            return True
+
+    def _outcome(self, flight: _Flight) -> Done:
+        batch = flight.batch
+        if flight.failed:
+            batch.fail_all(BlockFailure.COPY_FAILED)
+        elif flight.ticket.kind is CopyKind.LOAD:
+            self._verify(batch)
+        batch.judge()
+        faults.hit(f"copier.{flight.ticket.kind}_done")
+        return batch.done(flight.ticket, None, time.perf_counter() - flight.started_s)
+
+    def _verify(self, batch: Batch) -> None:
+        """Compare sampled and due checksums with the slots' bytes, which the generations guard."""
+        sampled: Bools = self._random.random(len(batch)) < self._verify_fraction
+        for position, wanted in batch.expected(sampled).items():
+            record = batch.extents[position]
+            start = int(record["offset"])
+            view = self._arena.views[int(record["segment"])]
+            if xxhash.xxh3_128_digest(view[start : start + self._kv.page_bytes].data) != wanted:
+                batch.fail_one(position, BlockFailure.CHECKSUM_MISMATCH)
+
+
+class _Mover:
+    """Issues a batch's copies on the current stream, by the way that the pages' shape allows."""
+
+    def __init__(self, kv: PagedKV, arena: HeldArena, staging_bytes: int, piece_bytes: int) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._kv = kv
+        self._piece_bytes = piece_bytes
+        self._parts = kv.torch_parts()
+        self._stack: Any | None = None
+        self._arena_bytes: dict[int, Any] = {
+            segment: self._torch.from_numpy(view) for segment, view in arena.views.items()
+        }
+        self._staging: dict[CopyKind, Any] = {}
+        self._staging_blocks = max(1, staging_bytes // kv.page_bytes)
+        stack = kv.torch_stack()
+        if stack is not None:
+            self._stack = stack.view(self._word_dtype())
+            shape = (self._staging_blocks, kv.page_bytes)
+            # One buffer per direction, reused in stream order: no allocation while the engine runs.
+            self._staging = {
+                kind: self._torch.empty(shape, dtype=self._torch.uint8, device=stack.device)
+                for kind in CopyKind
+            }
+
+    def release(self) -> None:
+        """Let go of the arena's memory and of the staging buffers."""
+        self._arena_bytes.clear()
+        self._staging.clear()
+
+    def issue(self, kind: CopyKind, batch: Batch) -> None:
+        """Issue all copies of the batch's ok blocks."""
+        if self._stack is not None:
+            self._issue_stacked(kind, batch)
+        elif self._kv.shape is Shape.SINGLE:
+            self._issue_single(kind, batch)
+        else:
+            self._issue_fragments(kind, batch)
+        for _ in batch.positions():
+            faults.hit(f"copier.{kind}_block")
+
+    def _issue_single(self, kind: CopyKind, batch: Batch) -> None:
+        part, page_bytes = self._kv.parts[0], self._kv.page_bytes
+        # Pages with gaps between them would go through a temporary: copy those one by one.
+        blocks_max = max(1, RUN_BYTES_MAX // page_bytes) if part.stride_bytes == page_bytes else 1
+        for run in batch.runs(blocks_max, dense=True, piece_bytes=self._piece_bytes):
+            count = len(run.positions)
+            pages = self._parts[0][run.page : run.page + count].view(-1)
+            self._copy(kind, pages, self._slots(run.segment, run.offset, count * page_bytes))
+
+    def _issue_stacked(self, kind: CopyKind, batch: Batch) -> None:
+        assert self._stack is not None
+        chosen, page_bytes = batch.positions(), self._kv.page_bytes
+        # Not blocking, else the caller would wait for all that is on the stream; the driver takes
+        # its own copy of this small pageable array before the call returns.
+        every_index = self._torch.from_numpy(batch.pages[chosen]).to(
+            self._stack.device, non_blocking=True
+        )
+        for start in range(0, len(chosen), self._staging_blocks):
+            positions = chosen[start : start + self._staging_blocks]
+            staging = self._staging[kind][: len(positions)]
+            words = staging.view(self._stack.dtype).view(-1, *self._stack.shape[1:])
+            index = every_index[start : start + self._staging_blocks]
+            if kind is CopyKind.STORE:
+                self._torch.index_select(self._stack, 0, index, out=words)
+            row = 0
+            for run in batch.runs(
+                len(positions),
+                positions=positions,
+                follow_pages=False,
+                dense=True,
+                piece_bytes=self._piece_bytes,
+            ):
+                count = len(run.positions)
+                slots = self._slots(run.segment, run.offset, count * page_bytes)
+                self._copy(kind, staging[row : row + count].view(-1), slots)
+                row += count
+            if kind is CopyKind.LOAD:
+                self._stack.index_copy_(0, index, words)
+
+    def _issue_fragments(self, kind: CopyKind, batch: Batch) -> None:
+        for run in batch.runs(1):
+            slot = self._slots(run.segment, run.offset, self._kv.page_bytes)
+            for part, pages in zip(self._kv.parts, self._parts, strict=True):
+                self._copy(kind, pages[run.page], slot[part.start_bytes : part.end_bytes])
+
+    def _slots(self, segment: int, offset: int, length: int) -> Any:
+        return self._arena_bytes[segment][offset : offset + length]
+
+    @staticmethod
+    def _copy(kind: CopyKind, on_device: Any, in_arena: Any) -> None:
+        if kind is CopyKind.STORE:
+            in_arena.copy_(on_device, non_blocking=True)
+        else:
+            on_device.copy_(in_arena, non_blocking=True)
+
+    def _word_dtype(self) -> Any:
+        """The widest word in which fragments can be gathered: single bytes are slow on a GPU."""
+        first, second = self._kv.parts[:2]
+        spacing_bytes = second.address - first.address
+        numbers = (first.address, first.run_bytes, first.stride_bytes, spacing_bytes)
+        for dtype in (self._torch.int64, self._torch.int32, self._torch.int16):
+            if all(number % dtype.itemsize == 0 for number in numbers):
+                return dtype
+        return self._torch.uint8

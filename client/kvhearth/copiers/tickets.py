@@ -1,0 +1,120 @@
+"""The book of a copier's batches: bounded, and balanced at all times."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvhearth.copiers.base import CopyKind, Done, Ticket
+from kvhearth.errors import KVHearthError, Reason
+
+
+class TicketBook:
+    """Who is under way, who is finished and not yet given out. Thread-safe.
+
+    Args:
+        pending_max: batches under way at most.
+        finished_max: outcomes that nobody fetched at most; beyond it nothing new is taken, so a
+            caller that never polls is throttled instead of growing memory.
+    """
+
+    def __init__(self, pending_max: int, finished_max: int = 1024) -> None:
+        self._pending_max = pending_max
+        self._finished_max = finished_max
+        self._changed = threading.Condition()
+        self._pending: set[int] = set()
+        self._finished: dict[int, Done] = {}
+        self._opened_count = 0
+        self._claimed_count = 0
+        self._closed = False
+
+    def open(self, kind: CopyKind, count: int, wait_s: float) -> Ticket | None:
+        """A ticket for a new batch, or None if there was no room within ``wait_s`` seconds.
+
+        Raises:
+            KVHearthError: ``closed``.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(), max(wait_s, 0.0))
+            self._require_open()
+            if not self._has_room():
+                return None
+            self._opened_count += 1
+            self._pending.add(self._opened_count)
+            return Ticket(self._opened_count, kind, count)
+
+    def finish(self, done: Done) -> None:
+        """Enter the outcome of a batch that was under way."""
+        with self._changed:
+            self._pending.remove(done.ticket.number)
+            self._finished[done.ticket.number] = done
+            self._changed.notify_all()
+
+    def claim_all(self) -> list[Done]:
+        """Give out all outcomes, in the order in which they came."""
+        with self._changed:
+            outcomes = list(self._finished.values())
+            self._finished.clear()
+            self._claimed_count += len(outcomes)
+            self._changed.notify_all()
+            return outcomes
+
+    def claim(self, ticket: Ticket, deadline_s: float) -> Done | None:
+        """Give out one outcome, or None if it did not come within ``deadline_s`` seconds.
+
+        Raises:
+            KVHearthError: ``internal`` if it was given out before.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: ticket.number not in self._pending, max(deadline_s, 0.0))
+            if ticket.number in self._pending:
+                return None
+            done = self._finished.pop(ticket.number, None)
+            if done is None:
+                raise KVHearthError(
+                    Reason.INTERNAL,
+                    f"the outcome of batch {ticket.number} was given out before: "
+                    "fetch each by poll() or by wait(), not by both",
+                )
+            self._claimed_count += 1
+            self._changed.notify_all()
+            return done
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Whether nothing is under way, waiting up to ``deadline_s`` seconds for it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, max(deadline_s, 0.0))
+
+    def close(self) -> None:
+        """Open no more tickets."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def require_open(self) -> None:
+        """Refuse if closed.
+
+        Raises:
+            KVHearthError: ``closed``.
+        """
+        with self._changed:
+            self._require_open()
+
+    def check_books(self) -> None:
+        """Raise AssertionError with the numbers if tickets were lost or bounds passed."""
+        with self._changed:
+            parts = (len(self._pending), len(self._finished), self._claimed_count)
+            assert sum(parts) == self._opened_count, f"opened {self._opened_count}, have {parts}"
+            assert parts[0] <= self._pending_max, f"{parts[0]} pending of {self._pending_max}"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KVHearthError(Reason.CLOSED, "the copier is closed: make one for the new mapping")
+
+    def _has_room(self) -> bool:
+        return len(self._pending) < self._pending_max and len(self._finished) < self._finished_max
+
+
+def deadline_of(deadline_s: float) -> float:
+    """The monotonic time ``deadline_s`` seconds from now."""
+    return time.monotonic() + max(deadline_s, 0.0)

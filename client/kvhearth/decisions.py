@@ -1,0 +1,346 @@
+"""An engine's decisions about its cached blocks; every one fails open."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvhearth import codec
+from kvhearth.caller import Caller, outcome_unknown
+from kvhearth.codec import KeysByGroup, Query
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.keeper import Keeper
+from kvhearth.link import Link
+from kvhearth.meters import Counters
+from kvhearth.model import Records
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.results import (
+    CommitGroup,
+    CommitResult,
+    Lease,
+    LookupResult,
+    Pin,
+    PrefetchResult,
+    Reservation,
+)
+from kvhearth.returns import BadExtents, Returns
+from kvhearth.transports import base
+from kvhearth.url import DaemonUrl
+from kvhearth.wire import Hello
+
+_EPOCH_UNKNOWN = -1
+_SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
+"""Bounds that leave nothing to reserve: an answer of a full cache, not a failure."""
+
+
+class Decisions:
+    """The half of ``KVClient`` that asks the daemon; see there for what holds for all methods."""
+
+    def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
+        self._contract = contract
+        self._scheduler = hello.scheduler
+        self._lookup_s = url.lookup_ms / 1000
+        self._call_s = url.call_ms / 1000
+        self._counters = Counters()
+        self._keeper = Keeper(url, hello, self._counters)
+        self._caller = Caller(self._keeper, self._counters)
+        self._returns = Returns(self._caller, contract)
+        self._epoch: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The weights epoch that this engine runs with; -1 while that is not known.
+
+        It is the daemon's at the first attach and follows only ``bump_epoch`` and ``use_epoch``:
+        an engine does not get new weights because another one did. Under another epoch than the
+        daemon's all answers are misses.
+        """
+        return self._keeper.first_epoch if self._epoch is None else self._epoch
+
+    def lookup(
+        self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False
+    ) -> LookupResult:
+        """Which blocks of a request are there, and a lease on those that a load needs.
+
+        Args:
+            groups: by group, the keys of the request in chain order. More than the daemon takes in
+                one call are cut to the first ones of each group; the rest is absent in the answer.
+            lease: hold what may be loaded, until ``release``.
+            prefetch: let blocks on slower tiers begin to climb.
+        """
+        lease_id = _new_id() if lease else 0
+
+        def work() -> LookupResult:
+            link = self._decision_link()
+            query = self._query(link, groups)
+            if not query.key_count:
+                return LookupResult(0, None, codec.absent(groups), boot_id=link.boot_id)
+            request = pb.LookupRequest(
+                groups=query.groups, epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
+            )
+            try:
+                reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
+                result = self._lookup_result(link, query, lease_id, reply)
+            except KVHearthError as error:
+                if lease_id and outcome_unknown(error):
+                    self._returns.release_id(link, lease_id)
+                raise
+            if reply.lease_id and result.lease is None:
+                self._returns.release_id(link, lease_id)
+            self._counters.add("lookup_keys", query.key_count)
+            self._counters.add("lookup_hit_tokens", result.hit_tokens)
+            return result
+
+        return self._caller.decide(
+            "lookup", work, lambda reason: LookupResult(0, None, codec.absent(groups), 0, reason)
+        )
+
+    def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
+        """Ask for blocks on slower tiers to climb; leases nothing."""
+
+        def work() -> PrefetchResult:
+            link = self._decision_link()
+            query = self._query(link, groups)
+            request = pb.PrefetchRequest(groups=query.groups, epoch=self._own_epoch())
+            reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
+            found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
+            return PrefetchResult(found, reply.eta_us, boot_id=link.boot_id)
+
+        return self._caller.decide(
+            "prefetch", work, lambda reason: PrefetchResult(codec.absent(groups), 0, reason)
+        )
+
+    def reserve(self, groups: Mapping[int, int]) -> Reservation:
+        """Empty slots to write: by group, how many blocks. Less may be granted."""
+        reservation_id = _new_id()
+
+        def work() -> Reservation:
+            link = self._decision_link()
+            request = pb.ReserveRequest(
+                reservation_id=reservation_id,
+                epoch=self._own_epoch(),
+                groups=codec.pack_counts(self._contract, groups),
+            )
+            try:
+                reply = self._caller.call(link, base.RESERVE, request, self._call_s)
+                extents = codec.parse_reservation(
+                    self._contract, link.welcome, groups, reply.groups
+                )
+            except KVHearthError as error:
+                if error.reason in _SHORT:
+                    nothing = codec.no_extents(self._contract, groups)
+                    return Reservation(link.boot_id, nothing, error.reason, id=reservation_id)
+                if outcome_unknown(error):
+                    self._returns.abort_reservation(link, reservation_id)
+                raise
+            return Reservation(link.boot_id, extents, reply.short_reason, id=reservation_id)
+
+        return self._caller.decide(
+            "reserve",
+            work,
+            lambda why: Reservation("", codec.no_extents(self._contract, groups), why, why),
+        )
+
+    def commit(self, groups: Mapping[int, CommitGroup], *, boot_id: str) -> CommitResult:
+        """Bind keys to written slots; afterwards the extents are no longer the caller's.
+
+        Args:
+            groups: what all ranks have finished writing.
+            boot_id: of the reservations that the extents come from. Extents of another boot are
+                dropped.
+        """
+
+        def work() -> CommitResult:
+            link = self._decision_link()
+            _check_boot(link, boot_id)
+            try:
+                query = self._query(link, {group: item.keys for group, item in groups.items()})
+                if query.cut:
+                    raise KVHearthError(
+                        Reason.TOO_MANY_KEYS,
+                        f"{sum(query.asked.values())} keys, at most {link.welcome.keys_max}",
+                    )
+                request = pb.CommitRequest(epoch=self._own_epoch())
+                for group, item in groups.items():
+                    request.groups.append(codec.pack_commit(self._contract, group, item))
+                reply = self._caller.call(link, base.COMMIT, request, self._call_s)
+                return CommitResult(codec.parse_bitmaps(query, reply.stored))
+            except KVHearthError:
+                # Whatever was not bound goes back; slots that were are not the group's to abort
+                # any more.
+                extents = {group: item.extents for group, item in groups.items()}
+                self._returns.abort(link, extents, in_doubt=False)
+                raise
+
+        def miss(reason: str) -> CommitResult:
+            nothing = {group: np.zeros(len(item.keys), np.bool_) for group, item in groups.items()}
+            return CommitResult(nothing, reason)
+
+        return self._caller.decide("commit", work, miss)
+
+    def abort(self, groups: Mapping[int, Records], *, boot_id: str, in_doubt: bool = False) -> str:
+        """Give reserved slots back, in the background.
+
+        Args:
+            groups: extents by group, of any shape.
+            boot_id: of the reservations that they come from; of another boot they are dropped.
+            in_doubt: a worker may still be writing. The daemon keeps the slots aside until all
+                ranks are drained or the same slots are aborted again without this.
+
+        Returns:
+            Why nothing was queued (such as ``stale_boot``), or empty.
+        """
+
+        def work() -> str:
+            link = self._decision_link()
+            _check_boot(link, boot_id)
+            self._returns.abort(link, groups, in_doubt=in_doubt)
+            return ""
+
+        return self._caller.decide("abort", work, str)
+
+    def release(self, lease: Lease | None, bad: BadExtents = None) -> None:
+        """End a lease, in the background, after the loads under it have finished.
+
+        Args:
+            lease: of a lookup; None and leases of another boot are ignored.
+            bad: extents of it whose bytes did not match their checksum; the daemon looks for
+                itself.
+        """
+        if lease is None:
+            return
+
+        def work() -> None:
+            link = self._decision_link()
+            if lease.boot_id == link.boot_id:
+                self._returns.release(link, lease, bad)
+
+        self._caller.decide("release", work, _nothing)
+
+    def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
+        """Keep blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
+        pin_id = _new_id()
+
+        def work() -> Pin:
+            link = self._decision_link()
+            query = self._query(link, groups)
+            request = pb.PinRequest(
+                pin_id=pin_id,
+                groups=query.groups,
+                epoch=self._own_epoch(),
+                ttl_ms=max(round(ttl_s * 1000), 0),
+            )
+            try:
+                reply = self._caller.call(link, base.PIN, request, self._call_s)
+                return Pin(pin_id, link.boot_id, codec.parse_bitmaps(query, reply.pinned))
+            except KVHearthError as error:
+                if outcome_unknown(error):
+                    self._returns.unpin(link, pin_id)
+                raise
+
+        def miss(reason: str) -> Pin:
+            nothing = {group: np.zeros(len(keys), np.bool_) for group, keys in groups.items()}
+            return Pin(pin_id, "", nothing, reason)
+
+        return self._caller.decide("pin", work, miss)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin before its time, in the background."""
+
+        def work() -> None:
+            link = self._decision_link()
+            if pin.boot_id == link.boot_id:
+                self._returns.unpin(link, pin.id)
+
+        self._caller.decide("unpin", work, _nothing)
+
+    def touch(self, groups: KeysByGroup) -> None:
+        """Mark blocks as used, in the background."""
+
+        def work() -> None:
+            link = self._decision_link()
+            query = self._query(link, groups)
+            self._returns.touch(link, query, self._own_epoch())
+
+        self._caller.decide("touch", work, _nothing)
+
+    def bump_epoch(self, expected: int | None = None) -> int:
+        """Make all older blocks of the namespace invalid: this engine has new weights.
+
+        Args:
+            expected: the epoch to move on from; None takes the daemon's current one.
+
+        Returns:
+            The new epoch, with which this client goes on; or -1. Then the weights have no epoch:
+            all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
+        """
+        self._epoch = _EPOCH_UNKNOWN
+
+        def work() -> int:
+            link = self._decision_link()
+            current = expected
+            if current is None:
+                self._keeper.beat(link)
+                current = self._keeper.daemon_epoch
+            request = pb.BumpEpochRequest(expected_epoch=current)
+            reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
+            self._epoch = reply.epoch
+            return int(reply.epoch)
+
+        return self._caller.decide("bump_epoch", work, lambda _: _EPOCH_UNKNOWN)
+
+    def use_epoch(self, epoch: int) -> None:
+        """This engine now has the weights of ``epoch``, which somebody else bumped to."""
+        self._epoch = epoch
+
+    def _decision_link(self) -> Link:
+        if not self._scheduler:
+            raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
+        return self._caller.link()
+
+    def _own_epoch(self) -> int:
+        epoch = self.epoch
+        if epoch < 0:
+            raise KVHearthError(
+                Reason.STALE_EPOCH, "the weights' epoch is not known: bump_epoch failed"
+            )
+        return epoch
+
+    def _query(self, link: Link, groups: KeysByGroup) -> Query:
+        query = codec.pack_query(self._contract, groups, link.welcome.keys_max)
+        if query.cut:
+            self._counters.add("keys_cut", sum(query.asked.values()) - query.key_count)
+        return query
+
+    def _lookup_result(
+        self, link: Link, query: Query, lease_id: int, reply: pb.LookupResponse
+    ) -> LookupResult:
+        if reply.lease_id not in (0, lease_id):
+            raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answers with another lease's id")
+        found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
+        slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
+        return LookupResult(
+            hit_tokens=reply.hit_tokens,
+            lease=Lease(lease_id, link.boot_id, slots) if slots and reply.lease_id else None,
+            groups=found,
+            eta_us=reply.eta_us,
+            lease_short=reply.lease_short,
+            boot_id=link.boot_id,
+        )
+
+
+def _new_id() -> int:
+    """Random, not 0, and below 2^63 - 1, so that it fits a signed integer everywhere."""
+    return secrets.randbelow((1 << 63) - 2) + 1
+
+
+def _check_boot(link: Link, boot_id: str) -> None:
+    if boot_id != link.boot_id:
+        raise KVHearthError(Reason.STALE_BOOT, "these extents are another boot's: they are void")
+
+
+def _nothing(_: str) -> None:
+    return None

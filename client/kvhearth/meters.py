@@ -1,0 +1,55 @@
+"""Counters that the heartbeat carries, and warnings that do not flood an engine's log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+LOGGER = logging.getLogger("kvhearth")
+COUNTERS_MAX = 64
+_OTHER = "other"
+_WARNING_PAUSE_S = 30.0
+
+
+class Counters:
+    """Named counters since the start; names beyond ``COUNTERS_MAX`` add to ``other``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add ``amount`` to the counter ``name``."""
+        with self._lock:
+            if name not in self._values and len(self._values) >= COUNTERS_MAX - 1:
+                name = _OTHER
+            self._values[name] = self._values.get(name, 0) + amount
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters by name."""
+        with self._lock:
+            return dict(self._values)
+
+
+class Warnings:
+    """Says each kind of trouble once per half minute, and how often it was left unsaid."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_at: dict[str, float] = {}
+        self._unsaid: dict[str, int] = {}
+
+    def warn(self, kind: str, text: str, *args: object) -> None:
+        """Log ``text % args``; ``kind`` is a word of a small fixed set."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next_at.get(kind, 0.0):
+                self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+                return
+            self._next_at[kind] = now + _WARNING_PAUSE_S
+            unsaid = self._unsaid.pop(kind, 0)
+        if unsaid:
+            LOGGER.warning(text + " (%d more since it was last said)", *args, unsaid)
+        else:
+            LOGGER.warning(text, *args)

@@ -1,0 +1,65 @@
+"""Value types that both sides share: extents, bitmaps, presence."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Records = npt.NDArray[Any]
+"""A structured array; its dtype is named where it is made."""
+
+CHECKSUM_BYTES = 16
+
+EXTENT_DTYPE = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("segment", "<u2"),
+        ("flags", "<u2"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("generation", "<u4"),
+        ("checksum", f"V{CHECKSUM_BYTES}"),
+    ]
+)
+"""One extent: what a client may read or write. ``offset`` and ``length`` are bytes inside
+``segment``.
+"""
+
+EXTENT_BYTES = EXTENT_DTYPE.itemsize
+
+FLAG_SUMMED = 1
+"""The record's checksum is set."""
+FLAG_VERIFY = 2
+"""The bytes were adopted or crossed a tier and nobody verified them since: the reader must."""
+
+
+class Tier(enum.IntEnum):
+    """Where a block is, as the byte of ``GroupPresence.tiers``."""
+
+    NOWHERE = 0
+    DRAM = 1
+    SSD = 2
+
+
+def pack_bits(flags: Bools) -> bytes:
+    """Booleans of shape (n,) as a bitmap of (n + 7) // 8 bytes, least significant bit first."""
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def unpack_bits(data: bytes, count: int) -> Bools:
+    """A bitmap of ``count`` bits as booleans of shape (count,).
+
+    Raises:
+        ValueError: if ``data`` is not the bitmap of ``count`` bits.
+    """
+    if len(data) != (count + 7) // 8:
+        raise ValueError(f"{len(data)} bytes are not a bitmap of {count} bits")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
+    return bits.astype(np.bool_)

@@ -1,0 +1,97 @@
+"""Errands that nobody waits for: releases, aborts, unpins, touches, in one bounded queue."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvhearth.transports.base import Rpc
+
+PARTS_MAX = 64
+"""Groups that one message may carry; the daemon refuses more."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One request that has meaning under one session only.
+
+    Attributes:
+        rpc: the call.
+        request: its message; all its fields are repeated or equal within a ``kind``.
+        weight: ids, slots or keys in it.
+        parts: groups in it.
+        boot_id, session: under which it was made; under another one it is void.
+        kind: errands of one kind may be merged into one message.
+    """
+
+    rpc: Rpc[Any, Any]
+    request: Any
+    weight: int
+    boot_id: str
+    session: int
+    kind: str
+    parts: int = 0
+
+
+class Outbox:
+    """A bounded queue; the oldest errand goes first, one that finds it full is refused."""
+
+    def __init__(self, errands_max: int) -> None:
+        self._errands_max = errands_max
+        self._lock = threading.Lock()
+        self._errands: deque[Errand] = deque()
+
+    def put(self, errand: Errand) -> bool:
+        """Queue an errand; False if the queue is full."""
+        with self._lock:
+            if len(self._errands) >= self._errands_max:
+                return False
+            self._errands.append(errand)
+            return True
+
+    def put_back(self, errands: Iterable[Errand]) -> int:
+        """Queue errands again before all others; returns how many found no room."""
+        waiting = list(errands)
+        with self._lock:
+            room = max(self._errands_max - len(self._errands), 0)
+            self._errands.extendleft(reversed(waiting[:room]))
+        return max(len(waiting) - room, 0)
+
+    def take(self) -> list[Errand]:
+        """All errands, oldest first; the queue is empty afterwards."""
+        with self._lock:
+            errands = list(self._errands)
+            self._errands.clear()
+        return errands
+
+    def __len__(self) -> int:
+        return len(self._errands)
+
+
+def batch(errands: Iterable[Errand], weight_max: int) -> list[list[Errand]]:
+    """Group errands into messages of at most ``weight_max`` (one alone may exceed it)."""
+    batches: list[list[Errand]] = []
+    last: dict[str, list[Errand]] = {}
+    totals: dict[str, tuple[int, int]] = {}
+    for errand in errands:
+        weight, parts = totals.get(errand.kind, (0, 0))
+        weight, parts = weight + errand.weight, parts + errand.parts
+        if errand.kind in last and weight <= weight_max and parts <= PARTS_MAX:
+            last[errand.kind].append(errand)
+        else:
+            last[errand.kind] = [errand]
+            batches.append(last[errand.kind])
+            weight, parts = errand.weight, errand.parts
+        totals[errand.kind] = (weight, parts)
+    return batches
+
+
+def merge(errands: list[Errand]) -> Any:
+    """One message for errands of one kind: protobuf appends repeated fields when it merges."""
+    merged = type(errands[0].request)()
+    for errand in errands:
+        merged.MergeFrom(errand.request)
+    return merged

@@ -1,0 +1,85 @@
+"""What an engine gives back without waiting: leases, reserved slots, pins; and touches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvhearth import codec
+from kvhearth.caller import Caller
+from kvhearth.contract import Contract
+from kvhearth.link import Link
+from kvhearth.model import Records
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.results import Lease
+from kvhearth.transports import base
+
+BadExtents = Mapping[int, Records] | Records | None
+
+
+class Returns:
+    """Puts errands of a link into the keeper's queue.
+
+    Errors of its methods are ``codec``'s: ``bad_group``, ``bad_extents``.
+    """
+
+    def __init__(self, caller: Caller, contract: Contract) -> None:
+        self._caller = caller
+        self._contract = contract
+
+    def release_id(self, link: Link, lease_id: int) -> None:
+        """End a lease of which only the id is known."""
+        self._caller.post(link, base.RELEASE, pb.ReleaseRequest(lease_ids=[lease_id]))
+
+    def release(self, link: Link, lease: Lease, bad: BadExtents) -> None:
+        """End a lease and report extents of it whose bytes were wrong."""
+        request = pb.ReleaseRequest(lease_ids=[lease.id])
+        for group, extents in _by_group(lease, bad).items():
+            if extents.size:
+                request.bad.append(codec.pack_slots(self._contract, group, extents))
+        # Apart from the others: a report must not be lost with somebody else's unknown lease.
+        kind = f"{base.RELEASE.name}:bad" if request.bad else base.RELEASE.name
+        self._caller.post(link, base.RELEASE, request, kind=kind, parts=len(request.bad))
+
+    def abort(self, link: Link, groups: Mapping[int, Records], *, in_doubt: bool) -> None:
+        """Give back reserved extents."""
+        slots = [
+            codec.pack_slots(self._contract, group, extents) for group, extents in groups.items()
+        ]
+        request = pb.AbortRequest(groups=slots, in_doubt=in_doubt)
+        kind = f"{base.ABORT.name}:in_doubt" if in_doubt else base.ABORT.name
+        weight = sum(int(extents.size) for extents in groups.values())
+        self._caller.post(link, base.ABORT, request, kind=kind, weight=weight, parts=len(slots))
+
+    def abort_reservation(self, link: Link, reservation_id: int) -> None:
+        """Give back a reservation whose answer was lost."""
+        request = pb.AbortRequest(reservation_ids=[reservation_id])
+        self._caller.post(link, base.ABORT, request)
+
+    def unpin(self, link: Link, pin_id: int) -> None:
+        """End a pin."""
+        self._caller.post(link, base.UNPIN, pb.UnpinRequest(pin_ids=[pin_id]))
+
+    def touch(self, link: Link, query: codec.Query, epoch: int) -> None:
+        """Mark blocks as used."""
+        request = pb.TouchRequest(groups=query.groups, epoch=epoch)
+        kind = f"{base.TOUCH.name}:{epoch}"
+        self._caller.post(
+            link,
+            base.TOUCH,
+            request,
+            kind=kind,
+            weight=query.key_count,
+            parts=len(query.groups),
+        )
+
+
+def _by_group(lease: Lease, bad: BadExtents) -> dict[int, Records]:
+    """Bad extents by group; plain records are assigned by the slots of the lease."""
+    if bad is None:
+        return {}
+    if isinstance(bad, Mapping):
+        return dict(bad)
+    flat = np.asarray(bad).reshape(-1)
+    return {group: flat[np.isin(flat["slot"], slots)] for group, slots in lease.slots.items()}

@@ -1,0 +1,84 @@
+"""Errors on the gRPC wire: a ``google.rpc.Status`` with one ``google.rpc.ErrorInfo``, in both
+directions.
+
+Pure protobuf: neither side needs ``grpcio-status``, and this module needs no gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError
+
+from kvhearth.errors import ERROR_DOMAIN, Code, KVHearthError, Reason, reason_of
+from kvhearth.proto.v1 import types_pb2
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+"""The trailing metadata key that carries the encoded status."""
+
+ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
+
+# Trailing metadata is bounded by 8 KiB at most peers; what is longer would lose the whole answer.
+_MESSAGE_CHARS_MAX = 1024
+_DETAILS_MAX = 16
+_DETAIL_CHARS_MAX = 192
+
+_CANCELLED = 1
+_BARE: Mapping[int, Reason] = {
+    _CANCELLED: Reason.CLOSED,
+    Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
+    Code.PERMISSION_DENIED: Reason.PEER_NOT_ALLOWED,
+    # gRPC's own answer to a message that is larger than allowed.
+    Code.RESOURCE_EXHAUSTED: Reason.BAD_MESSAGE,
+    Code.UNIMPLEMENTED: Reason.PROTOCOL_VERSION,
+    Code.UNAVAILABLE: Reason.DAEMON_AWAY,
+    Code.UNAUTHENTICATED: Reason.UNKNOWN_TOKEN,
+}
+"""What a status without our details means: it comes from gRPC itself, not from the daemon."""
+
+
+def encode_status(error: KVHearthError) -> bytes:
+    """The value of ``STATUS_DETAILS_KEY`` for ``error``; long texts are cut."""
+    details = list(error.details.items())[:_DETAILS_MAX]
+    info = types_pb2.RpcErrorInfo(
+        reason=str(error.reason),
+        domain=ERROR_DOMAIN,
+        metadata={name[:64]: value[:_DETAIL_CHARS_MAX] for name, value in details},
+    )
+    status = types_pb2.RpcStatus(
+        code=int(error.status.code), message=error.message[:_MESSAGE_CHARS_MAX]
+    )
+    status.details.append(AnyMessage(type_url=ERROR_INFO_URL, value=info.SerializeToString()))
+    return status.SerializeToString()
+
+
+def decode_status(data: bytes) -> KVHearthError:
+    """The error in a value of ``STATUS_DETAILS_KEY``; what cannot be read becomes ``internal``."""
+    try:
+        status = types_pb2.RpcStatus.FromString(data)
+        for detail in status.details:
+            if detail.type_url == ERROR_INFO_URL:
+                info = types_pb2.RpcErrorInfo.FromString(detail.value)
+                if info.domain == ERROR_DOMAIN:
+                    return rebuild_error(info.reason, status.message, info.metadata)
+    except DecodeError:
+        return KVHearthError(Reason.INTERNAL, "the error's details cannot be read")
+    return error_from_code(status.code, status.message)
+
+
+def error_from_code(code: int, message: str) -> KVHearthError:
+    """The error for a gRPC status without our details."""
+    return KVHearthError(_BARE.get(code, Reason.INTERNAL), message[:_MESSAGE_CHARS_MAX])
+
+
+def rebuild_error(word: str, message: str, details: Mapping[str, str]) -> KVHearthError:
+    """The error that a peer raised; a reason's word that is not known stays in the details."""
+    facts = {name: str(value) for name, value in details.items()}
+    # The names of the constructor's own arguments cannot travel as details.
+    for name in ("self", "reason", "message"):
+        facts.pop(name, None)
+    reason = reason_of(word)
+    if str(reason) != word:
+        facts["word"] = word[:_DETAIL_CHARS_MAX]
+    return KVHearthError(reason, message, **facts)

@@ -1,0 +1,1 @@
+"""How decisions travel: one protocol, one module a way."""

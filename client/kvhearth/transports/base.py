@@ -1,0 +1,68 @@
+"""The door to the daemon's decisions: a protocol, and the table of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from kvhearth.proto.v1 import cache_pb2 as pb
+
+SERVICE = "kvhearth.proto.v1.CacheService"
+TOKEN_KEY = "kvhearth-token"
+"""The metadata key of the session's token."""
+
+
+class Reply(Protocol):
+    """What all replies have in common."""
+
+    boot_id: str
+
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+
+@dataclass(frozen=True)
+class Rpc(Generic[RequestT, ReplyT]):
+    """One call of the service: its name and how its messages become bytes."""
+
+    name: str
+    serialize: Callable[[RequestT], bytes]
+    parse: Callable[[bytes], ReplyT]
+
+
+class CacheTransport(Protocol):
+    """Carries one decision and its answer.
+
+    The caller guarantees: a positive deadline. The implementation guarantees: ``call`` returns or
+    raises by the deadline (and a little), may be used from several threads, and raises nothing but
+    ``KVHearthError``; after ``close``, or in a forked child, it raises ``closed``.
+    """
+
+    def call(self, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float) -> ReplyT:
+        """Send ``request``, return the reply.
+
+        Raises:
+            KVHearthError: the daemon's refusal, or ``daemon_away``, ``deadline``, ``closed``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection; calls that are under way end with ``closed``. Idempotent."""
+        ...
+
+
+HEARTBEAT = Rpc("Heartbeat", pb.HeartbeatRequest.SerializeToString, pb.HeartbeatResponse.FromString)
+LOOKUP = Rpc("Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString)
+RESERVE = Rpc("Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString)
+COMMIT = Rpc("Commit", pb.CommitRequest.SerializeToString, pb.CommitResponse.FromString)
+ABORT = Rpc("Abort", pb.AbortRequest.SerializeToString, pb.AbortResponse.FromString)
+RELEASE = Rpc("Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString)
+PREFETCH = Rpc("Prefetch", pb.PrefetchRequest.SerializeToString, pb.PrefetchResponse.FromString)
+PIN = Rpc("Pin", pb.PinRequest.SerializeToString, pb.PinResponse.FromString)
+UNPIN = Rpc("Unpin", pb.UnpinRequest.SerializeToString, pb.UnpinResponse.FromString)
+TOUCH = Rpc("Touch", pb.TouchRequest.SerializeToString, pb.TouchResponse.FromString)
+BUMP_EPOCH = Rpc(
+    "BumpEpoch", pb.BumpEpochRequest.SerializeToString, pb.BumpEpochResponse.FromString
+)

@@ -1,0 +1,69 @@
+"""The client's address of a daemon: ``kvhearth+unix:///run/kvhearth?lookup_ms=50``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvhearth.errors import KVHearthError, Reason
+
+SCHEME = "kvhearth+unix"
+ATTACH_SOCKET = "attach.sock"
+GRPC_SOCKET = "grpc.sock"
+ADMIN_TOKEN_FILE = "admin.token"
+
+
+@dataclass(frozen=True)
+class DaemonUrl:
+    """Where the daemon's sockets are, and how long the client waits.
+
+    Attributes:
+        socket_dir: directory of ``attach.sock`` and ``grpc.sock``.
+        lookup_ms: deadline of a lookup.
+        call_ms: deadline of every other call.
+        attach_ms: deadline of the attach handshake.
+        heartbeat_ms: pause between heartbeats.
+    """
+
+    socket_dir: Path
+    lookup_ms: int = 250
+    call_ms: int = 2000
+    attach_ms: int = 5000
+    heartbeat_ms: int = 1000
+
+    @property
+    def attach_path(self) -> str:
+        """Path of the attach socket."""
+        return str(self.socket_dir / ATTACH_SOCKET)
+
+    @property
+    def grpc_target(self) -> str:
+        """gRPC's name of the decisions socket."""
+        return f"unix:{self.socket_dir / GRPC_SOCKET}"
+
+
+_TIMES = ("lookup_ms", "call_ms", "attach_ms", "heartbeat_ms")
+
+
+def parse_url(url: str) -> DaemonUrl:
+    """Parse a client URL.
+
+    Raises:
+        KVHearthError: ``bad_url`` with what is wrong and an example.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):
+        raise KVHearthError(
+            Reason.BAD_URL, f"{url!r} is not of the form {SCHEME}:///run/kvhearth (three slashes)"
+        )
+    times: dict[str, int] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _TIMES:
+            raise KVHearthError(
+                Reason.BAD_URL, f"unknown option {name!r}; known: {', '.join(_TIMES)}"
+            )
+        if not value.isdecimal() or not 0 < int(value) <= 600_000:
+            raise KVHearthError(Reason.BAD_URL, f"{name}={value!r} is not 1..600000 milliseconds")
+        times[name] = int(value)
+    return DaemonUrl(Path(unquote(parts.path)), **times)

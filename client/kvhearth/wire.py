@@ -1,0 +1,206 @@
+"""Frames of the attach socket: a 4-byte little-endian length, then a JSON object of that many
+bytes.
+
+The first frame of a connection is the client's ``hello``; the daemon answers ``welcome`` (with
+descriptors) or ``refused``. After that the connection is the session's life line: the client may
+send ``bye``, and its closing ends the session. Nothing here is unpickled, and a length is checked
+before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+
+FRAME_BYTES_MAX = 256 * 1024
+_LENGTH = struct.Struct("<I")
+FRAME_HEADER_BYTES = _LENGTH.size
+
+
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """One frame.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the message is larger than a frame may be.
+    """
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > FRAME_BYTES_MAX:
+        raise KVHearthError(
+            Reason.BAD_MESSAGE, f"frame of {len(body)} bytes, at most {FRAME_BYTES_MAX}"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into messages; holds at most one frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Add received bytes, return the messages that are complete now.
+
+        Raises:
+            KVHearthError: ``bad_message`` for an oversized or malformed frame; the stream is then
+                useless.
+        """
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= FRAME_HEADER_BYTES:
+            (size,) = _LENGTH.unpack_from(self._buffer)
+            if size > FRAME_BYTES_MAX:
+                raise KVHearthError(
+                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {FRAME_BYTES_MAX}"
+                )
+            end = FRAME_HEADER_BYTES + size
+            if len(self._buffer) < end:
+                break
+            messages.append(_parse(bytes(self._buffer[FRAME_HEADER_BYTES:end])))
+            del self._buffer[:end]
+        return messages
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise KVHearthError(Reason.BAD_MESSAGE, f"frame is not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise KVHearthError(Reason.BAD_MESSAGE, "frame is not a JSON object")
+    return message
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The client's first frame.
+
+    Attributes:
+        protocol: version of this handshake.
+        engine_id: the engine's name; the same in the scheduler and all ranks.
+        contract: canonical JSON of the contract.
+        scheduler: this process takes the engine's decisions.
+        rank: this process's rank, or -1 if it moves no bytes.
+        incarnation: of the group to join; 0 joins the open one or makes a new one.
+        map_arena: wants the arena's descriptors.
+        pid: process id as the client sees it, for people.
+        previous_boot, previous_session: the session that this process held before, and
+        previous_drained: whether all copies under it have finished.
+    """
+
+    protocol: int
+    engine_id: str
+    contract: str
+    scheduler: bool = True
+    rank: int = 0
+    incarnation: int = 0
+    map_arena: bool = True
+    pid: int = 0
+    previous_boot: str = ""
+    previous_session: int = 0
+    previous_drained: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """As a frame's message."""
+        return {"kind": "hello", **asdict(self)}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Hello:
+        """Check and read a frame's message.
+
+        Raises:
+            KVHearthError: ``bad_message`` naming the field.
+        """
+        values: Hello = _read(cls, message, "hello")
+        return values
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One segment whose descriptor comes with the welcome, in the order of the descriptors."""
+
+    segment: int
+    bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The daemon's answer to a good hello; descriptors: one a segment, then the generations' memfd.
+
+    Attributes:
+        boot_id: of this daemon's run.
+        session: number of the session.
+        token: secret for the gRPC metadata.
+        incarnation: of the group.
+        namespace: hex digest.
+        epoch: current weights epoch.
+        segments: what to map.
+        generation_count: slots whose generations the memfd holds, as u32.
+        keys_max: keys that one call may carry.
+        message_bytes_max: bytes that one gRPC message may have.
+        leases_max: leases that the group may hold.
+    """
+
+    boot_id: str
+    session: int
+    token: str
+    incarnation: int
+    namespace: str
+    epoch: int
+    generation_count: int
+    keys_max: int
+    message_bytes_max: int
+    leases_max: int
+    segments: list[SegmentInfo] = field(default_factory=list)
+
+    def to_message(self) -> dict[str, Any]:
+        """As a frame's message."""
+        return {"kind": "welcome", **asdict(self)}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Welcome:
+        """Check and read a frame's message.
+
+        Raises:
+            KVHearthError: ``bad_message`` naming the field.
+        """
+        segments = message.get("segments")
+        if not isinstance(segments, list):
+            raise KVHearthError(Reason.BAD_MESSAGE, "welcome: 'segments' must be a list")
+        parsed = [_read(SegmentInfo, {"kind": "s", **item}, "s") for item in segments]
+        values: Welcome = _read(cls, {**message, "segments": parsed}, "welcome")
+        return values
+
+
+def refused(error: KVHearthError) -> dict[str, Any]:
+    """The frame's message for a refusal."""
+    return {
+        "kind": "refused",
+        "reason": str(error.reason),
+        "message": error.message,
+        "details": error.details,
+    }
+
+
+def _read(kind: type[Any], message: dict[str, Any], word: str) -> Any:
+    if message.get("kind") != word:
+        raise KVHearthError(Reason.BAD_MESSAGE, f"expected a {word!r} frame")
+    known = {item.name: item for item in fields(kind)}
+    values = {name: value for name, value in message.items() if name != "kind"}
+    for name, value in values.items():
+        if name not in known:
+            raise KVHearthError(Reason.BAD_MESSAGE, f"{word}: unknown field {name[:64]!r}")
+        wanted = {"int": int, "str": str, "bool": bool}.get(str(known[name].type))
+        wrong = wanted is not None and type(value) is not wanted
+        if wrong or (wanted is int and not -(1 << 63) <= value < 1 << 63):
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"{word}: {name!r} must be a {known[name].type}"
+            )
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise KVHearthError(Reason.BAD_MESSAGE, f"{word}: {error}") from None

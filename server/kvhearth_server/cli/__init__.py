@@ -1,0 +1,1 @@
+"""The ``kvhearth`` command: one verb per file."""

@@ -1,0 +1,101 @@
+"""The entry point of ``kvhearth``: builds the command from its verbs, turns errors into exit codes.
+
+Nothing outside the base dependencies is imported at the top: an engine's environment gets this
+entry point too, and without the server extra it has to say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvhearth.errors import KVHearthError, Reason
+
+if TYPE_CHECKING:
+    import typer
+
+EXIT_CONFIG = 2
+EXIT_MEMORY = 3
+EXIT_OTHER = 1
+
+EXIT_CODES = {
+    Reason.CONFIG_INVALID: EXIT_CONFIG,
+    Reason.MEMORY_UNAVAILABLE: EXIT_MEMORY,
+    Reason.HUGEPAGES_UNAVAILABLE: EXIT_MEMORY,
+    Reason.ARENA_BUSY: EXIT_MEMORY,
+    Reason.ARENA_UNUSABLE: EXIT_MEMORY,
+}
+"""What a domain error ends the process with; every other reason is ``EXIT_OTHER``."""
+
+SERVER_EXTRA = frozenset(
+    {
+        "grpc_health",
+        "grpc_reflection",
+        "pydantic",
+        "pydantic_settings",
+        "rich",
+        "structlog",
+        "typer",
+        "yaml",
+    }
+)
+"""Import names that the server extra brings."""
+
+
+def build() -> typer.Typer:
+    """The command with all its verbs.
+
+    Raises:
+        ImportError: the server extra is not installed.
+    """
+    import typer
+
+    from kvhearth_server.cli import serve, version
+
+    app = typer.Typer(
+        name="kvhearth",
+        help="Keeps the KV cache of LLM inference engines warm.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("serve", epilog=serve.EPILOG)(serve.serve)
+    app.command("version")(version.version)
+    return app
+
+
+def exit_code(error: KVHearthError) -> int:
+    """What the process ends with after ``error``."""
+    return EXIT_CODES.get(error.reason, EXIT_OTHER)
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; a bug's exception passes (Python's exit code is 1).
+
+    Args:
+        args: the words after ``kvhearth``; by default those of this process.
+    """
+    try:
+        build()(args=None if args is None else list(args), prog_name="kvhearth")
+    except KVHearthError as error:
+        print(f"kvhearth: error: {error.message}", file=sys.stderr)  # noqa: T201 - no log yet
+        return exit_code(error)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in SERVER_EXTRA:
+            raise
+        told = "kvhearth needs the server extra: pip install 'kvhearth[server]'"
+        print(told, file=sys.stderr)  # noqa: T201 - there is nothing to log with
+        return EXIT_CONFIG
+    except SystemExit as ended:  # typer always ends this way, with usage errors as 2
+        return ended.code if isinstance(ended.code, int) else EXIT_OTHER
+    return 0
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

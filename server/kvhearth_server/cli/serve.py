@@ -1,0 +1,117 @@
+"""``kvhearth serve``: its flags are read off the fields of ``Settings``, written nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+
+from kvhearth_server.config import Settings, Shown, load_settings, unread_environment
+from kvhearth_server.observability import logs
+
+EPILOG = (
+    "Example: kvhearth serve --memory 64GiB --hugepages=require "
+    "--arena-dir /dev/hugepages/kvhearth --socket-dir /run/kvhearth"
+)
+
+_CONFIG_HELP = "YAML file of settings (environment: KVHEARTH_CONFIG)."
+
+
+def _help(field: FieldInfo) -> str:
+    """The description with the default as it would be written."""
+    if field.default is None or field.default == ():
+        return field.description or ""
+    shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
+    default = shown.format(field.default) if shown else str(field.default).lower()
+    return f"{field.description} (default {default})"
+
+
+def _metavar(field: FieldInfo) -> str:
+    shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
+    if shown is not None:
+        return shown.metavar
+    if typing.get_origin(field.annotation) is typing.Literal:
+        return "|".join(typing.get_args(field.annotation))
+    if Path in (field.annotation, *typing.get_args(field.annotation)):
+        return "DIR"
+    return "N" if field.annotation is int else "FRACTION"
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """One flag. Its value stays text (or a list of texts), which the model parses."""
+    kebab = "--" + name.replace("_", "-")
+    kind: Any = str | None
+    if field.annotation is bool:
+        kind = bool | None
+        kebab += "/--no-" + kebab[2:]
+    elif typing.get_origin(field.annotation) is tuple:
+        kind = list[str] | None
+    option = typer.Option(
+        kebab,
+        help=_help(field),
+        metavar=None if field.annotation is bool else _metavar(field),
+        show_default=False,  # Settings has it; here every flag is unset until given
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+def _with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        config = inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Path | None, typer.Option("--config", help=_CONFIG_HELP, metavar="FILE")
+            ],
+        )
+        parameters = [config, *(_flag(name, field) for name, field in model.model_fields.items())]
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {each.name: each.annotation for each in parameters}
+        return function
+
+    return wrap
+
+
+def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
+    """The settings of this start, with logging set up as they say and said in the log.
+
+    Args:
+        config: the YAML file, if one was named.
+        flags: by field name; ``None`` and an empty list stand for a flag that was not given.
+
+    Raises:
+        KVHearthError: ``CONFIG_INVALID``.
+    """
+    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    settings = load_settings(given, config)
+    logs.configure(settings.log_level, settings.log_format)
+    log = logs.get_logger("kvhearth.serve")
+    log.info("settings", **settings.model_dump(mode="json"))
+    for name in unread_environment():
+        log.warning("no setting reads this environment variable", variable=name)
+    return settings
+
+
+@_with_flags_of(Settings)
+def serve(config: Path | None = None, **flags: object) -> None:
+    """Run the daemon in the foreground until SIGTERM or SIGINT.
+
+    A flag goes before the environment, that before the YAML file, that before the default:
+    --slab-bytes is KVHEARTH_SLAB_BYTES in the environment and slab_bytes in the file. Sizes are
+    written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
+    """
+    settings = prepare(config, flags)
+    # After the settings, so that a mistake in them is told without the time to load gRPC.
+    from kvhearth_server import daemon
+
+    raise typer.Exit(daemon.run(settings))

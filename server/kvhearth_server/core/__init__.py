@@ -1,0 +1,1 @@
+"""The pure core: every decision of the daemon, without IO, clock or threads."""

@@ -1,0 +1,114 @@
+"""Taking over what an earlier run left in the arena, as the shell read it from the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.model import FLAG_VERIFY, I64, Bools, Records
+from kvhearth_server.core.actions import Mark, Sum
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.table import State
+
+
+@dataclass(frozen=True)
+class AdoptedBlocks:
+    """Complete blocks of one namespace and group, oldest first.
+
+    ``slots`` (n, shards); ``parents`` (n,) heads or -1; ``summed`` (n,); ``checksums`` (n, shards)
+    of 16 bytes, meaningless where not summed.
+    """
+
+    namespace: int
+    kv_group: int
+    slots: I64
+    parents: I64
+    keys: list[bytes]
+    summed: Bools
+    checksums: Records
+
+
+@dataclass
+class Adoption:
+    """What the journal gave.
+
+    ``slabs``: (slab, slot size) in use. ``held``: slots by the number of the group that may still
+    write to them; 0 for a group that nobody knows. ``dropped``: slots that become free, with why in
+    ``reasons``.
+    """
+
+    slabs: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[AdoptedBlocks] = field(default_factory=list)
+    held: dict[int, I64] = field(default_factory=dict)
+    dropped: list[I64] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    sequence: int = 0
+
+
+def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
+    """Fill a fresh core; ``groups`` are the holders of ``found.held`` by number, already restored."""
+    _restore_slabs(state, found)
+    for part in found.blocks:
+        _restore_blocks(state, part)
+    for number, slots in found.held.items():
+        _restore_held(state, groups[number], slots)
+    state.sequence = max(state.sequence, found.sequence)
+    state.actions.clear()
+    if found.dropped:
+        state.actions.append(Mark(np.concatenate(found.dropped), State.FREE))
+    for part in found.blocks:
+        if not part.summed.all():
+            slots = part.slots[~part.summed]
+            state.actions.append(Sum(slots, state.table.generation[slots].copy()))
+    for reason, count in found.reasons.items():
+        state.count("adoption_dropped", count, reason)
+
+
+def _restore_slabs(state: CoreState, found: Adoption) -> None:
+    parts = [flat(part.slots) for part in found.blocks] + list(found.held.values())
+    used = np.sort(np.concatenate([*parts, np.zeros(0, np.int64)]))
+    stride = state.table.geometry.stride
+    for slab, slot_bytes in found.slabs:
+        start, end = np.searchsorted(used, (slab * stride, (slab + 1) * stride))
+        pool = state.pools[int(state.table.slab_segment[slab])]
+        pool.adopt(slab, slot_bytes, used[start:end])
+
+
+def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
+    table = state.table
+    namespace = state.namespaces.get(part.namespace)
+    spec = namespace.contract.groups[part.kv_group]
+    every, heads = flat(part.slots), part.slots[:, 0]
+    table.namespace[every] = part.namespace
+    table.group[every] = part.kv_group
+    table.epoch[every] = namespace.epoch
+    if part.slots.shape[1] > 1:
+        table.sibling[part.slots[:, :-1]] = part.slots[:, 1:] + 1
+        table.head[part.slots[:, 1:]] = part.slots[:, :1] + 1
+    table.checksum[every] = part.checksums.reshape(-1)
+    table.state[part.slots] = np.where(part.summed, State.SUMMED, State.COMMITTED)[:, None]
+    table.flags[every] = FLAG_VERIFY
+    segment = state.segment_of[namespace.tenant]
+    namespace.used_bytes += state.ledger.committed(segment, every, +1)
+    namespace.blocks += len(heads)
+    state.index.bind(part.namespace, part.kv_group, part.keys, heads)
+    state.chains.link_many(heads, part.parents)
+    # Commits were leaf first among blocks of one age; by age alone the root would be coldest, so
+    # the links above keep the leaf-first rule.
+    state.policies.insert(part.namespace, state.slot_bytes(spec), heads, part.keys)
+    state.count("adopted_blocks", len(heads))
+
+
+def _restore_held(state: CoreState, group: Group, slots: I64) -> None:
+    table = state.table
+    table.state[slots] = State.QUARANTINED
+    table.owner[slots] = group.number
+    size = state.ledger.quarantined(group.segment, slots, +1)
+    group.aside_bytes += size
+    group.handed.append(slots)
+    group.handed_count += len(slots)
+    state.bill(group.namespace, size)
+    state.count("quarantined_slots", len(slots))

@@ -1,0 +1,66 @@
+"""The pure core: one state, and the parts that change it. Requests and ``now`` in, replies and
+actions out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.errors import Reason
+from kvhearth.model import I64, U32
+from kvhearth_server.core.actions import Catalogue
+from kvhearth_server.core.books import check_books
+from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.membership import Membership
+from kvhearth_server.core.pinning import Pinning
+from kvhearth_server.core.reading import Reading
+from kvhearth_server.core.state import CoreState, Limits, require
+from kvhearth_server.core.table import Geometry
+from kvhearth_server.core.writing import Writing
+
+
+class Core:
+    """Everything that decides, nothing that acts."""
+
+    def __init__(self, geometry: Geometry, limits: Limits, generation: U32 | None = None) -> None:
+        slots = np.zeros(geometry.slot_count, np.uint32) if generation is None else generation
+        self.state = CoreState(geometry, limits, slots)
+        self.evictor = Evictor(self.state)
+        self.membership = Membership(self.state)
+        self.writing = Writing(self.state, self.evictor)
+        self.reading = Reading(self.state)
+        self.pinning = Pinning(self.state)
+
+    def bump_epoch(self, session: int, expected: int) -> int:
+        """Make all older blocks of the session's namespace invalid; returns the new epoch.
+
+        Costs the same whatever the namespace holds: old blocks are never found again, and leave by
+            eviction.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``.
+        """
+        group = self.state.group_of(session)
+        epoch = self.state.namespaces.bump(self.state.namespaces.get(group.namespace), expected)
+        self.state.actions.append(Catalogue())
+        return epoch
+
+    def evict(self, digest: bytes, keep_bytes: int) -> int:
+        """Remove blocks of a namespace, coldest first, until it uses ``keep_bytes``; returns how
+        many.
+
+        Raises:
+            KVHearthError: ``unknown_namespace``.
+        """
+        namespace = self.state.namespaces.find(digest)
+        require(namespace, Reason.UNKNOWN_NAMESPACE, f"no namespace {digest.hex()}")
+        assert namespace is not None
+        return self.evictor.shrink(namespace, keep_bytes, "asked")
+
+    def check_books(self) -> None:
+        """Recount everything; see ``books.check_books``."""
+        check_books(self.state, self.pinning)
+
+    def block_slots(self, heads: I64) -> list[I64]:
+        """All shards of each block."""
+        return [np.array(self.state.table.shards_of(head), np.int64) for head in heads.tolist()]

@@ -1,0 +1,167 @@
+"""The memory that all eviction policies share: per-slot arrays and the chunks of their rings.
+
+One slot is in at most one ring, so one set of arrays serves every namespace and size class. All
+arrays begin as zeros that were never written: pages of slots that nobody tracks are not resident.
+That is why "none" is 0 everywhere and real values are stored plus one.
+
+Bytes per tracked slot: 4 (position) + 1 (freq) + 4 (ring entry, times the tombstones' share) + 1/8
+(ticks) + about 1/5 (chunk objects).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvhearth_server.core.eviction.ring import FifoRing
+
+I64: TypeAlias = npt.NDArray[np.int64]
+U32: TypeAlias = npt.NDArray[np.uint32]
+
+CHUNK_SHIFT = 10
+CHUNK_ENTRIES = 1 << CHUNK_SHIFT
+TICK_SHIFT = 6
+"""One tick is kept for each group of 64 entries: a tick per entry would cost as much as the entry.
+"""
+FREQ_MAX = 3
+SLOTS_MAX = 1 << 30
+"""Twice as many ring entries must have positions in 32 bits."""
+_SPARE_CHUNKS = 64
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """``CHUNK_ENTRIES`` consecutive ring entries; those in use are ``[start, filled)``, in order of
+    age.
+    """
+
+    base: int
+    """Index of its first entry in ``PolicyArrays.entries``."""
+    ring: FifoRing | None
+    """Its owner; None once it was given back."""
+    before: Chunk | None = None
+    after: Chunk | None = None
+    start: int = 0
+    """All entries before this offset are tombstones."""
+    filled: int = 0
+    live: int = 0
+    """Entries that are not tombstones."""
+
+
+class PolicyArrays:
+    """Shared by all policies of one arena; the only way to mark a slot as used."""
+
+    def __init__(self, slot_count: int) -> None:
+        """Arrays for slots ``0 .. slot_count - 1``.
+
+        Raises:
+            ValueError: if there are no slots or more than ``SLOTS_MAX``.
+        """
+        if not 0 < slot_count <= SLOTS_MAX:
+            raise ValueError(f"slot_count is {slot_count}, it must be 1 to {SLOTS_MAX}")
+        self.slot_count = slot_count
+        self.freq = np.zeros(slot_count, np.uint8)
+        """Uses since admission, capped at ``FREQ_MAX``."""
+        self.position = np.zeros(slot_count, np.uint32)
+        """Index of the slot's entry in ``entries``, plus one; 0 is in no ring."""
+        # Rings hold at most twice their live entries and a little for each ring, so this suffices
+        # until there are many rings; reserving it costs address space only.
+        chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + _SPARE_CHUNKS
+        self.entries = np.zeros(chunk_count << CHUNK_SHIFT, np.uint32)
+        """Slot number plus one; 0 is a tombstone. Replaced when it grows: never keep a reference.
+        """
+        self.ticks = np.zeros(chunk_count << CHUNK_SHIFT >> TICK_SHIFT, np.int64)
+        """The tick of the newest entry of each group. Replaced like ``entries``."""
+        self.tick = 0
+        """Entries pushed so far, in all rings."""
+        self.chunks: list[Chunk | None] = []
+        self._free: list[int] = []
+
+    def touch(self, slots: I64) -> None:
+        """Count a use of each slot, whichever policies they are in; moves nothing.
+
+        ``slots`` has shape (n,); one that occurs twice counts once, one in no policy has no effect.
+        """
+        freq = self.freq[slots]
+        freq += freq < FREQ_MAX
+        self.freq[slots] = freq
+
+    def claim(self, slots: I64) -> None:
+        """Make sure that slots may be pushed, and forget the uses that their former blocks had.
+
+        Raises:
+            ValueError: if one does not exist, is in a ring already or occurs twice; nothing has
+                changed.
+        """
+        if not len(slots):
+            return
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= self.slot_count:
+            raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
+        if self.position[slots].any():
+            taken = slots[self.position[slots] > 0]
+            raise ValueError(f"{len(taken)} slots are in a policy already, the first is {taken[0]}")
+        # A slot that occurs twice is found by what its later place overwrites; sorting would cost
+        # ten times that.
+        order = np.arange(1, len(slots) + 1, dtype=np.uint32)
+        self.position[slots] = order
+        repeated = int(np.count_nonzero(self.position[slots] != order))
+        if repeated:
+            self.position[slots] = 0
+            raise ValueError(f"{repeated} of {len(slots)} slots occur more than once")
+        self.freq[slots] = 0
+
+    def chunk_of(self, slot: int) -> Chunk | None:
+        """The chunk that holds a slot's entry; None if the slot is in no ring."""
+        position = int(self.position.item(slot))
+        return self.chunks[(position - 1) >> CHUNK_SHIFT] if position else None
+
+    def tick_of(self, slot: int) -> int:
+        """When a tracked slot was pushed, late by at most the other entries of its group."""
+        return int(self.ticks.item((int(self.position.item(slot)) - 1) >> TICK_SHIFT))
+
+    def slot_at(self, chunk: Chunk, offset: int) -> int:
+        """The slot of a live entry."""
+        return int(self.entries.item(chunk.base + offset)) - 1
+
+    def live_entries(self, chunk: Chunk) -> I64:
+        """Indices in ``entries`` of a chunk's live entries, oldest first; shape (chunk.live,)."""
+        low = chunk.base + chunk.start
+        return np.flatnonzero(self.entries[low : chunk.base + chunk.filled]) + low
+
+    def seek(self, chunk: Chunk | None, offset: int) -> tuple[Chunk, int] | None:
+        """The first live entry at or after an offset, in this chunk or one after it."""
+        while chunk is not None:
+            for index in range(chunk.base + max(offset, chunk.start), chunk.base + chunk.filled):
+                if self.entries.item(index):
+                    return chunk, index - chunk.base
+            chunk, offset = chunk.after, 0
+        return None
+
+    def take_chunk(self, ring: FifoRing) -> Chunk:
+        """An empty chunk for a ring, one that was used before if there is one."""
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = len(self.chunks)
+            self.chunks.append(None)
+            if number << CHUNK_SHIFT == len(self.entries):
+                self._grow()
+        chunk = self.chunks[number] = Chunk(number << CHUNK_SHIFT, ring)
+        return chunk
+
+    def give_chunk(self, chunk: Chunk) -> None:
+        """Take a chunk back from its ring."""
+        number = chunk.base >> CHUNK_SHIFT
+        chunk.ring = chunk.before = chunk.after = None
+        self.chunks[number] = None
+        self._free.append(number)
+
+    def _grow(self) -> None:
+        # Only reached with far more rings than `_SPARE_CHUNKS`, all of them nearly empty.
+        self.entries = np.concatenate([self.entries, np.zeros_like(self.entries)])
+        self.ticks = np.concatenate([self.ticks, np.zeros_like(self.ticks)])

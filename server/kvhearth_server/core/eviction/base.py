@@ -1,0 +1,90 @@
+"""What an eviction policy promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvhearth_server.core.eviction.arrays import I64, U32
+
+
+class EvictionPolicy(Protocol):
+    """Orders the heads of blocks of one namespace and one size class, by slot number.
+
+    The caller guarantees that all calls come from one thread, that all policies over one
+    ``PolicyArrays`` share an arena, and that a chain's blocks are inserted leaf first, so that its
+    tail goes before its prefix. The policy frees nothing: it proposes, the caller evicts.
+
+    Slots are I64 arrays of shape (n,). Methods that raise ValueError have changed nothing.
+    """
+
+    def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
+        """Admit blocks, the coldest first; O(n), vectorised.
+
+        ``fingerprints``, shape (n,), are hashes of the blocks' keys, uniform over 32 bits: by them
+        a policy may know a key that was here before. Without them (adoption) every block counts as
+        new.
+
+        Raises:
+            ValueError: if a slot is in a policy already, occurs twice or does not exist, or the
+                shapes differ.
+        """
+        ...
+
+    def touch(self, slots: I64) -> None:
+        """Count a use of slots, of other policies too: the same as ``PolicyArrays.touch``."""
+        ...
+
+    def remove(self, slots: I64) -> None:
+        """Let members go whose blocks were deleted, replaced or found invalid; O(n), vectorised.
+
+        Raises:
+            ValueError: if a slot is not a member or occurs twice.
+        """
+        ...
+
+    def evict(self, slot: int) -> None:
+        """Evict one member: the last victim or, of its chain, another one.
+
+        Raises:
+            ValueError: if the slot is not a member.
+        """
+        ...
+
+    def victim(self, evictable: Callable[[int], bool]) -> int | None:
+        """The member to evict next, still a member; None if none of them is evictable.
+
+        ``evictable`` must be pure during the call. Without other calls between, and while
+        ``evictable`` answers the same, a second call returns the same slot.
+
+        Passing over a used block spends one of its uses, so those steps are paid for by ``touch``.
+        Passing over one that is not evictable puts it where the next scan meets it last. So only a
+        policy whose members are nearly all leased makes a call O(n); the global cap on what is held
+        rules that out but for small namespaces, and a call never looks at a member more than
+        ``FREQ_MAX + 3`` times.
+        """
+        ...
+
+    def age_rank(self) -> int | None:
+        """When the entry at the cold end came; None if there is none.
+
+        The unit is pushes to all policies of these arrays. The caller takes from the policy with the smaller rank. Late by at most 63 pushes of this
+        policy, so a tiny active namespace looks younger than it is rather than older.
+        """
+        ...
+
+    def slots(self) -> I64:
+        """All members, in no promised order; shape (len,)."""
+        ...
+
+    def check(self) -> None:
+        """Recompute everything from scratch.
+
+        Raises:
+            ValueError: with the numbers, if entries, positions and counts disagree.
+        """
+        ...
+
+    def __len__(self) -> int:
+        """Members."""
+        ...

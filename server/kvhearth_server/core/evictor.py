@@ -1,0 +1,172 @@
+"""Making room: whom to evict when a store needs a slot, and when a slab changes its slot size.
+
+Eviction happens at allocation, so a store is refused only when nothing evictable is left. Victims
+are proposed by the policies; of a proposed block's chain the leaf goes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.core.eviction import EvictionPolicy
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import forget_blocks, remove_blocks
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.table import State
+
+_CONSIDER_SLABS_EVERY = 64
+"""Between two looks at whether another size's coldest slab is colder than our own next victim."""
+
+
+class Evictor:
+    """Finds victims; the only caller of the policies' ``victim``."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._refs = state.table.refs.data
+        self._pins = state.table.pins.data
+        self._countdown = 0
+        self._stuck: dict[tuple[int, int], int] = {}
+        self._line: tuple[int, int] = (-1, -1)
+
+    def make_room(self, segment: int, slot_bytes: int, count: int) -> int:
+        """Evict until ``count`` slots of a size can be taken, or nothing more helps; returns how
+        many can.
+        """
+        pool = self._state.pools[segment]
+        while (have := pool.can_take(slot_bytes)) < count:
+            if self._prefer_slab(segment, slot_bytes) and self._steal_slab(segment, slot_bytes):
+                continue
+            if self._evict_of_size(segment, slot_bytes, count - have):
+                continue
+            if not self._steal_slab(segment, slot_bytes):
+                break
+        return min(count, have)
+
+    def shrink(self, namespace: Namespace, used_bytes_max: int, cause: str) -> int:
+        """Evict a namespace's own blocks until it uses at most so many bytes; returns the blocks
+        evicted.
+        """
+        evicted = 0
+        while namespace.used_bytes > used_bytes_max:
+            policies = list(self._state.policies.of_namespace(namespace.number))
+            heads = self._pick(policies, 32)
+            if not len(heads):
+                break
+            forget_blocks(self._state, heads, cause)
+            evicted += len(heads)
+        return evicted
+
+    def evictable(self, head: int) -> bool:
+        """Nobody leases or pins the block."""
+        return not self._refs[head] and not self._pins[head]
+
+    def _evict_of_size(self, segment: int, slot_bytes: int, count: int) -> bool:
+        tenant_spaces = self._state.namespaces
+        policies = [
+            policy
+            for number, policy in self._state.policies.of_size(slot_bytes)
+            if self._state.segment_of[tenant_spaces.get(number).tenant] == segment
+        ]
+        heads = self._pick(policies, min(count, 256))
+        if not len(heads):
+            return False
+        forget_blocks(self._state, heads, "space")
+        return True
+
+    def _pick(self, policies: list[EvictionPolicy], count: int) -> I64:
+        """Up to ``count`` victims, already out of policies and chains, the coldest namespace's
+        first.
+        """
+        heads: list[int] = []
+        while len(heads) < count and policies:
+            if len(policies) > 1:
+                policies.sort(key=_coldness)
+            victim = self._victim(policies[0])
+            if victim is None:
+                policies.pop(0)
+                continue
+            heads.append(victim)
+        return np.array(heads, np.int64)
+
+    def _victim(self, policy: EvictionPolicy) -> int | None:
+        """The policy's next victim, or rather the end of its chain; let go by policy and chains."""
+        proposed = policy.victim(self.evictable)
+        if proposed is None:
+            return None
+        chains = self._state.chains
+        start, end = self._line
+        if start != proposed or end < 0 or not self.evictable(end) or not chains.is_leaf(end):
+            # Walking down a long chain for each of its blocks would cost its length squared, so the
+            # last victim's parent is where the next search starts, while the same root is proposed.
+            end = chains.leaf(proposed)
+        victim = end if self.evictable(end) else proposed
+        self._line = (proposed, chains.parent_of(victim) if victim != proposed else -1)
+        chains.unlink(victim)
+        policy.evict(victim)
+        return victim
+
+    def _prefer_slab(self, segment: int, slot_bytes: int) -> bool:
+        """Now and then: does another size hold a slab that is colder than our own next victim?"""
+        self._countdown -= 1
+        if self._countdown > 0:
+            return False
+        self._countdown = _CONSIDER_SLABS_EVERY
+        state = self._state
+        victims = [
+            policy.victim(self.evictable) for _, policy in state.policies.of_size(slot_bytes)
+        ]
+        ages = [int(state.table.used_at[head]) for head in victims if head is not None]
+        best = self._coldest_slab(segment, slot_bytes)
+        return best is not None and (not ages or best[1] < min(ages))
+
+    def _steal_slab(self, segment: int, slot_bytes: int) -> bool:
+        """Empty the coldest slab of another size and take it back."""
+        place = (segment, slot_bytes)
+        if self._stuck.get(place) == self._state.loosened:
+            return False
+        best = self._coldest_slab(segment, slot_bytes)
+        if best is None:
+            # Looking through all slabs costs milliseconds; nothing changes until something is let
+            # go.
+            self._stuck[place] = self._state.loosened
+            return False
+        slab = best[0]
+        heads = self._heads_in(segment, slab)
+        if len(heads):
+            remove_blocks(self._state, heads, "slab")
+        self._state.pools[segment].take_back(slab)
+        self._state.index.forget_slab(slab)
+        return True
+
+    def _coldest_slab(self, segment: int, slot_bytes: int) -> tuple[int, int] | None:
+        """(slab, last use) of the slab of another size that was used longest ago and can be
+        emptied.
+        """
+        table, pool = self._state.table, self._state.pools[segment]
+        best: tuple[int, int] | None = None
+        for slab in pool.slabs_of_others(slot_bytes):
+            rows = pool.slots_in(slab)
+            states = table.state[rows]
+            busy = (states == State.RESERVED) | (states == State.QUARANTINED)
+            busy |= (table.refs[rows] > 0) | (table.pins[rows] > 0)
+            if busy.any():
+                continue
+            used = int(table.used_at[rows].max(initial=0, where=states != State.FREE))
+            if best is None or used < best[1]:
+                best = (slab, used)
+        return best
+
+    def _heads_in(self, segment: int, slab: int) -> I64:
+        """Heads of all blocks that have a shard in a slab."""
+        table = self._state.table
+        rows = self._state.pools[segment].slots_in(slab)
+        slots = np.flatnonzero(table.state[rows] != State.FREE).astype(np.int64) + rows.start
+        links = table.head[slots].astype(np.int64)
+        return np.unique(np.where(links > 0, links - 1, slots))
+
+
+def _coldness(policy: EvictionPolicy) -> int:
+    rank = policy.age_rank()
+    return rank if rank is not None else 1 << 62

@@ -1,0 +1,198 @@
+"""Groups and their members: one engine, its scheduler and its ranks.
+
+A member that left is not done with: until it is *drained* (it said that its copies had finished, or
+its process, its mapping and a grace are gone) it may still write to what its group held.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.model import I64, U32
+from kvhearth_server.core.table import SlotTable, State
+
+RESERVATIONS_REMEMBERED = 64
+TOMBSTONES_REMEMBERED = 1024
+
+
+class MemberState(enum.StrEnum):
+    """``GONE``: left without a word, may still be writing. ``DRAINED``: certainly not."""
+
+    ATTACHED = "attached"
+    GONE = "gone"
+    DRAINED = "drained"
+
+
+@dataclass
+class Member:
+    """One attached process; ``rank`` is -1 for one that moves no bytes."""
+
+    session: int
+    rank: int
+    scheduler: bool
+    mapped: bool
+    state: MemberState = MemberState.ATTACHED
+
+
+@dataclass(frozen=True)
+class Handed:
+    """Slots of one KV group as they were handed out, shape (n, shards), with their generations
+    then.
+    """
+
+    kv_group: int
+    slots: I64
+    generations: U32
+
+
+@dataclass
+class Group:
+    """One engine's incarnation.
+
+    ``stock_bytes`` are its RESERVED slots; ``aside_bytes`` what was put aside (QUARANTINED) because
+    a member may still write to it. ``handed`` holds arrays of slots that may be in either state;
+    see ``held_slots``.
+    """
+
+    number: int
+    tenant: str
+    segment: int
+    engine_id: str
+    incarnation: int
+    namespace: int
+    world_size: int
+    members: dict[int, Member] = field(default_factory=dict)
+    ended: bool = False
+    stock_bytes: int = 0
+    aside_bytes: int = 0
+    handed: list[I64] = field(default_factory=list)
+    handed_count: int = 0
+    reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
+    leases: dict[int, I64] = field(default_factory=dict)
+    released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    @property
+    def attached(self) -> list[Member]:
+        """Members whose life line is open."""
+        return [m for m in self.members.values() if m.state is MemberState.ATTACHED]
+
+    @property
+    def complete(self) -> bool:
+        """A scheduler and all ranks are attached."""
+        here = self.attached
+        ranks = {m.rank for m in here if m.rank >= 0}
+        return any(m.scheduler for m in here) and len(ranks) == self.world_size
+
+    @property
+    def drained(self) -> bool:
+        """No member may still be writing."""
+        return all(m.state is MemberState.DRAINED for m in self.members.values())
+
+    def remember(self, reservation_id: int, handed: list[Handed]) -> None:
+        """Note what a reservation gave, for a client that asks again or never saw the answer."""
+        self.reservations[reservation_id] = handed
+        while len(self.reservations) > RESERVATIONS_REMEMBERED:
+            self.reservations.popitem(last=False)
+        for part in handed:
+            flat = part.slots.reshape(-1)
+            self.handed.append(flat)
+            self.handed_count += len(flat)
+
+    def held_slots(self, table: SlotTable) -> I64:
+        """Slots that this group holds now, reserved or put aside."""
+        if not self.handed:
+            return np.zeros(0, np.int64)
+        slots = np.unique(np.concatenate(self.handed))
+        state = table.state[slots]
+        mine = (table.owner[slots] == self.number) & (
+            (state == State.RESERVED) | (state == State.QUARANTINED)
+        )
+        kept: I64 = slots[mine]
+        self.handed = [kept]
+        self.handed_count = len(kept)
+        return kept
+
+    def tidy(self, table: SlotTable) -> None:
+        """Keep the list of handed slots within twice what is held, at a cost spread over
+        reservations.
+        """
+        if self.handed_count > 4096 + 8 * (self.handed[0].size if self.handed else 0):
+            self.held_slots(table)
+
+    def note_early_release(self, lease_id: int) -> None:
+        """Remember a release that came before its lookup, so that the lookup grants nothing."""
+        self.released_early[lease_id] = None
+        while len(self.released_early) > TOMBSTONES_REMEMBERED:
+            self.released_early.popitem(last=False)
+
+
+class Groups:
+    """All groups that live or still hold something, and which session is in which."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._by_session: dict[int, Group] = {}
+        self._incarnations: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._next = 1
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(list(self._groups.values()))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions whose life line is open."""
+        return sum(len(group.attached) for group in self._groups.values())
+
+    def of_session(self, session: int) -> Group | None:
+        """The group of a session that is not drained yet."""
+        return self._by_session.get(session)
+
+    def open_group(self, tenant: str, engine_id: str) -> Group | None:
+        """The engine's group that has not ended."""
+        for group in self._groups.values():
+            if (group.tenant, group.engine_id) == (tenant, engine_id) and not group.ended:
+                return group
+        return None
+
+    def create(
+        self, tenant: str, segment: int, engine_id: str, namespace: int, world_size: int
+    ) -> Group:
+        """A new incarnation of an engine."""
+        name = (tenant, engine_id)
+        incarnation = self._incarnations.pop(name, 0) + 1
+        self._incarnations[name] = incarnation
+        while len(self._incarnations) > 65536:
+            self._incarnations.popitem(last=False)
+        number = self._next
+        self._next += 1
+        group = Group(number, tenant, segment, engine_id, incarnation, namespace, world_size)
+        self._groups[number] = group
+        return group
+
+    def restore(self, group: Group) -> None:
+        """Bring back a group of a daemon that died, with members that are gone but not drained."""
+        self._groups[group.number] = group
+        self._next = max(self._next, group.number + 1)
+        name = (group.tenant, group.engine_id)
+        self._incarnations[name] = max(self._incarnations.get(name, 0), group.incarnation)
+        for session in group.members:
+            self._by_session[session] = group
+
+    def join(self, group: Group, member: Member) -> None:
+        """Add a member."""
+        group.members[member.session] = member
+        self._by_session[member.session] = group
+
+    def drop(self, group: Group) -> None:
+        """Forget a group that holds nothing any more."""
+        del self._groups[group.number]
+        for session in group.members:
+            self._by_session.pop(session, None)

@@ -1,0 +1,63 @@
+"""What keeps a block from eviction: leases and pins, counted per slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.table import State
+
+
+def newly_held_bytes(state: CoreState, slots: I64) -> int:
+    """Bytes that holding these committed slots would add to the books."""
+    table = state.table
+    fresh = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
+    return table.total_bytes(fresh)
+
+
+def hold_room(state: CoreState, segment: int) -> int:
+    """Bytes that may yet be held (leased, pinned, reserved) under the global cap."""
+    books = state.ledger.segments[segment]
+    return int(books.capacity * state.limits.held_fraction_max) - books.bound
+
+
+def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> None:
+    """Count one more lease (or pin) on each slot; slots are distinct and committed."""
+    table = state.table
+    fresh = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
+    state.ledger.held(segment, fresh, +1)
+    if pin:
+        table.pins[slots] += 1
+    else:
+        table.refs[slots] += 1
+
+
+def let_go(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> None:
+    """Count one lease (or pin) less; what was quarantined only for its readers becomes free."""
+    table = state.table
+    if pin:
+        table.pins[slots] -= 1
+    else:
+        table.refs[slots] -= 1
+    loose = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
+    if not len(loose):
+        return
+    aside = table.state[loose] == State.QUARANTINED
+    state.ledger.held(segment, loose[~aside], -1)
+    state.loosened += 1
+    done = loose[aside]
+    if len(done):
+        state.ledger.quarantined(segment, done, -1)
+        state.count("released_quarantine_slots", len(done))
+        state.free_slots(segment, np.sort(done))
+
+
+def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
+    """End a lease; False if the group has none of that id."""
+    slots = group.leases.pop(lease_id, None)
+    if slots is None:
+        return False
+    let_go(state, group.segment, slots)
+    return True

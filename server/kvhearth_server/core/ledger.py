@@ -1,0 +1,71 @@
+"""The books of bytes: per segment, what every slot in use is counted as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhearth.model import I64
+from kvhearth_server.core.table import SlotTable
+
+
+@dataclass
+class SegmentBooks:
+    """Bytes of one segment. ``held`` is the part of ``committed`` that a lease or a pin keeps from
+    eviction.
+    """
+
+    capacity: int
+    reserved: int = 0
+    committed: int = 0
+    quarantined: int = 0
+    held: int = 0
+
+    @property
+    def bound(self) -> int:
+        """Bytes that eviction could not take now; what the global cap bounds."""
+        return self.reserved + self.quarantined + self.held
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody uses (slack inside slabs included)."""
+        return self.capacity - self.reserved - self.committed - self.quarantined
+
+
+class Ledger:
+    """Books of all segments; each method books slots of one segment, by their slot size."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        geometry = table.geometry
+        self.segments = [
+            SegmentBooks(geometry.segment_bytes(i)) for i in range(len(geometry.segments))
+        ]
+
+    def reserved(self, segment: int, slots: I64) -> int:
+        """FREE to RESERVED; returns the bytes."""
+        size = self._table.total_bytes(slots)
+        self.segments[segment].reserved += size
+        return size
+
+    def unreserved(self, segment: int, slots: I64) -> int:
+        """RESERVED to something else (book that too)."""
+        size = self._table.total_bytes(slots)
+        self.segments[segment].reserved -= size
+        return size
+
+    def committed(self, segment: int, slots: I64, sign: int) -> int:
+        """Into (+1) or out of (-1) the index."""
+        size = self._table.total_bytes(slots)
+        self.segments[segment].committed += sign * size
+        return size
+
+    def quarantined(self, segment: int, slots: I64, sign: int) -> int:
+        """Into (+1) or out of (-1) quarantine."""
+        size = self._table.total_bytes(slots)
+        self.segments[segment].quarantined += sign * size
+        return size
+
+    def held(self, segment: int, slots: I64, sign: int) -> None:
+        """Committed slots that became (+1) unevictable or ceased to be (-1)."""
+        if len(slots):
+            self.segments[segment].held += sign * self._table.total_bytes(slots)

@@ -1,0 +1,73 @@
+"""How far a request can be restored: prefix, trailing window and boundary state, over all groups.
+
+A hit of ``L`` tokens needs of a full-attention group all blocks before ``L``, of a sliding window
+the blocks that cover the last ``window - 1`` tokens before ``L``, of a state group the one block
+that ends at ``L``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth.model import Bools
+
+
+@dataclass(frozen=True)
+class Need:
+    """Blocks [first, end) of one group that a hit needs."""
+
+    first: int
+    end: int
+
+
+def window_blocks(spec: GroupSpec) -> int:
+    """Blocks that a token right after a boundary can see in a sliding-window group."""
+    return -(-(spec.window_tokens - 1) // spec.block_tokens)
+
+
+def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
+    """For k = 0..n: can this group be restored up to its k-th block boundary? Shape (n + 1,)."""
+    count = len(ready)
+    boundaries = np.ones(count + 1, np.bool_)
+    if spec.kind is GroupKind.FULL:
+        holes = np.flatnonzero(~ready)
+        run = int(holes[0]) if len(holes) else count
+        boundaries[run + 1 :] = False
+    elif spec.kind is GroupKind.MAMBA:
+        boundaries[1:] = ready
+    else:
+        position = np.arange(1, count + 1)
+        last_hole = np.maximum.accumulate(np.where(ready, 0, position))
+        boundaries[1:] = position - last_hole >= np.minimum(window_blocks(spec), position)
+    return boundaries
+
+
+def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> list[int]:
+    """Token counts L > 0 at which every group can be restored, longest first.
+
+    Only the longest matters to a lookup; the shorter ones serve when not all of it can be leased.
+    """
+    if not groups:
+        return []
+    step = math.lcm(*(spec.block_tokens for spec, _ in groups))
+    limit = min(len(ready) * spec.block_tokens for spec, ready in groups) // step
+    good = np.ones(limit + 1, np.bool_)
+    for spec, ready in groups:
+        blocks = step // spec.block_tokens
+        good &= usable_boundaries(spec, ready)[: limit * blocks + 1 : blocks]
+    good[0] = False
+    return [int(index) * step for index in np.flatnonzero(good)[::-1]]
+
+
+def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:
+    """The blocks of a group that a hit of ``hit_tokens`` loads."""
+    end = hit_tokens // spec.block_tokens
+    if spec.kind is GroupKind.FULL:
+        return Need(0, end)
+    if spec.kind is GroupKind.MAMBA:
+        return Need(max(0, end - 1), end)
+    return Need(max(0, end - window_blocks(spec)), end)

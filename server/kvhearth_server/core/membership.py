@@ -1,0 +1,210 @@
+"""Who is attached: sessions join groups, leave, and are drained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.contract import Contract, differences
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import I64
+from kvhearth_server.core.actions import Catalogue, Mark
+from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.core.holding import drop_lease
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.state import CoreState, require
+from kvhearth_server.core.table import State
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Who wants to attach, as the shell has established it; ``tenant`` comes from the peer's
+    identity.
+    """
+
+    session: int
+    tenant: str
+    engine_id: str
+    contract: Contract
+    scheduler: bool
+    rank: int
+    incarnation: int
+    mapped: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Where it now is."""
+
+    group: Group
+    namespace: Namespace
+
+
+ENGINE_ID_CHARS_MAX = 256
+
+
+class Membership:
+    """Sessions and groups."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+
+    def join(self, joining: Joining) -> Joined:
+        """Let a session into its engine's open group, or into a new one.
+
+        Raises:
+            KVHearthError: ``too_many_sessions``, ``bad_contract``, ``bad_message``,
+                ``contract_mismatch``
+                (naming the fields), ``rank_taken``, ``stale_incarnation``, ``too_many_namespaces``.
+        """
+        state = self._state
+        require(
+            state.groups.sessions < state.limits.sessions_max,
+            Reason.TOO_MANY_SESSIONS,
+            f"{state.limits.sessions_max} sessions are attached; raise sessions_max or end some",
+        )
+        self._check_shape(joining)
+        version = state.namespaces.version
+        group = state.groups.open_group(joining.tenant, joining.engine_id)
+        if group is None:
+            require(
+                joining.incarnation == 0,
+                Reason.STALE_INCARNATION,
+                f"incarnation {joining.incarnation} of {joining.engine_id!r} has ended; attach with 0",
+            )
+            namespace = state.namespaces.obtain(joining.tenant, joining.contract)
+            group = state.groups.create(
+                joining.tenant,
+                state.segment_of[joining.tenant],
+                joining.engine_id,
+                namespace.number,
+                joining.contract.world_size,
+            )
+            namespace.groups += 1
+        else:
+            namespace = state.namespaces.get(group.namespace)
+            self._check_place(group, namespace, joining)
+        member = Member(joining.session, joining.rank, joining.scheduler, joining.mapped)
+        state.groups.join(group, member)
+        if state.namespaces.version != version:
+            state.actions.append(Catalogue())
+        return Joined(group, namespace)
+
+    def leave(self, session: int, *, finished: bool) -> None:
+        """A session's life line has closed; ``finished``: it had said that its copies are done.
+
+        The group ends with its scheduler, or with its last member.
+        """
+        group = self._state.groups.of_session(session)
+        if group is None:
+            return
+        member = group.members[session]
+        if member.state is not MemberState.ATTACHED:
+            return
+        quiet = finished or not member.mapped
+        member.state = MemberState.DRAINED if quiet else MemberState.GONE
+        if not group.ended and (member.scheduler or not group.attached):
+            self._end(group)
+        self.settle(group)
+
+    def drained(self, session: int) -> None:
+        """A session that left without a word can no longer write (or has said so since)."""
+        group = self._state.groups.of_session(session)
+        if group is None:
+            return
+        member = group.members[session]
+        if member.state is MemberState.GONE:
+            member.state = MemberState.DRAINED
+        self.settle(group)
+
+    def _check_shape(self, joining: Joining) -> None:
+        contract, state = joining.contract, self._state
+        named = 0 < len(joining.engine_id) <= ENGINE_ID_CHARS_MAX
+        require(
+            named, Reason.BAD_MESSAGE, f"engine_id must have 1..{ENGINE_ID_CHARS_MAX} characters"
+        )
+        require(
+            -1 <= joining.rank < contract.world_size and (joining.scheduler or joining.rank >= 0),
+            Reason.BAD_MESSAGE,
+            f"rank {joining.rank} is not in the contract's {contract.world_size} ranks",
+        )
+        capacity = state.ledger.segments[state.segment_of[joining.tenant]].capacity
+        for index, spec in enumerate(contract.groups):
+            size = state.slot_bytes(spec)
+            require(
+                size and size * spec.shards <= capacity,
+                Reason.BAD_CONTRACT,
+                f"groups[{index}].page_bytes: a block of {spec.shards} x {spec.page_bytes} bytes does not "
+                f"fit slabs of {state.table.geometry.slab_bytes} in {capacity} bytes of memory",
+            )
+
+    def _check_place(self, group: Group, namespace: Namespace, joining: Joining) -> None:
+        require(
+            joining.incarnation in (0, group.incarnation),
+            Reason.STALE_INCARNATION,
+            f"incarnation {joining.incarnation} is not the running one, {group.incarnation}",
+        )
+        differing = differences(joining.contract, namespace.contract)
+        if differing:
+            text = "; ".join(
+                f"{name}: {ours!r} here, {theirs!r} there" for name, ours, theirs in differing
+            )
+            raise KVHearthError(
+                Reason.CONTRACT_MISMATCH,
+                f"engine {joining.engine_id!r} runs under another contract: {text}",
+                fields=",".join(name for name, _, _ in differing),
+            )
+        for member in group.attached:
+            same = (joining.scheduler and member.scheduler) or (
+                joining.rank >= 0 and joining.rank == member.rank
+            )
+            require(
+                not same,
+                Reason.RANK_TAKEN,
+                f"engine {joining.engine_id!r} has this scheduler or rank already",
+            )
+
+    def _end(self, group: Group) -> None:
+        """Leases end; what was reserved is put aside until nobody can write to it."""
+        state = self._state
+        group.ended = True
+        state.count("groups_ended")
+        state.namespaces.get(group.namespace).groups -= 1
+        for lease_id in list(group.leases):
+            drop_lease(state, group, lease_id)
+        held = group.held_slots(state.table)
+        put_aside(state, group, held[state.table.state[held] == State.RESERVED])
+        group.reservations.clear()
+
+    def settle(self, group: Group) -> None:
+        """Free what an ended group put aside, once nobody of it can write."""
+        if group.ended and group.drained:
+            held = group.held_slots(self._state.table)
+            take_from_aside(self._state, group, held)
+            self._state.groups.drop(group)
+
+
+def put_aside(state: CoreState, group: Group, slots: I64) -> None:
+    """RESERVED slots become QUARANTINED: somebody may still write to them."""
+    if not len(slots):
+        return
+    state.table.bump(slots)
+    state.table.state[slots] = State.QUARANTINED
+    size = state.ledger.unreserved(group.segment, slots)
+    state.ledger.quarantined(group.segment, slots, +1)
+    group.stock_bytes -= size
+    group.aside_bytes += size
+    state.count("quarantined_slots", len(slots))
+    state.actions.append(Mark(slots, State.QUARANTINED, group.number))
+
+
+def take_from_aside(state: CoreState, group: Group, slots: I64) -> None:
+    """Quarantined slots of a group are certainly quiet: free them."""
+    if not len(slots):
+        return
+    size = state.ledger.quarantined(group.segment, slots, -1)
+    group.aside_bytes -= size
+    state.bill(group.namespace, -size)
+    state.count("released_quarantine_slots", len(slots))
+    state.free_slots(group.segment, np.sort(slots))

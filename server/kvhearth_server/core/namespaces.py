@@ -1,0 +1,143 @@
+"""Namespaces: tenant and contract, weights epoch, quota and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvhearth.contract import Contract, differences, namespace_digest
+from kvhearth.errors import KVHearthError, Reason
+
+
+@dataclass
+class Namespace:
+    """One namespace; ``number`` is what slots and the journal know it by, and is never used twice."""
+
+    number: int
+    digest: bytes
+    tenant: str
+    contract: Contract
+    epoch: int = 1
+    quota_bytes: int | None = None
+    used_bytes: int = 0
+    blocks: int = 0
+    groups: int = 0
+
+
+NUMBER_MAX = 0xFFFF
+
+
+class Namespaces:
+    """The catalogue. ``version`` rises with every change that must be durable."""
+
+    def __init__(self, count_max: int, quota_bytes: int | None = None) -> None:
+        self._count_max = min(count_max, NUMBER_MAX)
+        self._quota_bytes = quota_bytes
+        self._by_digest: dict[bytes, Namespace] = {}
+        self._by_number: dict[int, Namespace] = {}
+        self._next = 1
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._by_number.values()))
+
+    def get(self, number: int) -> Namespace:
+        """The namespace of a number that is in use."""
+        return self._by_number[number]
+
+    def find(self, digest: bytes) -> Namespace | None:
+        """The namespace with a digest."""
+        return self._by_digest.get(digest)
+
+    def obtain(self, tenant: str, contract: Contract) -> Namespace:
+        """The namespace of a tenant's contract, made if new.
+
+        Raises:
+            KVHearthError: ``too_many_namespaces`` if the catalogue is full of namespaces in use.
+        """
+        digest = namespace_digest(tenant, contract)
+        if found := self._by_digest.get(digest):
+            return found
+        if len(self._by_number) >= self._count_max and not self._forget_one():
+            raise KVHearthError(
+                Reason.TOO_MANY_NAMESPACES,
+                f"{len(self._by_number)} namespaces hold blocks or engines; evict one or raise namespaces_max",
+            )
+        made = Namespace(
+            self._free_number(), digest, tenant, contract, quota_bytes=self._quota_bytes
+        )
+        self._add(made)
+        self.version += 1
+        return made
+
+    def restore(self, number: int, tenant: str, contract: Contract, epoch: int) -> Namespace:
+        """Bring a namespace back from the durable catalogue."""
+        digest = namespace_digest(tenant, contract)
+        made = Namespace(number, digest, tenant, contract, epoch, self._quota_bytes)
+        self._add(made)
+        return made
+
+    def bump(self, namespace: Namespace, expected: int) -> int:
+        """Raise the weights epoch if it is the expected one; returns the new one.
+
+        Raises:
+            KVHearthError: ``stale_epoch`` naming the current epoch.
+        """
+        check_epoch(namespace, expected)
+        namespace.epoch += 1
+        self.version += 1
+        return namespace.epoch
+
+    def explain(
+        self, tenant: str, contract: Contract, count_max: int = 8
+    ) -> list[tuple[Namespace, list[tuple[str, str, str]]]]:
+        """The tenant's namespaces, nearest first, each with the fields in which the contract
+        differs.
+        """
+        pairs = [
+            (space, differences(contract, space.contract))
+            for space in self._by_number.values()
+            if space.tenant == tenant
+        ]
+        return sorted(pairs, key=lambda pair: (len(pair[1]), pair[0].number))[:count_max]
+
+    def _add(self, namespace: Namespace) -> None:
+        self._by_digest[namespace.digest] = namespace
+        self._by_number[namespace.number] = namespace
+        self._next = max(self._next, namespace.number + 1)
+
+    def _free_number(self) -> int:
+        """Numbers rise; after the last one, those of forgotten namespaces come again.
+
+        A forgotten namespace has no blocks, so no header with its number can still be taken for
+        one.
+        """
+        if self._next <= NUMBER_MAX:
+            return self._next
+        return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
+
+    def _forget_one(self) -> bool:
+        for space in self._by_number.values():
+            if not space.blocks and not space.groups and not space.used_bytes:
+                del self._by_number[space.number]
+                del self._by_digest[space.digest]
+                self.version += 1
+                return True
+        return False
+
+
+def check_epoch(namespace: Namespace, epoch: int) -> None:
+    """Refuse another epoch than the current one.
+
+    Raises:
+        KVHearthError: ``stale_epoch`` naming both.
+    """
+    if epoch != namespace.epoch:
+        raise KVHearthError(
+            Reason.STALE_EPOCH,
+            f"epoch {epoch} is not the namespace's epoch {namespace.epoch}; attach again",
+            epoch=str(namespace.epoch),
+        )

@@ -1,0 +1,67 @@
+"""Eviction policies by namespace and slot size, over one set of arrays.
+
+One policy per namespace lets a namespace at its quota evict of its own; among namespaces the colder
+end goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.table import SlotTable
+
+
+class PolicySet:
+    """All policies; a bound head is a member of exactly one."""
+
+    def __init__(self, name: str, slot_count: int) -> None:
+        self._name = name
+        self._arrays = PolicyArrays(slot_count)
+        self._policies: dict[tuple[int, int], EvictionPolicy] = {}
+
+    def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes]) -> None:
+        """Admit heads, coldest first; ``keys`` in the same order."""
+        place = (namespace, slot_bytes)
+        policy = self._policies.get(place)
+        if policy is None:
+            policy = self._policies[place] = make_policy(self._name, self._arrays)
+        marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
+        policy.insert(heads, marks)
+
+    def touch(self, heads: I64) -> None:
+        """Mark heads of any policies as used."""
+        self._arrays.touch(heads)
+
+    def remove(self, table: SlotTable, heads: I64) -> None:
+        """Let heads go without counting them as evicted."""
+        sizes = table.slot_bytes_of(heads)
+        places = table.namespace[heads].astype(np.int64) << 32 | sizes
+        for place in np.unique(places):
+            chosen = heads[places == place]
+            self._policies[int(place) >> 32, int(place) & 0xFFFFFFFF].remove(chosen)
+
+    def of_size(self, slot_bytes: int) -> Iterator[tuple[int, EvictionPolicy]]:
+        """(namespace, policy) of all that hold slots of a size."""
+        for (namespace, size), policy in self._policies.items():
+            if size == slot_bytes and len(policy):
+                yield namespace, policy
+
+    def of_namespace(self, namespace: int) -> Iterator[EvictionPolicy]:
+        """Policies of a namespace, over all its slot sizes."""
+        for (number, _), policy in self._policies.items():
+            if number == namespace and len(policy):
+                yield policy
+
+    def members(self) -> I64:
+        """All heads in all policies."""
+        parts = [policy.slots() for policy in self._policies.values()]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def check(self) -> None:
+        """Raise ValueError if a policy's own structures disagree."""
+        for policy in self._policies.values():
+            policy.check()

@@ -1,0 +1,247 @@
+"""The reading half of a block's life: lookup and lease, release, touch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.contract import GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import I64, U8, Bools, Records, Tier
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.holding import drop_lease, hold, hold_room, newly_held_bytes
+from kvhearth_server.core.lookup import Need, blocks_needed, hit_boundaries
+from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.state import CoreState, flat, require
+from kvhearth_server.core.table import State
+from kvhearth_server.core.writing import SlotsItem
+
+
+@dataclass(frozen=True)
+class KeysItem:
+    """Keys of one KV group, in chain order."""
+
+    kv_group: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Answer for one KV group; arrays of shape (n,), extents (leased x shards,)."""
+
+    kv_group: int
+    present: Bools
+    ready: Bools
+    leased: Bools
+    tiers: U8
+    extents: Records
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answer to a lookup; ``short`` is why less was leased than could be restored."""
+
+    lease_id: int
+    hit_tokens: int
+    groups: list[Presence]
+    short: Reason | None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One KV group's keys resolved: heads (-1 for none), what is current, what may be served."""
+
+    kv_group: int
+    spec: GroupSpec
+    heads: I64
+    present: Bools
+    ready: Bools
+
+
+class Reading:
+    """Lookups and leases of attached schedulers."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+
+    def lookup(self, session: int, epoch: int, items: list[KeysItem], lease_id: int) -> Found:
+        """Which blocks are there, how far they reach, and a lease on what a load needs.
+
+        Args:
+            lease_id: the client's name for the lease; 0 asks for none.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
+                ``too_many_leases``, ``lease_exists``.
+        """
+        state = self._state
+        group, _, seen = self._resolve(session, epoch, items)
+        if lease_id:
+            self._check_lease(group, lease_id)
+        boundaries = hit_boundaries([(one.spec, one.ready) for one in seen])
+        hit, short = self._affordable(group, seen, boundaries, bool(lease_id))
+        needs = [blocks_needed(one.spec, hit) for one in seen]
+        for one in seen:
+            self._mark_used(one.heads[one.present])
+        withdrawn = lease_id in group.released_early
+        groups = [
+            self._presence(one, need if lease_id and not withdrawn else Need(0, 0))
+            for one, need in zip(seen, needs, strict=True)
+        ]
+        granted = 0
+        if lease_id and hit and not withdrawn:
+            granted = self._grant(group, lease_id, seen, needs)
+        asked = sum(len(item.keys) for item in items)
+        state.count("lookups")
+        state.count("lookup_keys", asked)
+        state.count("hit_keys", sum(int(one.ready.sum()) for one in seen))
+        return Found(granted, hit, groups, short)
+
+    def presence(self, session: int, epoch: int, items: list[KeysItem]) -> list[Presence]:
+        """Which blocks are there, without a lease."""
+        _, _, seen = self._resolve(session, epoch, items)
+        return [self._presence(one, Need(0, 0)) for one in seen]
+
+    def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
+        """Mark blocks as used; returns how many there are."""
+        _, _, seen = self._resolve(session, epoch, items)
+        parts = [np.zeros(0, np.int64), *(one.heads[one.present] for one in seen)]
+        heads = np.concatenate(parts)
+        self._mark_used(heads)
+        return len(heads)
+
+    def release(self, session: int, lease_ids: list[int]) -> None:
+        """End leases. Known ones end in any case.
+
+        Raises:
+            KVHearthError: ``group_gone``; ``unknown_lease`` naming the ids that the group does not
+                hold.
+        """
+        group = self._state.group_of(session)
+        unknown = [i for i in lease_ids if not drop_lease(self._state, group, i)]
+        for lease_id in unknown:
+            group.note_early_release(lease_id)
+        if unknown:
+            text = ", ".join(map(str, unknown[:8]))
+            raise KVHearthError(Reason.UNKNOWN_LEASE, f"this group holds no lease {text}")
+
+    def suspects(self, session: int, items: list[SlotsItem]) -> list[I64]:
+        """Blocks (all shards) of this session's tenant whose bytes a reader found wrong and that
+        still live.
+
+        The shell sums them before it believes it, then calls ``remove_bad``.
+        """
+        table = self._state.table
+        group = self._state.group_of(session)
+        blocks = []
+        for item in items:
+            good = table.in_use(item.slots)
+            slots = item.slots[good]
+            live = (table.generation[slots] == item.generations[good]) & (
+                table.state[slots] == State.SUMMED
+            )
+            for slot in slots[live].tolist():
+                link = int(table.head[slot])
+                head = link - 1 if link else slot
+                if int(table.namespace[head]) == group.namespace:
+                    blocks.append(np.array(table.shards_of(head), np.int64))
+        return blocks
+
+    def remove_bad(self, head: int, generation: int, source: str) -> bool:
+        """Remove a block whose bytes do not match its checksum; False if it was gone already."""
+        table = self._state.table
+        if int(table.generation[head]) != generation or table.state[head] != State.SUMMED:
+            return False
+        self._state.count("checksum_failures", 1, source)
+        remove_blocks(self._state, np.array([head], np.int64), "checksum")
+        return True
+
+    def _resolve(
+        self, session: int, epoch: int, items: list[KeysItem]
+    ) -> tuple[Group, Namespace, list[_Seen]]:
+        state, table = self._state, self._state.table
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        asked = sum(len(item.keys) for item in items)
+        require(
+            asked <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{asked} keys in one call, at most {state.limits.keys_max}",
+        )
+        seen = []
+        for item in items:
+            spec = state.spec(namespace, item.kv_group)
+            heads = state.index.find(namespace.number, item.kv_group, item.keys)
+            safe = np.maximum(heads, 0)
+            present = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
+            ready = present & (table.state[safe] == State.SUMMED)
+            seen.append(_Seen(item.kv_group, spec, heads, present, ready))
+        kinds = {one.kv_group for one in seen}
+        require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
+        return group, namespace, seen
+
+    def _check_lease(self, group: Group, lease_id: int) -> None:
+        require(
+            lease_id not in group.leases,
+            Reason.LEASE_EXISTS,
+            f"lease {lease_id} exists; release it or choose another id",
+        )
+        require(
+            len(group.leases) < self._state.limits.leases_max,
+            Reason.TOO_MANY_LEASES,
+            f"the group holds {len(group.leases)} leases; release some",
+        )
+
+    def _affordable(
+        self, group: Group, seen: list[_Seen], boundaries: list[int], leasing: bool
+    ) -> tuple[int, Reason | None]:
+        """The longest boundary, or, under the cap on what is held, the longest that it allows."""
+        if not boundaries:
+            return 0, None
+        room = hold_room(self._state, group.segment)
+        if not leasing or self._lease_bytes(seen, boundaries[0]) <= room:
+            return boundaries[0], None
+        low, high = 0, len(boundaries)
+        while low < high:
+            middle = (low + high) // 2
+            if self._lease_bytes(seen, boundaries[middle]) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return (boundaries[low] if low < len(boundaries) else 0), Reason.HELD_CAP
+
+    def _lease_bytes(self, seen: list[_Seen], hit: int) -> int:
+        needs = [blocks_needed(one.spec, hit) for one in seen]
+        return newly_held_bytes(self._state, self._lease_slots(seen, needs))
+
+    def _lease_slots(self, seen: list[_Seen], needs: list[Need]) -> I64:
+        table = self._state.table
+        parts = [
+            flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards))
+            for one, need in zip(seen, needs, strict=True)
+        ]
+        return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    def _grant(self, group: Group, lease_id: int, seen: list[_Seen], needs: list[Need]) -> int:
+        slots = self._lease_slots(seen, needs)
+        hold(self._state, group.segment, slots)
+        group.leases[lease_id] = slots
+        self._state.count("leased_keys", sum(need.end - need.first for need in needs))
+        return lease_id
+
+    def _presence(self, one: _Seen, need: Need) -> Presence:
+        table = self._state.table
+        leased = np.zeros(len(one.heads), np.bool_)
+        leased[need.first : need.end] = True
+        slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
+        extents = table.extents(slots, one.spec.page_bytes)
+        tiers = np.where(one.present, Tier.DRAM, Tier.NOWHERE).astype(np.uint8)
+        return Presence(one.kv_group, one.present, one.ready, leased, tiers, extents)
+
+    def _mark_used(self, heads: I64) -> None:
+        if len(heads):
+            self._state.policies.touch(heads)
+            self._state.table.used_at[heads] = self._state.tick()

@@ -1,0 +1,61 @@
+"""Taking blocks out of the index: eviction, replacement, invalid bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.core.actions import Mark
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.table import State
+
+EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
+"""Causes that are evictions: the block was good, somebody needed its room."""
+
+
+def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
+    """Remove bound blocks of any namespaces and groups; every extent of them becomes invalid at
+    once.
+
+    What somebody still leases is quarantined until the lease ends, the rest becomes free. Pins end.
+    """
+    state.policies.remove(state.table, heads)
+    for head in heads.tolist():
+        state.chains.unlink(head)
+    forget_blocks(state, heads, cause)
+
+
+def forget_blocks(state: CoreState, heads: I64, cause: str) -> None:
+    """As ``remove_blocks``, for heads that policy and chains have let go already."""
+    table = state.table
+    pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
+    for pair in np.unique(pairs):
+        chosen = heads[pairs == pair]
+        _forget(state, int(pair) // 256, int(pair) % 256, chosen, cause)
+
+
+def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str) -> None:
+    table = state.table
+    namespace = state.namespaces.get(number)
+    spec = namespace.contract.groups[kv_group]
+    segment = state.segment_of[namespace.tenant]
+    keys = state.index.unbind(number, kv_group, heads.tolist())
+    slots = flat(table.all_shards(heads, spec.shards))
+    table.bump(slots)
+    size = state.ledger.committed(segment, slots, -1)
+    namespace.used_bytes -= size
+    namespace.blocks -= len(heads)
+    read = table.refs[slots] > 0
+    kept = read | (table.pins[slots] > 0)
+    state.ledger.held(segment, slots[kept], -1)
+    table.pins[slots] = 0
+    aside = slots[read]
+    if len(aside):
+        table.state[aside] = State.QUARANTINED
+        state.ledger.quarantined(segment, aside, +1)
+        state.count("quarantined_slots", len(aside))
+        state.actions.append(Mark(aside, State.QUARANTINED))
+    state.free_slots(segment, slots[~read])
+    state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
+    state.events.append(EventKind.REMOVED, number, kv_group, keys, cause=cause)

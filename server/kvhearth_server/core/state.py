@@ -1,0 +1,158 @@
+"""What the parts of the core share: tables, books and bounds. No IO, no clock, no thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.contract import Contract, GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import I64, U32
+from kvhearth_server.core.actions import Action, Mark, SlabSized
+from kvhearth_server.core.chains import Chains
+from kvhearth_server.core.events import EventLog
+from kvhearth_server.core.groups import Group, Groups
+from kvhearth_server.core.index import Index
+from kvhearth_server.core.ledger import Ledger
+from kvhearth_server.core.namespaces import Namespace, Namespaces
+from kvhearth_server.core.policies import PolicySet
+from kvhearth_server.core.slabs import SlabPool
+from kvhearth_server.core.table import Geometry, SlotTable, State
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on everything (see the settings of the same names)."""
+
+    held_fraction_max: float = 0.8
+    stock_fraction_max: float = 0.25
+    keys_max: int = 8192
+    sessions_max: int = 256
+    namespaces_max: int = 1024
+    leases_max: int = 4096
+    pins_max: int = 1024
+    pin_ttl_max_s: float = 86400.0
+    namespace_quota_bytes: int | None = None
+    eviction: str = "s3fifo"
+
+
+class CoreState:
+    """The daemon's whole state; its parts change it only through the methods of the core's modules."""
+
+    def __init__(self, geometry: Geometry, limits: Limits, generation: U32) -> None:
+        self.limits = limits
+        self.table = SlotTable(geometry, generation)
+        self.actions: list[Action] = []
+        self.pools = [
+            SlabPool(self.table, i, self._slab_sized) for i in range(len(geometry.segments))
+        ]
+        self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
+        self.index = Index(geometry.stride)
+        self.chains = Chains(self.table)
+        self.namespaces = Namespaces(limits.namespaces_max, limits.namespace_quota_bytes)
+        self.groups = Groups()
+        self.ledger = Ledger(self.table)
+        self.policies = PolicySet(limits.eviction, geometry.slot_count)
+        self.events = EventLog()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.clock = 0
+        self.sequence = 0
+        self.loosened = 0
+
+    def _slab_sized(self, slab: int, slot_bytes: int) -> None:
+        self.actions.append(SlabSized(slab, slot_bytes))
+
+    def bill(self, number: int, size: int) -> None:
+        """Charge a namespace bytes (or give them back); number 0 is nobody."""
+        if number:
+            self.namespaces.get(number).used_bytes += size
+
+    def take_actions(self) -> list[Action]:
+        """What the shell must do now, in order."""
+        actions, self.actions = self.actions, []
+        return actions
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """Counters (name, label) since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Count something for the shell's metrics."""
+        if amount:
+            self.counts[name, label] += amount
+
+    def tick(self) -> int:
+        """A logical time that rises with every call, for ages of slabs; wraps after 4 billion
+        calls.
+        """
+        self.clock = (self.clock + 1) & 0xFFFFFFFF
+        return self.clock
+
+    def group_of(self, session: int) -> Group:
+        """The living group of a session.
+
+        Raises:
+            KVHearthError: ``group_gone``.
+        """
+        group = self.groups.of_session(session)
+        if group is None or group.ended or session not in {m.session for m in group.attached}:
+            raise KVHearthError(Reason.GROUP_GONE, "this session's group has ended; attach again")
+        return group
+
+    def spec(self, namespace: Namespace, kv_group: int) -> GroupSpec:
+        """The spec of a KV group of a namespace.
+
+        Raises:
+            KVHearthError: ``bad_group``.
+        """
+        return group_spec(namespace.contract, kv_group)
+
+    def slot_bytes(self, spec: GroupSpec) -> int:
+        """Slot size of a group's shards."""
+        return self.table.geometry.slot_bytes_for(spec.page_bytes)
+
+    def free_slots(self, segment: int, slots: I64) -> None:
+        """Return slots that are in nobody's books any more; the caller bumped their generation."""
+        if not len(slots):
+            return
+        self.table.state[slots] = State.FREE
+        self.table.owner[slots] = 0
+        self.table.flags[slots] = 0
+        self.table.sibling[slots] = 0
+        self.table.head[slots] = 0
+        self.pools[segment].give(slots)
+        self.actions.append(Mark(slots, State.FREE))
+        self.loosened += 1
+
+
+def group_spec(contract: Contract, kv_group: int) -> GroupSpec:
+    """The spec of a KV group.
+
+    Raises:
+        KVHearthError: ``bad_group``.
+    """
+    if not 0 <= kv_group < len(contract.groups):
+        raise KVHearthError(
+            Reason.BAD_GROUP,
+            f"group {kv_group} is not one of the contract's {len(contract.groups)}",
+        )
+    return contract.groups[kv_group]
+
+
+def require(condition: object, reason: Reason, message: Callable[[], str] | str) -> None:
+    """Raise a domain error unless ``condition`` holds."""
+    if not condition:
+        raise KVHearthError(reason, message if isinstance(message, str) else message())
+
+
+def flat(values: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """An array of any shape as one row."""
+    return np.ascontiguousarray(values).reshape(-1)

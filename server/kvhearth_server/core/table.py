@@ -1,0 +1,188 @@
+"""The slot table: geometry of the arena, and all per-slot state in arrays.
+
+A segment is cut into slabs, a slab into slots of one size. Slot numbers are sparse: slot ``i`` of
+slab ``s`` is ``s * stride + i`` whatever the slab's slot size is, so the number of a slot gives its
+place without a table, and a slab that changes its slot size renumbers nothing. Rows of numbers that
+no slab uses are never touched and cost address space only, which is why every array uses zero for
+"nothing".
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.model import CHECKSUM_BYTES, EXTENT_DTYPE, FLAG_SUMMED, FLAG_VERIFY, I64, U32, Records
+
+
+class State(enum.IntEnum):
+    """What a slot is doing. ``SUMMED`` is the only state that may be served."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    SUMMED = 3
+    QUARANTINED = 4
+    LOADING = 5
+
+
+@dataclass(frozen=True)
+class SegmentGeometry:
+    """A segment: one tenant's memory, ``slabs`` slabs from global slab number ``first_slab``."""
+
+    tenant: str
+    slabs: int
+    first_slab: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the arena is cut. Bytes; ``slot_bytes_min`` divides ``slab_bytes``."""
+
+    slab_bytes: int
+    slot_bytes_min: int
+    segments: tuple[SegmentGeometry, ...]
+
+    @classmethod
+    def of(cls, tenants: list[tuple[str, int]], slab_bytes: int, slot_bytes_min: int) -> Geometry:
+        """Geometry for (tenant, bytes) pairs; bytes are whole slabs."""
+        segments, first = [], 0
+        for tenant, size in tenants:
+            if size < slab_bytes or size % slab_bytes or slab_bytes % slot_bytes_min:
+                raise ValueError(f"segment of {size} bytes in slabs of {slab_bytes} is not whole")
+            segments.append(SegmentGeometry(tenant, size // slab_bytes, first))
+            first += size // slab_bytes
+        return cls(slab_bytes, slot_bytes_min, tuple(segments))
+
+    @property
+    def stride(self) -> int:
+        """Slot numbers per slab."""
+        return self.slab_bytes // self.slot_bytes_min
+
+    @property
+    def slab_count(self) -> int:
+        """Slabs of all segments."""
+        return sum(segment.slabs for segment in self.segments)
+
+    @property
+    def slot_count(self) -> int:
+        """Slot numbers, used or not."""
+        return self.slab_count * self.stride
+
+    def slot_bytes_for(self, page_bytes: int) -> int:
+        """Size of the slots that hold shards of ``page_bytes``; 0 if none can."""
+        units = -(-page_bytes // self.slot_bytes_min)
+        size = units * self.slot_bytes_min
+        return size if size <= self.slab_bytes else 0
+
+    def segment_bytes(self, index: int) -> int:
+        """Bytes of a segment."""
+        return self.segments[index].slabs * self.slab_bytes
+
+
+@dataclass
+class SlotTable:
+    """Arrays of shape (slot_count,), one row a slot; and per slab its slot size.
+
+    Links hold a slot number plus one, zero for none. A block is named by its head, the slot of
+    shard 0; the others hang on ``sibling`` and point back by ``head``. ``parent``, ``child`` (the
+    youngest one), ``older`` and ``younger`` (among the children of one parent) join the heads of a
+    chain; see ``chains``.
+    """
+
+    geometry: Geometry
+    generation: U32
+    state: npt.NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = self.geometry.slot_count
+        if self.generation.shape != (count,) or self.generation.dtype != np.uint32:
+            raise ValueError(f"generations must be u32 of shape ({count},)")
+        self.state = np.zeros(count, np.uint8)
+        self.flags = np.zeros(count, np.uint8)
+        self.group = np.zeros(count, np.uint8)
+        self.namespace = np.zeros(count, np.uint16)
+        self.refs = np.zeros(count, np.uint32)
+        self.pins = np.zeros(count, np.uint16)
+        self.epoch = np.zeros(count, np.uint32)
+        self.owner = np.zeros(count, np.uint32)
+        self.used_at = np.zeros(count, np.uint32)
+        self.head = np.zeros(count, np.uint32)
+        self.sibling = np.zeros(count, np.uint32)
+        self.parent = np.zeros(count, np.uint32)
+        self.child = np.zeros(count, np.uint32)
+        self.older = np.zeros(count, np.uint32)
+        self.younger = np.zeros(count, np.uint32)
+        self.checksum = np.zeros(count, f"V{CHECKSUM_BYTES}")
+        slabs = self.geometry.slab_count
+        self.slab_slot_bytes = np.zeros(slabs, np.int64)
+        self.slab_segment = np.zeros(slabs, np.int64)
+        self.slab_first = np.zeros(slabs, np.int64)
+        for index, segment in enumerate(self.geometry.segments):
+            span = slice(segment.first_slab, segment.first_slab + segment.slabs)
+            self.slab_segment[span] = index
+            self.slab_first[span] = segment.first_slab
+
+    def slabs_of(self, slots: I64) -> I64:
+        """Slab number of each slot."""
+        return slots // self.geometry.stride
+
+    def slot_bytes_of(self, slots: I64) -> I64:
+        """Slot size of each slot, in bytes."""
+        return self.slab_slot_bytes[slots // self.geometry.stride]
+
+    def total_bytes(self, slots: I64) -> int:
+        """Bytes of arena that the slots take."""
+        return int(self.slot_bytes_of(slots).sum())
+
+    def in_use(self, slots: I64) -> npt.NDArray[np.bool_]:
+        """Which numbers name a slot that exists now: within the table, in an assigned slab, inside
+        it.
+        """
+        stride = self.geometry.stride
+        good = (slots >= 0) & (slots < self.geometry.slot_count)
+        safe = np.where(good, slots, 0)
+        size = self.slab_slot_bytes[safe // stride]
+        fits: npt.NDArray[np.bool_] = (safe % stride + 1) * size <= self.geometry.slab_bytes
+        return np.asarray(good & (size > 0) & fits)
+
+    def bump(self, slots: I64) -> None:
+        """Make every extent of these slots that was handed out so far invalid."""
+        self.generation[slots] += np.uint32(1)
+
+    def shards_of(self, head: int) -> list[int]:
+        """All slots of a block, in rank order."""
+        slots = [head]
+        link = int(self.sibling[head])
+        while link:
+            slots.append(link - 1)
+            link = int(self.sibling[link - 1])
+        return slots
+
+    def all_shards(self, heads: I64, shards: int) -> I64:
+        """Slots of blocks, shape (n, shards), in rank order."""
+        columns = [heads]
+        for _ in range(shards - 1):
+            columns.append(self.sibling[columns[-1]].astype(np.int64) - 1)
+        return np.stack(columns, axis=1)
+
+    def extents(self, slots: I64, length: int) -> Records:
+        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes; shape of ``slots`` flattened."""
+        flat = slots.reshape(-1)
+        stride = self.geometry.stride
+        slab = flat // stride
+        records = np.zeros(len(flat), EXTENT_DTYPE)
+        records["slot"] = flat
+        records["segment"] = self.slab_segment[slab]
+        inside = (slab - self.slab_first[slab]) * self.geometry.slab_bytes
+        records["offset"] = inside + (flat % stride) * self.slab_slot_bytes[slab]
+        records["length"] = length
+        records["generation"] = self.generation[flat]
+        summed = self.state[flat] == State.SUMMED
+        records["checksum"] = self.checksum[flat]
+        verify = np.where(self.flags[flat] & FLAG_VERIFY, FLAG_VERIFY, 0)
+        records["flags"] = np.where(summed, FLAG_SUMMED | verify, 0)
+        return records

@@ -1,0 +1,422 @@
+"""The writing half of a block's life: reserve, commit, abort, sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.contract import GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
+from kvhearth_server.core.actions import Bind, Mark, Sum, Summed
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.groups import Group, Handed
+from kvhearth_server.core.holding import hold_room
+from kvhearth_server.core.membership import put_aside, take_from_aside
+from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.state import CoreState, flat, require
+from kvhearth_server.core.table import State
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a reservation gave, and why less than asked for (or None)."""
+
+    handed: list[Handed]
+    short: Reason | None
+
+
+@dataclass(frozen=True)
+class CommitItem:
+    """Keys of one KV group to bind; slots (n, shards), checksums (n, shards, 16) or None."""
+
+    kv_group: int
+    keys: list[bytes]
+    slots: I64
+    generations: U32
+    checksums: U8 | None
+    parent: bytes
+
+
+@dataclass(frozen=True)
+class SlotsItem:
+    """Slots of one KV group with the generations under which they were handed out, flat."""
+
+    slots: I64
+    generations: U32
+
+
+class Writing:
+    """Reserve, commit, abort and sum, for attached schedulers."""
+
+    def __init__(self, state: CoreState, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+
+    def reserve(
+        self, session: int, reservation_id: int, epoch: int, wants: list[tuple[int, int]]
+    ) -> Reserved:
+        """Hand out empty slots for ``wants``, pairs of (KV group, blocks).
+
+        Raises:
+            KVHearthError: ``group_incomplete``, ``group_gone``, ``stale_epoch``, ``bad_group``,
+                ``too_many_keys``, or the bound that left nothing at all.
+        """
+        state = self._state
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        require(
+            group.complete,
+            Reason.GROUP_INCOMPLETE,
+            f"{len(group.attached)} of the group's {group.world_size} ranks and scheduler are attached",
+        )
+        require(
+            reservation_id not in group.released_early,
+            Reason.NOT_RESERVED,
+            "this reservation was aborted before it was made",
+        )
+        asked = sum(count for _, count in wants)
+        require(
+            asked <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{asked} blocks in one call, at most {state.limits.keys_max}",
+        )
+        specs = [(kv, state.spec(namespace, kv), count) for kv, count in wants]
+        if again := group.reservations.get(reservation_id):
+            return Reserved(again, None)
+        handed, short = [], None
+        for kv_group, spec, count in specs:
+            slots, limit = self._grant(group, namespace, spec, count)
+            short = short or limit
+            if len(slots):
+                generations = state.table.generation[slots].copy()
+                handed.append(Handed(kv_group, slots, generations))
+        if not handed and short is not None:
+            raise KVHearthError(short, _SHORT_TEXT[short])
+        if handed:
+            every = np.concatenate([flat(part.slots) for part in handed])
+            state.actions.append(Mark(every, State.RESERVED, group.number))
+            group.remember(reservation_id, handed)
+            group.tidy(state.table)
+            state.count("reserved_slots", len(every))
+        return Reserved(handed, short)
+
+    def _grant(
+        self, group: Group, namespace: Namespace, spec: GroupSpec, count: int
+    ) -> tuple[I64, Reason | None]:
+        """Slots of shape (n <= count, shards), booked as reserved, and the bound that made n
+        smaller.
+        """
+        state = self._state
+        segment, size = group.segment, state.slot_bytes(spec)
+        block = size * spec.shards
+        capacity = state.ledger.segments[segment].capacity
+        bound: Reason | None = None
+        stock = (
+            int(capacity * state.limits.stock_fraction_max) - group.stock_bytes - group.aside_bytes
+        )
+        for room, reason in (
+            (stock, Reason.STOCK_CAP),
+            (hold_room(state, segment), Reason.HELD_CAP),
+            (self._quota_room(namespace, count * block), Reason.QUOTA_EXCEEDED),
+        ):
+            if count * block > room:
+                count, bound = max(0, room // block), reason
+        can = self._evictor.make_room(segment, size, count * spec.shards)
+        if can < count * spec.shards:
+            count, bound = can // spec.shards, Reason.NO_SPACE
+        slots = state.pools[segment].take(size, count * spec.shards)
+        if len(slots):
+            state.table.state[slots] = State.RESERVED
+            state.table.owner[slots] = group.number
+            added = state.ledger.reserved(segment, slots)
+            group.stock_bytes += added
+            namespace.used_bytes += added
+        return slots.reshape(count, spec.shards), bound
+
+    def _quota_room(self, namespace: Namespace, want_bytes: int) -> int:
+        """Bytes that the namespace may still take, after evicting its own coldest blocks."""
+        quota = namespace.quota_bytes
+        if quota is None:
+            return want_bytes
+        self._evictor.shrink(namespace, max(0, quota - want_bytes), "quota")
+        return quota - namespace.used_bytes
+
+    def commit(self, session: int, epoch: int, items: list[CommitItem]) -> list[Bools]:
+        """Bind keys to written slots; per item a boolean for each key: bound now (else it was
+        there).
+
+        All items are checked before any is applied.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_keys``,
+                ``bad_extents``,
+                ``bad_checksums``, ``not_reserved``, ``already_committed``, ``foreign_extent``,
+                ``stale_extent``.
+        """
+        state = self._state
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        total = sum(len(item.keys) for item in items)
+        require(
+            total <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{total} keys in one call, at most {state.limits.keys_max}",
+        )
+        for item in items:
+            self._check_item(group, namespace, item)
+        every = [flat(item.slots) for item in items]
+        if every:
+            merged = np.concatenate(every)
+            require(
+                len(np.unique(merged)) == len(merged),
+                Reason.BAD_EXTENTS,
+                "one slot is named twice in the same commit",
+            )
+        return [self._bind(group, namespace, item) for item in items]
+
+    def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
+        state = self._state
+        spec = state.spec(namespace, item.kv_group)
+        shape = (len(item.keys), spec.shards)
+        require(
+            item.slots.shape == shape and item.generations.shape == shape,
+            Reason.BAD_EXTENTS,
+            lambda: f"slots of shape {item.slots.shape} for {shape[0]} keys of {shape[1]} shards",
+        )
+        require(
+            item.checksums is None or item.checksums.shape == (*shape, CHECKSUM_BYTES),
+            Reason.BAD_CHECKSUMS,
+            lambda: f"checksums must be {shape[0]} x {shape[1]} x {CHECKSUM_BYTES} bytes or none",
+        )
+        require(
+            len(item.parent) in (0, namespace.contract.hash_bytes),
+            Reason.BAD_KEYS,
+            f"parent key must have {namespace.contract.hash_bytes} bytes",
+        )
+        slots = flat(item.slots)
+        self.check_held(group, SlotsItem(slots, flat(item.generations)), (State.RESERVED,))
+        require(
+            (state.table.slot_bytes_of(slots) == state.slot_bytes(spec)).all(),
+            Reason.BAD_EXTENTS,
+            f"a slot was reserved for another group than {item.kv_group}",
+        )
+
+    def check_held(self, group: Group, item: SlotsItem, states: tuple[State, ...]) -> None:
+        """Refuse slots that this group does not hold in one of ``states`` under these generations."""
+        table, slots = self._state.table, item.slots
+        require(
+            table.in_use(slots).all(), Reason.BAD_EXTENTS, "a slot number is outside of the arena"
+        )
+        found = table.state[slots]
+        same = table.generation[slots] == item.generations
+        done = (found == State.COMMITTED) | (found == State.SUMMED)
+        require(
+            not (done & same).any(),
+            Reason.ALREADY_COMMITTED,
+            "a slot of this call was committed before",
+        )
+        held = np.isin(found, [int(state) for state in states])
+        mine = table.owner[slots] == group.number
+        require(
+            not (held & ~mine).any(),
+            Reason.FOREIGN_EXTENT,
+            "a slot of this call was reserved by another group",
+        )
+        if not (held & mine & (same | (found == State.QUARANTINED))).all():
+            stale = bool((held & mine & ~same).any())
+            reason = Reason.STALE_EXTENT if stale else Reason.NOT_RESERVED
+            raise KVHearthError(
+                reason, "a slot of this call is not reserved by this group any more"
+            )
+
+    def _bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
+        """Apply a checked item."""
+        state, keys = self._state, item.keys
+        self._drop_stale(namespace, item.kv_group, keys)
+        fresh = self._fresh(namespace.number, item.kv_group, keys)
+        slots = item.slots[fresh]
+        spare = flat(item.slots[~fresh])
+        size = state.ledger.unreserved(group.segment, flat(item.slots))
+        group.stock_bytes -= size
+        if len(spare):
+            state.table.bump(spare)
+            namespace.used_bytes -= state.table.total_bytes(spare)
+            state.free_slots(group.segment, spare)
+            state.count("duplicate_blocks", int((~fresh).sum()))
+        if len(slots):
+            new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
+            sums = None if item.checksums is None else item.checksums[fresh]
+            self._fill(namespace, item.kv_group, slots, sums)
+            state.ledger.committed(group.segment, flat(slots), +1)
+            namespace.blocks += len(slots)
+            state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
+            self._chain(namespace, item, fresh)
+            spec = state.spec(namespace, item.kv_group)
+            state.policies.insert(
+                namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
+            )
+            self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
+        return fresh
+
+    def _drop_stale(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
+        """Blocks of an older epoch under these keys make place."""
+        found = self._state.index.find(namespace.number, kv_group, keys)
+        found = np.unique(found[found >= 0])
+        old = found[self._state.table.epoch[found] != namespace.epoch]
+        if len(old):
+            remove_blocks(self._state, old, "epoch")
+
+    def _fresh(self, number: int, kv_group: int, keys: list[bytes]) -> Bools:
+        """Which keys are neither bound nor earlier in the same list."""
+        fresh = self._state.index.find(number, kv_group, keys) < 0
+        if len(set(keys)) != len(keys):
+            seen: set[bytes] = set()
+            for position, key in enumerate(keys):
+                fresh[position] &= key not in seen
+                seen.add(key)
+        return fresh
+
+    def _fill(self, namespace: Namespace, kv_group: int, slots: I64, sums: U8 | None) -> None:
+        table, every = self._state.table, flat(slots)
+        table.namespace[every] = namespace.number
+        table.group[every] = kv_group
+        table.epoch[every] = namespace.epoch
+        table.owner[every] = 0
+        table.flags[every] = 0
+        table.used_at[every] = self._state.tick()
+        if slots.shape[1] > 1:
+            table.sibling[slots[:, :-1]] = slots[:, 1:] + 1
+            table.head[slots[:, 1:]] = slots[:, :1] + 1
+        if sums is None:
+            table.state[every] = State.COMMITTED
+        else:
+            table.checksum[every] = (
+                np.ascontiguousarray(sums).view(f"V{CHECKSUM_BYTES}").reshape(-1)
+            )
+            table.state[every] = State.SUMMED
+
+    def _chain(self, namespace: Namespace, item: CommitItem, fresh: Bools) -> None:
+        """Link new blocks to the ones before them; keys come root first."""
+        state = self._state
+        chains, index = state.chains, state.index
+        heads = index.find(namespace.number, item.kv_group, item.keys)
+        if item.parent:
+            before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
+            if before >= 0 and fresh[0] and before not in heads:
+                chains.link(before, int(heads[0]))
+        if fresh.all():
+            chains.link_run(heads)
+            return
+        for position in np.flatnonzero(fresh[1:]) + 1:
+            if heads[position - 1] != heads[position]:
+                chains.link(int(heads[position - 1]), int(heads[position]))
+
+    def _announce(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
+    ) -> None:
+        state = self._state
+        spec = state.spec(namespace, kv_group)
+        parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1
+        sequences = state.sequence + 1 + np.arange(len(slots), dtype=np.int64)
+        state.sequence += len(slots)
+        to = State.SUMMED if summed else State.COMMITTED
+        state.actions.append(
+            Bind(
+                slots,
+                sequences,
+                parents,
+                spec.page_bytes,
+                keys,
+                namespace.number,
+                kv_group,
+                namespace.epoch,
+                to,
+            )
+        )
+        state.count("stored_blocks", len(slots))
+        if summed:
+            state.count("summed_blocks", len(slots))
+            state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
+        else:
+            state.actions.append(Sum(slots, state.table.generation[slots].copy()))
+
+    def summed(self, slots: I64, generations: U32, sums: U8) -> int:
+        """Checksums that the daemon computed for committed blocks; (n, shards), sums (n, shards,
+        16).
+
+        Blocks that were removed meanwhile are passed over. Returns how many became servable.
+        """
+        state, table = self._state, self._state.table
+        live = (table.generation[slots] == generations).all(axis=1)
+        live &= (table.state[slots] == State.COMMITTED).all(axis=1)
+        if not live.any():
+            return 0
+        kept = slots[live]
+        every = flat(kept)
+        table.checksum[every] = (
+            np.ascontiguousarray(sums[live]).view(f"V{CHECKSUM_BYTES}").reshape(-1)
+        )
+        table.state[every] = State.SUMMED
+        state.actions.append(Summed(every))
+        state.count("summed_blocks", len(kept))
+        heads = kept[:, 0]
+        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
+        for pair in np.unique(pairs):
+            keys = [state.index.key(head) for head in heads[pairs == pair].tolist()]
+            state.events.append(
+                EventKind.STORED, int(pair) // 256, int(pair) % 256, keys, tier="dram"
+            )
+        return len(kept)
+
+    def abort(
+        self, session: int, items: list[SlotsItem], reservation_ids: list[int], *, in_doubt: bool
+    ) -> tuple[int, int]:
+        """Give reserved slots back, or put them aside; returns (freed, put aside).
+
+        Raises:
+            KVHearthError: ``group_gone``, ``bad_extents``, ``not_reserved``, ``foreign_extent``,
+                ``stale_extent``, ``already_committed``.
+        """
+        state = self._state
+        group = state.group_of(session)
+        for item in items:
+            self.check_held(group, item, (State.RESERVED, State.QUARANTINED))
+        parts = [item.slots for item in items]
+        for reservation_id in reservation_ids:
+            handed = group.reservations.pop(reservation_id, None)
+            if handed is None:
+                group.note_early_release(reservation_id)
+                continue
+            for part in handed:
+                slots = flat(part.slots)
+                still = (state.table.state[slots] == State.RESERVED) & (
+                    state.table.generation[slots] == flat(part.generations)
+                )
+                parts.append(slots[still])
+        slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        stock = slots[state.table.state[slots] == State.RESERVED]
+        if in_doubt:
+            put_aside(state, group, stock)
+            return 0, len(stock)
+        take_from_aside(state, group, slots[state.table.state[slots] == State.QUARANTINED])
+        if len(stock):
+            state.table.bump(stock)
+            size = state.ledger.unreserved(group.segment, stock)
+            group.stock_bytes -= size
+            state.namespaces.get(group.namespace).used_bytes -= size
+            state.free_slots(group.segment, stock)
+        return len(slots), 0
+
+
+_SHORT_TEXT = {
+    Reason.STOCK_CAP: "the group holds as many reserved slots as it may; commit or abort some",
+    Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",
+    Reason.QUOTA_EXCEEDED: "the namespace is at its quota and holds nothing evictable",
+    Reason.NO_SPACE: "nothing evictable is left for this slot size",
+}

@@ -1,0 +1,213 @@
+"""The composition root: settings in, a running daemon out, an exit status at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.url import ADMIN_TOKEN_FILE
+from kvhearth_server.config import Settings
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry
+from kvhearth_server.engine.background import Background
+from kvhearth_server.engine.engine import Engine, EngineLimits
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
+from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.transport.attach import AttachServer
+from kvhearth_server.transport.peers import Tenancy
+from kvhearth_server.transport.rpc.server import RpcServer
+
+_log = get_logger("kvhearth.daemon")
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
+    """
+    sys.setswitchinterval(settings.switch_interval_s)
+    with _populate_bar() as progress:
+        arena = open_arena(_plan(settings), progress.note)
+    try:
+        return asyncio.run(_serve(settings, arena))
+    finally:
+        arena.close()
+
+
+async def _serve(settings: Settings, arena: Arena) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    counters = Counters()
+    engine = Engine(arena, _limits(settings), _shell(settings), counters)
+    supervisor = Supervisor(counters)
+    background = Background(
+        engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
+    )
+    admin_token = secrets.token_hex(32)
+    rpc = RpcServer(engine, background.verify_blocks, admin_token)
+    attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
+    _prepare_sockets(settings, admin_token)
+    background.start()
+    await rpc.start(settings.grpc_socket)
+    attach.start(settings.attach_socket, supervisor)
+    _say_ready(settings, engine)
+    await stopping.wait()
+    await _drain(settings, engine, background, rpc)
+    await attach.stop()
+    await supervisor.stop()
+    background.close()
+    for path in (settings.attach_socket, settings.grpc_socket, _token_path(settings)):
+        path.unlink(missing_ok=True)
+    _log.info("stopped", boot_id=engine.boot_id)
+    return 0
+
+
+async def _drain(
+    settings: Settings, engine: Engine, background: Background, rpc: RpcServer
+) -> None:
+    """No new stores or sessions; let what is committed be summed and calls in flight end, within a
+    bound.
+    """
+    engine.draining = True
+    _log.info("draining", timeout_s=settings.drain_timeout_s)
+    await rpc.not_serving()
+    try:
+        async with asyncio.timeout(settings.drain_timeout_s):
+            await background.settled()
+            await rpc.stop(settings.drain_timeout_s)
+    except TimeoutError:
+        _log.warning("drain took too long: committed blocks without checksum are summed at restart")
+        await rpc.stop(0)
+
+
+def _plan(settings: Settings) -> ArenaPlan:
+    tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
+    geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
+    return ArenaPlan(geometry, settings.arena_dir, HugepagePolicy(settings.hugepages))
+
+
+def _tenancies(settings: Settings) -> list[Tenancy]:
+    return [Tenancy(t.name, t.uids) for t in settings.effective_tenants(os.getuid())]
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        held_fraction_max=settings.held_fraction_max,
+        stock_fraction_max=settings.stock_fraction_max,
+        keys_max=settings.keys_max,
+        sessions_max=settings.sessions_max,
+        namespaces_max=settings.namespaces_max,
+        leases_max=settings.leases_max,
+        pins_max=settings.pins_max,
+        pin_ttl_max_s=settings.pin_ttl_max_s,
+        namespace_quota_bytes=settings.namespace_quota,
+        eviction=settings.eviction,
+    )
+
+
+def _shell(settings: Settings) -> EngineLimits:
+    return EngineLimits(
+        message_bytes_max=settings.message_bytes_max,
+        drain_grace_s=settings.drain_grace_s,
+        drain_grace_no_pidfd_s=settings.drain_grace_no_pidfd_s,
+    )
+
+
+def _token_path(settings: Settings) -> Path:
+    return settings.socket_dir / ADMIN_TOKEN_FILE
+
+
+def _prepare_sockets(settings: Settings, admin_token: str) -> None:
+    """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
+    token.
+
+    Raises:
+        KVHearthError: ``socket_unusable``.
+    """
+    folder = settings.socket_dir
+    try:
+        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        for path in (settings.attach_socket, settings.grpc_socket):
+            if _answers(path):
+                raise KVHearthError(
+                    Reason.SOCKET_UNUSABLE,
+                    f"another daemon serves {path}; choose another --socket-dir",
+                )
+            path.unlink(missing_ok=True)
+        path = _token_path(settings)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(admin_token)
+    except OSError as error:
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE,
+            f"cannot use {folder}: {error.strerror}; choose another --socket-dir",
+        ) from None
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _say_ready(settings: Settings, engine: Engine) -> None:
+    for note in engine.arena.notes:
+        _log.warning("arena", note=note)
+    segments = engine.arena.segments
+    _log.info(
+        "ready",
+        boot_id=engine.boot_id,
+        memory_bytes=sum(segment.bytes for segment in segments),
+        pages=sorted({str(segment.page_kind) for segment in segments}),
+        adopted_blocks=engine.adopted_blocks,
+        attach=str(settings.attach_socket),
+        grpc=str(settings.grpc_socket),
+    )
+
+
+class _populate_bar(contextlib.AbstractContextManager["_populate_bar"]):
+    """A progress bar on a terminal while memory is populated; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar = ProgressBar(console=Console(stderr=True), transient=True)
+        self._shown = sys.stderr.isatty()
+        self._tasks: dict[str, object] = {}
+
+    def __enter__(self) -> _populate_bar:
+        if self._shown:
+            self._bar.start()
+        return self
+
+    def note(self, what: str, done: int, total: int) -> None:
+        """Told while memory is populated; bytes."""
+        if not self._shown:
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(f"populating {what}", total=total)
+        self._bar.update(self._tasks[what], completed=done)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._bar.stop()

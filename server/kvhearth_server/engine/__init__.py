@@ -1,0 +1,1 @@
+"""The engine loop: owns the core, applies its actions, runs what works beside it."""

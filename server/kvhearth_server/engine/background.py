@@ -1,0 +1,200 @@
+"""What works beside the loop: checksums, verification after adoption, watching who is gone, pins'
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvhearth.faults import hit
+from kvhearth.model import FLAG_VERIFY, I64, U8
+from kvhearth_server.core.actions import Sum
+from kvhearth_server.core.table import State
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.memory.sums import sum_extents
+from kvhearth_server.observability.logs import get_logger
+
+_SUM_BYTES = 64 << 20
+"""Bytes that one call to a thread sums: long enough to amortise the hand-over, short enough to stay
+fair.
+"""
+
+_WATCH_S = 0.05
+_IDLE_S = 1.0
+_log = get_logger("kvhearth.engine")
+
+
+class Background:
+    """The engine's background tasks."""
+
+    def __init__(
+        self, engine: Engine, supervisor: Supervisor, *, sum_threads: int, verify: bool
+    ) -> None:
+        self._engine = engine
+        self._supervisor = supervisor
+        self._pool = ThreadPoolExecutor(sum_threads, thread_name_prefix="kvhearth-sum")
+        self._views: list[U8] = [segment.view for segment in engine.arena.segments]
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._verify = verify
+
+    def start(self) -> None:
+        """Start all tasks; call on the loop."""
+        self._engine.wake = self._work.set
+        if self._engine.to_sum:
+            self._work.set()
+        self._supervisor.spawn("sum", self._sum_forever)
+        self._supervisor.spawn("watch", self._watch_forever)
+        self._supervisor.spawn("pins", self._expire_forever)
+        if self._verify:
+            self._supervisor.spawn("verify", self._verify_adopted)
+
+    async def settled(self) -> None:
+        """Wait until nothing committed waits for its checksum."""
+        while self._engine.to_sum or not self._idle.is_set():
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """End the threads; running sums finish first."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # -- checksums ---------------------------------------------------------------------------------
+
+    async def _sum_forever(self) -> None:
+        engine = self._engine
+        while True:
+            self._idle.set()
+            await self._work.wait()
+            self._work.clear()
+            self._idle.clear()
+            while engine.to_sum:
+                await self._sum_one(engine.to_sum[0])
+                engine.to_sum.popleft()
+
+    async def _sum_one(self, action: Sum) -> None:
+        """Sum an action's blocks in portions; blocks that went meanwhile are passed over by the
+        core.
+        """
+        engine = self._engine
+        table = engine.core.state.table
+        count, shards = action.slots.shape
+        step = max(1, _SUM_BYTES // max(1, self._block_bytes(action.slots[0])))
+        for start in range(0, count, step):
+            slots = action.slots[start : start + step]
+            generations = action.generations[start : start + step]
+            live = (table.generation[slots] == generations).all(axis=1)
+            live &= (table.state[slots] == State.COMMITTED).all(axis=1)
+            slots, generations = slots[live], generations[live]
+            if not len(slots):
+                continue
+            sums = await self._sums(slots.reshape(-1))
+            hit("sum.computed")
+            engine.call(
+                engine.core.writing.summed, slots, generations, sums.reshape(len(slots), shards, -1)
+            )
+
+    def _block_bytes(self, slots: I64) -> int:
+        return int(self._engine.core.state.table.slot_bytes_of(slots).sum())
+
+    async def _sums(self, slots: I64) -> U8:
+        """Checksums of slots as they are now, (n, 16); taken on a thread."""
+        state = self._engine.core.state
+        table = state.table
+        extents = table.extents(slots, 0)
+        extents["length"] = self._lengths(slots)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
+
+    def _lengths(self, slots: I64) -> I64:
+        """A shard's bytes for each bound slot."""
+        state = self._engine.core.state
+        table = state.table
+        lengths = np.zeros(len(slots), np.int64)
+        pairs = table.namespace[slots].astype(np.int64) * 256 + table.group[slots]
+        for pair in np.unique(pairs).tolist():
+            contract = state.namespaces.get(pair // 256).contract
+            lengths[pairs == pair] = contract.groups[pair % 256].page_bytes
+        return lengths
+
+    # -- verification ------------------------------------------------------------------------------
+
+    async def verify_blocks(self, blocks: list[I64], source: str) -> int:
+        """Sum blocks (arrays of all their shards) and remove those that do not match; returns how
+        many.
+        """
+        engine = self._engine
+        table = engine.core.state.table
+        live = [slots for slots in blocks if (table.state[slots] == State.SUMMED).all()]
+        if not live:
+            return 0
+        every = np.concatenate(live)
+        generations = table.generation[every].copy()
+        sums = await self._sums(every)
+        stored = table.checksum[every].view(np.uint8).reshape(len(every), -1)
+        wrong = (sums != stored).any(axis=1)
+        same = table.generation[every] == generations
+        table.flags[every[~wrong & same]] &= ~np.uint8(FLAG_VERIFY)
+        removed, place = 0, 0
+        for slots in live:
+            bad = wrong[place : place + len(slots)].any()
+            if bad and same[place : place + len(slots)].all():
+                head, generation = int(slots[0]), int(generations[place])
+                removed += engine.call(engine.core.reading.remove_bad, head, generation, source)
+            place += len(slots)
+        if removed:
+            _log.error(
+                "bytes do not match their checksum: removed", blocks=removed, found_by=source
+            )
+        return removed
+
+    async def _verify_adopted(self) -> None:
+        """Verify what was adopted, beside the traffic; until then readers are told to verify."""
+        engine = self._engine
+        table = engine.core.state.table
+        while engine.to_verify:
+            blocks: list[I64] = []
+            size = 0
+            while engine.to_verify and size < _SUM_BYTES:
+                head, generation = engine.to_verify.popleft()
+                if int(table.generation[head]) == generation:
+                    blocks.append(np.array(table.shards_of(head), np.int64))
+                    size += self._block_bytes(blocks[-1])
+            await self.verify_blocks(blocks, "adoption")
+            await asyncio.sleep(0.001)
+
+    # -- who is gone -------------------------------------------------------------------------------
+
+    async def _watch_forever(self) -> None:
+        while True:
+            gone = [session for session in self._engine.sessions if session.gone]
+            for session in gone:
+                if self._quiet(session):
+                    self._engine.drained(session)
+            await asyncio.sleep(_WATCH_S)
+
+    def _quiet(self, session: Session) -> bool:
+        """Has the process exited, its mapping gone, and the grace for its GPU's last write passed?"""
+        engine = self._engine
+        exited = session.exited()
+        mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(
+            session.lock_byte
+        )
+        if exited is False or mapped:
+            session.quiet_since = None
+            return False
+        if session.quiet_since is None:
+            session.quiet_since = engine.now()
+        unsure = exited is None and not session.ghost
+        grace = engine.shell.drain_grace_no_pidfd_s if unsure else engine.shell.drain_grace_s
+        return engine.now() - session.quiet_since >= grace
+
+    async def _expire_forever(self) -> None:
+        engine = self._engine
+        while True:
+            engine.call(engine.core.pinning.expire, engine.now())
+            await asyncio.sleep(_IDLE_S)

@@ -1,0 +1,121 @@
+"""The durable catalogue's content: namespaces with their contracts and epochs, groups with their
+members.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.engine.sessions import Peer, Session, Sessions
+
+
+def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dict[str, Any]:
+    """What a successor must know, as JSON."""
+    bytes_of = {session.number: session.lock_byte for session in sessions}
+    return {
+        "complete": True,
+        "boot_id": boot_id,
+        "next_session": sessions.next_number,
+        "namespaces": [
+            {
+                "number": space.number,
+                "tenant": space.tenant,
+                "epoch": space.epoch,
+                "contract": space.contract.to_json(),
+            }
+            for space in state.namespaces
+        ],
+        "groups": [
+            {
+                "number": group.number,
+                "tenant": group.tenant,
+                "engine_id": group.engine_id,
+                "incarnation": group.incarnation,
+                "namespace": group.namespace,
+                "world_size": group.world_size,
+                "members": [
+                    [m.session, m.rank, m.scheduler, bytes_of.get(m.session, -1)]
+                    for m in group.members.values()
+                    if m.mapped and m.state is not MemberState.DRAINED
+                ],
+            }
+            for group in state.groups
+        ],
+    }
+
+
+def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
+    """Namespaces of a catalogue; those of tenants that the settings no longer name are left out.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
+    """
+    try:
+        for entry in content["namespaces"]:
+            if entry["tenant"] in state.segment_of:
+                contract = Contract.from_json(entry["contract"])
+                state.namespaces.restore(entry["number"], entry["tenant"], contract, entry["epoch"])
+    except (KeyError, TypeError) as error:
+        raise _damaged(error) from None
+
+
+def restore_groups(
+    state: CoreState, content: dict[str, Any]
+) -> tuple[dict[int, Group], list[Session]]:
+    """Groups of a catalogue as ended ones, and a ghost session for each member that may still
+    write.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
+    """
+    groups: dict[int, Group] = {}
+    ghosts: list[Session] = []
+    known = {space.number for space in state.namespaces}
+    try:
+        for entry in content["groups"]:
+            if entry["tenant"] not in state.segment_of:
+                continue
+            segment = state.segment_of[entry["tenant"]]
+            group = Group(
+                entry["number"],
+                entry["tenant"],
+                segment,
+                entry["engine_id"],
+                entry["incarnation"],
+                entry["namespace"] if entry["namespace"] in known else 0,
+                entry["world_size"],
+                ended=True,
+            )
+            for session, rank, scheduler, lock_byte in entry["members"]:
+                gone = MemberState.GONE
+                group.members[session] = Member(session, rank, bool(scheduler), True, gone)
+                peer = Peer(-1, 0, -1)
+                ghosts.append(
+                    Session(
+                        session,
+                        group.tenant,
+                        segment,
+                        "",
+                        peer,
+                        lock_byte,
+                        group.number,
+                        ghost=True,
+                        gone=True,
+                    )
+                )
+            state.groups.restore(group)
+            groups[group.number] = group
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(error) from None
+    return groups, ghosts
+
+
+def _damaged(error: Exception) -> KVHearthError:
+    return KVHearthError(
+        Reason.ARENA_UNUSABLE,
+        f"the arena's catalogue is damaged ({error!r}); remove the files to start cold",
+    )

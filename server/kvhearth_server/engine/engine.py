@@ -1,0 +1,302 @@
+"""The engine loop: every request becomes one call of the core, and its actions are done before the
+reply leaves.
+
+All of it runs on the event loop, so the core needs no locks. Bytes are only ever touched beside the
+loop (see ``background``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.faults import hit
+from kvhearth.model import I64
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire import Hello, SegmentInfo, Welcome
+from kvhearth_server.core.actions import Action, Bind, Catalogue, Mark, SlabSized, Sum, Summed
+from kvhearth_server.core.adoption import adopt
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.state import Limits
+from kvhearth_server.engine.catalogue import catalogue_content, restore_groups, restore_namespaces
+from kvhearth_server.engine.sessions import Peer, Session, Sessions
+from kvhearth_server.memory.adopt import read_journal
+from kvhearth_server.memory.arena import Arena
+from kvhearth_server.memory.journal import Journal
+from kvhearth_server.observability.counters import Counters
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds and times of the shell."""
+
+    message_bytes_max: int
+    drain_grace_s: float
+    drain_grace_no_pidfd_s: float
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What the attach socket sends: the welcome, and descriptors that it closes after sending."""
+
+    session: Session
+    welcome: Welcome
+    descriptors: list[int]
+
+
+class Engine:
+    """Core, arena and sessions of one daemon run."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        limits: Limits,
+        shell: EngineLimits,
+        counters: Counters,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.boot_id = secrets.token_hex(16)
+        self.arena = arena
+        self.limits = limits
+        self.shell = shell
+        self.counters = counters
+        self.now = now
+        self.started_at = now()
+        self.draining = False
+        self.core = Core(arena.plan.geometry, limits, arena.generations.array)
+        self.journal = arena.journal(self.core.state.table)
+        self.sessions = Sessions()
+        self.to_sum: deque[Sum] = deque()
+        self.to_verify: deque[tuple[int, int]] = deque()
+        self.wake: Callable[[], None] = lambda: None
+        self.adopted_blocks = 0
+        self._adopt()
+        self._write_catalogue()
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the core, then do what it asks for, even if it refused (it may have evicted before)."""
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._apply()
+
+    def authenticate(self, token: str) -> Session:
+        """The session of a gRPC token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        return self.sessions.authenticate(token, self.boot_id)
+
+    def refuse_while_draining(self) -> None:
+        """Raises:
+        KVHearthError: ``draining``.
+        """
+        if self.draining:
+            raise KVHearthError(Reason.DRAINING, "the daemon is shutting down; try again soon")
+
+    # -- attach ------------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello, peer: Peer, tenant: str) -> Attached:
+        """Let a peer in: membership, a lock byte, descriptors, a token.
+
+        Raises:
+            KVHearthError: any reason of ``Membership.join``, ``protocol_version``, ``draining``.
+        """
+        self.refuse_while_draining()
+        if hello.protocol != PROTOCOL_VERSION:
+            raise KVHearthError(
+                Reason.PROTOCOL_VERSION,
+                f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update the older one",
+            )
+        contract = Contract.from_json(hello.contract)
+        self._previous(hello, tenant)
+        number, token = self.sessions.issue()
+        segment = self.core.state.segment_of[tenant]
+        joining = Joining(
+            number,
+            tenant,
+            hello.engine_id,
+            contract,
+            hello.scheduler,
+            hello.rank,
+            hello.incarnation,
+            hello.map_arena,
+        )
+        joined = self.call(self.core.membership.join, joining)
+        lock_byte, descriptors = -1, list[int]()
+        try:
+            if hello.map_arena:
+                lock_byte, descriptors = self._descriptors(segment)
+            session = Session(number, tenant, segment, token, peer, lock_byte, joined.group.number)
+            self.sessions.add(session)
+            self._write_catalogue()
+        except BaseException:
+            self.call(self.core.membership.leave, number, finished=True)
+            raise
+        self.counters.add("sessions_opened")
+        hit("attach.joined")
+        size = self.arena.segments[segment]
+        mapped = [SegmentInfo(segment, size.bytes, size.page_bytes)] if descriptors else []
+        welcome = Welcome(
+            boot_id=self.boot_id,
+            session=number,
+            token=token,
+            incarnation=joined.group.incarnation,
+            namespace=joined.namespace.digest.hex(),
+            epoch=joined.namespace.epoch,
+            generation_count=self.arena.generations.count if descriptors else 0,
+            keys_max=self.limits.keys_max,
+            message_bytes_max=self.shell.message_bytes_max,
+            leases_max=self.limits.leases_max,
+            segments=mapped,
+        )
+        return Attached(session, welcome, descriptors)
+
+    def leave(self, session: Session, *, finished: bool) -> None:
+        """The session's life line closed; ``finished``: it had said goodbye, its copies done."""
+        if session.gone:
+            return
+        self.sessions.leave(session)
+        self.counters.add("sessions_closed")
+        self.call(self.core.membership.leave, session.number, finished=finished)
+        if finished or session.lock_byte < 0:
+            self.sessions.drop(session)
+        self._write_catalogue()
+
+    def drained(self, session: Session) -> None:
+        """A session that left can certainly not write any more."""
+        self.call(self.core.membership.drained, session.number)
+        self.sessions.drop(session)
+        self._write_catalogue()
+
+    def _previous(self, hello: Hello, tenant: str) -> None:
+        """A client that attaches again says whether its copies under its old session are done."""
+        old = self.sessions.find(hello.previous_session)
+        if hello.previous_drained and old is not None and old.gone and old.tenant == tenant:
+            self.drained(old)
+
+    def _descriptors(self, segment: int) -> tuple[int, list[int]]:
+        """A fresh lock byte, and the segment's and the generations' descriptors."""
+        mapped = self.arena.segments[segment]
+        taken = self.sessions.lock_bytes(segment)
+        for index in range(4 * self.limits.sessions_max):
+            if index not in taken and not mapped.client_byte_held(index):
+                return index, [mapped.lock_client_byte(index), self._generations_copy()]
+        raise KVHearthError(
+            Reason.TOO_MANY_SESSIONS,
+            "every lock byte is held by a process that still maps the arena",
+        )
+
+    def _generations_copy(self) -> int:
+        return os.dup(self.arena.generations.fd)
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    def _apply(self) -> None:
+        state = self.core.state
+        for action in state.take_actions():
+            self._do(action)
+        for (name, label), amount in state.take_counts().items():
+            self.counters.add(name, amount, label)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Sum):
+            self.to_sum.append(action)
+            self.wake()
+        elif isinstance(action, Catalogue):
+            self._write_catalogue()
+        elif self.journal is not None:
+            self._record(self.journal, action)
+
+    def _record(self, journal: Journal, action: Action) -> None:
+        match action:
+            case Mark():
+                journal.mark(action)
+            case Bind():
+                journal.bind(action)
+            case Summed():
+                journal.summed(action)
+            case SlabSized():
+                journal.slab(action)
+            case _:
+                raise TypeError(f"no journal entry for {type(action).__name__}")
+
+    # -- restart -----------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over what an earlier run left, if the arena is one that it left."""
+        old = self.arena.catalogue
+        if old is None or self.journal is None:
+            return
+        state = self.core.state
+        self.sessions.number_from(int(old.get("next_session", 1)))
+        restore_namespaces(state, old)
+        found = read_journal(self.journal, self.arena.plan.geometry, state.namespaces)
+        groups, ghosts = restore_groups(state, old)
+        if 0 in found.held or set(found.held) - set(groups):
+            self._unknown_holders(found.held, groups, ghosts)
+        adopt(state, found, groups)
+        for ghost in ghosts:
+            self.sessions.add(ghost)
+        self._apply()
+        self.adopted_blocks = sum(len(part.keys) for part in found.blocks)
+        for part in found.blocks:
+            heads = part.slots[part.summed, 0]
+            pairs = zip(heads.tolist(), state.table.generation[heads].tolist(), strict=True)
+            self.to_verify.extend(pairs)
+        for group in groups.values():
+            self.call(self.core.membership.settle, group)
+
+    def _unknown_holders(
+        self, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
+    ) -> None:
+        """Slots whose writer the catalogue does not name wait for everybody who still maps the
+        arena.
+        """
+        state = self.core.state
+        strays = [slots for number, slots in held.items() if number not in groups]
+        for number in [number for number in held if number not in groups]:
+            del held[number]
+        every = np.concatenate(strays)
+        segments = state.table.slab_segment[state.table.slabs_of(every)]
+        for segment in np.unique(segments).tolist():
+            tenant = state.table.geometry.segments[segment].tenant
+            number = 1 + max([*groups, *(g.number for g in state.groups), 0])
+            group = Group(number, tenant, segment, "", 0, 0, 0, ended=True)
+            mapped = self.arena.segments[segment]
+            for index in range(4 * self.limits.sessions_max):
+                if mapped.client_byte_held(index):
+                    session = 1 + max([*(g.number for g in ghosts), self.sessions.next_number])
+                    group.members[session] = Member(session, -1, False, True, MemberState.GONE)
+                    ghosts.append(_ghost(session, tenant, segment, index, number))
+            state.groups.restore(group)
+            groups[number] = group
+            held[number] = every[segments == segment]
+
+    def _write_catalogue(self) -> None:
+        if self.arena.durable:
+            content = catalogue_content(self.core.state, self.sessions, self.boot_id)
+            self.arena.write_catalogue(content)
+
+
+def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
+    peer = Peer(-1, 0, -1)
+    return Session(number, tenant, segment, "", peer, lock_byte, group, ghost=True, gone=True)

@@ -1,0 +1,127 @@
+"""Sessions as the shell knows them: tokens, peers, lock bytes, and who may still be writing."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvhearth.errors import KVHearthError, Reason
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is at the other end of an attach connection, by the kernel's word.
+
+    ``pid`` is 0 for a peer in another PID namespace; ``pidfd`` is -1 where the kernel gives none.
+    """
+
+    uid: int
+    pid: int
+    pidfd: int
+
+
+@dataclass
+class Session:
+    """One attached process, or one that left and is not drained yet.
+
+    ``lock_byte`` is -1 if it mapped nothing. ``ghost``: it attached to an earlier run of the
+    daemon.
+    """
+
+    number: int
+    tenant: str
+    segment: int
+    token: str
+    peer: Peer
+    lock_byte: int
+    group: int
+    ghost: bool = False
+    gone: bool = False
+    quiet_since: float | None = None
+
+    def exited(self) -> bool | None:
+        """Has the process ended? None if nobody can tell."""
+        if self.peer.pidfd < 0:
+            return None
+        poller = select.poll()
+        poller.register(self.peer.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Close what the record holds."""
+        if self.peer.pidfd >= 0:
+            os.close(self.peer.pidfd)
+            self.peer = Peer(self.peer.uid, self.peer.pid, -1)
+
+
+class Sessions:
+    """All session records, by number and by token."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
+        self._by_number: dict[int, Session] = {}
+        self._by_token: dict[str, Session] = {}
+
+    @property
+    def next_number(self) -> int:
+        """Number that the next session gets; never used twice, across restarts too."""
+        return self._next
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_number.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def number_from(self, first: int) -> None:
+        """Start at an earlier run's next number, so that a client's old session cannot be mistaken."""
+        self._next = max(self._next, first)
+
+    def issue(self) -> tuple[int, str]:
+        """A number and a secret token for a session about to attach."""
+        number = self._next
+        self._next += 1
+        return number, secrets.token_hex(32)
+
+    def add(self, session: Session) -> None:
+        """Register a session."""
+        self._by_number[session.number] = session
+        self._next = max(self._next, session.number + 1)
+        if session.token:
+            self._by_token[session.token] = session
+
+    def find(self, number: int) -> Session | None:
+        """The record of a number."""
+        return self._by_number.get(number)
+
+    def authenticate(self, token: str, boot_id: str) -> Session:
+        """The attached session of a token.
+
+        Raises:
+            KVHearthError: ``unknown_token``, with the boot id so that the client sees a restart.
+        """
+        session = self._by_token.get(token)
+        if session is None or not hmac.compare_digest(session.token, token):
+            raise KVHearthError(
+                Reason.UNKNOWN_TOKEN, "no session has this token; attach again", boot_id=boot_id
+            )
+        return session
+
+    def leave(self, session: Session) -> None:
+        """Its life line closed: the token is void, the record stays until drained."""
+        session.gone = True
+        self._by_token.pop(session.token, None)
+
+    def drop(self, session: Session) -> None:
+        """Forget a drained session."""
+        session.close()
+        self._by_token.pop(session.token, None)
+        self._by_number.pop(session.number, None)
+
+    def lock_bytes(self, segment: int) -> set[int]:
+        """Lock bytes of a segment that belong to a record."""
+        return {s.lock_byte for s in self if s.segment == segment and s.lock_byte >= 0}

@@ -1,0 +1,1 @@
+"""Doors to memory: shared segments, page kinds, small durable files, the directory lock."""

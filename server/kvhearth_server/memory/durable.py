@@ -1,0 +1,209 @@
+"""A small file that holds one value and survives a kill -9 at any instruction.
+
+The file is mapped and cut into two halves of header and payload. A write goes to the half that
+does not hold the newest value: its header is cleared, the payload copied, the header written last.
+So at every instant one half is whole. Only stores to the mapping are used, because hugetlbfs knows
+no ``write``. The page cache outlives a process, so that this alone covers its death; on ordinary
+file systems each step is also synced, which covers the machine's.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from kvhearth import faults
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.mapping import closed_on_failure, map_shared, populate
+from kvhearth_server.memory.pages import FilesystemKind, filesystem_kind
+from kvhearth_server.units import format_size
+
+_MAGIC = b"KVHBLOB1"
+_FIELDS = struct.Struct("<8sIIQQ")  # magic, version, 0, sequence, length; then the CRC-32
+_CRC = struct.Struct("<I")
+_VERSION = 1
+HEADER_BYTES = 64
+
+
+class DurableBlob:
+    """One value of at most ``capacity_bytes`` in the file ``path``.
+
+    The file takes at least two pages of its file system, whatever the capacity (on a hugetlbfs of
+    1 GiB pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds
+    the same value. Two processes must not open one file (see ``dirlock``).
+
+    Raises:
+        KVHearthError: ``HUGEPAGES_UNAVAILABLE`` or ``MEMORY_UNAVAILABLE`` if there is no room,
+            ``ARENA_UNUSABLE`` if the file cannot be made or opened.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self._descriptor = -1
+        try:
+            self._filesystem = filesystem_kind(path.parent)
+            self._descriptor = self._open()
+            self._mapping = self._map(self._descriptor)
+        except OSError as error:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            raise self._refusal(error) from error
+
+    def read(self) -> bytes | None:
+        """The newest whole value; None if nothing was ever written (or nothing is whole)."""
+        newest = self._newest()
+        return None if newest is None else newest[2]
+
+    def write(self, data: bytes) -> None:
+        """Replace the value; after a crash inside, ``read`` gives the old or the new one.
+
+        Raises:
+            KVHearthError: ``ARENA_UNUSABLE`` if ``data`` is larger than the capacity.
+        """
+        if len(data) > self.capacity_bytes:
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE,
+                f"{self.path} holds at most {self.capacity_bytes} bytes, not {len(data)}; "
+                "remove what is not needed any more, or open it with a larger capacity",
+            )
+        newest = self._newest()
+        sequence, half = (1, 0) if newest is None else (newest[0] + 1, 1 - newest[1])
+        start = half * self._half_bytes
+        payload = start + HEADER_BYTES
+        self._mapping[start:payload] = bytes(HEADER_BYTES)
+        self._sync()
+        self._mapping[payload : payload + len(data)] = data
+        self._sync()
+        faults.hit("durable.payload_written")
+        self._mapping[start:payload] = _header(sequence, data)
+        self._sync()
+        faults.hit("durable.header_written")
+
+    def close(self) -> None:
+        """Unmap and close the file; closing twice does nothing."""
+        if self._descriptor >= 0:
+            self._mapping.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def _half_bytes(self) -> int:
+        return len(self._mapping) // 2
+
+    def _newest(self) -> tuple[int, int, bytes] | None:
+        """(sequence, half, value) of the newest whole half."""
+        found = [
+            (*value, half)
+            for half in (0, 1)
+            if (value := _parse(self._mapping, half * self._half_bytes, self._half_bytes))
+        ]
+        if not found:
+            return None
+        sequence, data, half = max(found, key=lambda value: value[0])
+        return sequence, half, data
+
+    def _open(self) -> int:
+        """Open the file, or make it; it appears under its name only when it is usable."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return self._make(None)
+        with closed_on_failure(descriptor):
+            if os.fstat(descriptor).st_size >= self._file_bytes():
+                return descriptor
+            value = self._value_of(descriptor)
+        os.close(descriptor)
+        return self._make(value)
+
+    def _make(self, value: bytes | None) -> int:
+        fresh = self.path.with_name(self.path.name + ".new")
+        fresh.unlink(missing_ok=True)  # of a daemon that was killed right here
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(fresh, flags, 0o600)
+        with closed_on_failure(descriptor) as undo:
+            undo.callback(fresh.unlink, missing_ok=True)
+            os.ftruncate(descriptor, self._file_bytes())
+            with self._map(descriptor) as mapping:
+                if value is not None:
+                    mapping[HEADER_BYTES : HEADER_BYTES + len(value)] = value
+                    mapping[:HEADER_BYTES] = _header(1, value)
+                if self._on_disk:
+                    mapping.flush()
+                    os.fsync(descriptor)
+            fresh.rename(self.path)
+            if self._on_disk:
+                _sync_directory(self.path.parent)
+            return descriptor
+
+    def _map(self, descriptor: int) -> mmap.mmap:
+        size_bytes = os.fstat(descriptor).st_size
+        if self._filesystem.kind is not FilesystemKind.HUGETLBFS:
+            os.posix_fallocate(descriptor, 0, size_bytes)  # a hole on a full disk would be a SIGBUS
+            return map_shared(descriptor, size_bytes)
+        mapping = map_shared(descriptor, size_bytes)
+        populate(mapping, self._filesystem.page_bytes)
+        return mapping
+
+    def _value_of(self, descriptor: int) -> bytes | None:
+        if os.fstat(descriptor).st_size < 2 * HEADER_BYTES:
+            return None
+        with self._map(descriptor) as self._mapping:
+            return self.read()
+
+    def _file_bytes(self) -> int:
+        unit = max(self._filesystem.page_bytes, mmap.PAGESIZE)
+        # Halves of whole pages, so that a sync of one half never writes the other; a huge page
+        # holds both, because there no sync is needed.
+        if self._filesystem.kind is not FilesystemKind.HUGETLBFS:
+            unit *= 2
+        return -(-2 * (HEADER_BYTES + self.capacity_bytes) // unit) * unit
+
+    @property
+    def _on_disk(self) -> bool:
+        return self._filesystem.kind is FilesystemKind.OTHER
+
+    def _sync(self) -> None:
+        if self._on_disk:
+            self._mapping.flush()
+            os.fsync(self._descriptor)
+
+    def _refusal(self, error: OSError) -> KVHearthError:
+        what = f"cannot use {self.path} for {format_size(self.capacity_bytes)} ({error.strerror})"
+        if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT):
+            return KVHearthError(
+                Reason.ARENA_UNUSABLE, f"{what}; give a directory the daemon may write to"
+            )
+        if self._filesystem.kind is FilesystemKind.HUGETLBFS:
+            return KVHearthError(
+                Reason.HUGEPAGES_UNAVAILABLE, f"{what}; raise the number of huge pages"
+            )
+        return KVHearthError(Reason.MEMORY_UNAVAILABLE, f"{what}; make room on its file system")
+
+
+def _header(sequence: int, data: bytes) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, _VERSION, 0, sequence, len(data))
+    crc = zlib.crc32(fields, zlib.crc32(data))
+    return (fields + _CRC.pack(crc)).ljust(HEADER_BYTES, b"\0")
+
+
+def _parse(mapping: mmap.mmap, start: int, half_bytes: int) -> tuple[int, bytes] | None:
+    """(sequence, value) of the half at ``start``, or None if it is not whole."""
+    header = mapping[start : start + HEADER_BYTES]
+    magic, version, _, sequence, length = _FIELDS.unpack_from(header)
+    if magic != _MAGIC or version != _VERSION or length > half_bytes - HEADER_BYTES:
+        return None
+    data = mapping[start + HEADER_BYTES : start + HEADER_BYTES + length]
+    return (sequence, data) if header == _header(sequence, data) else None
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,361 @@
+"""Segments: shared memory that is wholly there before the first client sees it.
+
+``create_segment`` takes the best pages it can get and says every step down; ``open_segment`` maps
+a file that an earlier daemon left. What is returned is reserved and faulted in, so that no later
+touch can end in a SIGBUS or in the OOM killer.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.mapping import (
+    Progress,
+    address_of,
+    advise_huge,
+    closed_on_failure,
+    map_shared,
+    populate,
+)
+from kvhearth_server.memory.pages import (
+    BASE_PAGE_BYTES,
+    GIB,
+    MIB,
+    THP_FIX,
+    Filesystem,
+    FilesystemKind,
+    HugepagePolicy,
+    KernelMemory,
+    PageKind,
+    filesystem_kind,
+)
+from kvhearth_server.memory.region import Segment
+from kvhearth_server.units import format_size
+
+__all__ = ["Segment", "create_segment", "open_segment"]
+
+_HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
+_MFD_HUGE_SHIFT = 26
+_MFD_NOEXEC_SEAL = 0x0008
+_NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT})
+
+
+def create_segment(
+    bytes: int,
+    policy: HugepagePolicy,
+    *,
+    path: Path | None = None,
+    on_progress: Progress | None = None,
+    kernel: KernelMemory | None = None,
+) -> Segment:
+    """Make a zeroed segment of ``bytes``: a new file at ``path``, or a memfd.
+
+    The file appears under its name only when it is complete; what a killed daemon left half made
+    is removed. A memfd is sealed against resizing, so that no client can cut it off under us.
+
+    Args:
+        bytes: a multiple of the page size (with ``OFF`` 4 KiB, else 2 MiB, or that of the
+            hugetlbfs which ``path`` is on).
+        policy: ``REQUIRE`` takes hugetlb pages only, ``OFF`` 4 KiB pages only.
+        path: a file that does not exist, on hugetlbfs or tmpfs.
+        on_progress: called with (done bytes, total bytes) while the pages are faulted in.
+        kernel: where free memory is looked up (tests).
+
+    Raises:
+        KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE``
+            (the size, or the place is not one for an arena).
+    """
+    maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory())
+    return maker.memfd() if path is None else maker.file(path)
+
+
+def open_segment(
+    path: Path,
+    policy: HugepagePolicy = HugepagePolicy.PREFER,
+    *,
+    on_progress: Progress | None = None,
+    kernel: KernelMemory | None = None,
+) -> Segment:
+    """Map an existing segment file and fault it in; its contents do not change.
+
+    ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is what was found.
+
+    Raises:
+        KVHearthError: ``ARENA_UNUSABLE`` (no such file, not a segment's file or file system),
+            ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be
+            filled, or it is not what ``policy`` asks for).
+    """
+    try:
+        filesystem = filesystem_kind(path.parent)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    with closed_on_failure(fd):
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
+            raise KVHearthError(Reason.ARENA_UNUSABLE, f"{path} is no segment; remove it")
+        maker = _Maker(facts.st_size, policy, on_progress, kernel or KernelMemory())
+        return maker.adopt(fd, path, filesystem, facts.st_blocks * 512)
+
+
+class _Maker:
+    """One attempt to get a segment: what was asked for, and the steps down so far."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        policy: HugepagePolicy,
+        on_progress: Progress | None,
+        kernel: KernelMemory,
+    ) -> None:
+        self._bytes = size_bytes
+        self._policy = HugepagePolicy(policy)
+        self._on_progress = on_progress
+        self._kernel = kernel
+        self._steps: list[str] = []
+
+    def memfd(self) -> Segment:
+        self._check_size(BASE_PAGE_BYTES if self._off else 2 * MIB)
+        if not self._off:
+            for kind, page_bytes in _HUGE_BYTES.items():
+                if self._bytes % page_bytes == 0 and (found := self._hugetlb_memfd(kind)):
+                    return found
+        if self._policy is HugepagePolicy.REQUIRE:
+            raise self._no_hugepages(2 * MIB)
+        self._check_memory(self._bytes)
+        huge = not self._off and self._kernel.memfd_thp_allowed()
+        if not self._off and not huge:
+            self._step_thp(f"shmem_enabled is '{self._kernel.shmem_thp()}'; {THP_FIX}")
+        fd = _memfd(0)
+        with closed_on_failure(fd):
+            return self._plain(fd, None, huge=huge)
+
+    def file(self, path: Path) -> Segment:
+        try:
+            filesystem = filesystem_kind(path.parent)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "it exists already", str(path))
+        except OSError as error:
+            raise _unusable(path, error) from error
+        hugetlb = filesystem.kind is FilesystemKind.HUGETLBFS
+        self._check_size(filesystem.page_bytes if hugetlb or self._off else 2 * MIB)
+        self._check_place(path, filesystem, self._bytes)
+        fresh = path.with_name(path.name + ".new")
+        try:
+            fresh.unlink(missing_ok=True)
+            fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        with closed_on_failure(fd) as undo:
+            undo.callback(fresh.unlink, missing_ok=True)
+            os.ftruncate(fd, self._bytes)
+            segment = self._fill(fd, path, filesystem)
+            fresh.rename(path)
+            return segment
+
+    def adopt(self, fd: int, path: Path, filesystem: Filesystem, present_bytes: int) -> Segment:
+        self._check_size(filesystem.page_bytes)
+        self._check_place(path, filesystem, max(self._bytes - present_bytes, 0))
+        return self._fill(fd, path, filesystem)
+
+    @property
+    def _off(self) -> bool:
+        return self._policy is HugepagePolicy.OFF
+
+    def _fill(self, fd: int, path: Path, filesystem: Filesystem) -> Segment:
+        if filesystem.kind is FilesystemKind.TMPFS:
+            return self._plain(fd, path, huge=not self._off and self._tmpfs_thp(path, filesystem))
+        page_bytes = filesystem.page_bytes
+        kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
+        try:
+            return self._hugetlb(fd, kind, path)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise _unusable(path, error) from error
+            raise self._no_hugepages(page_bytes) from error
+
+    def _tmpfs_thp(self, path: Path, filesystem: Filesystem) -> bool:
+        self._steps.append(
+            f"no hugetlb pages: {path.parent} is on tmpfs; give a directory on hugetlbfs"
+        )
+        allowed = self._kernel.tmpfs_thp_allowed(filesystem)
+        if not allowed:
+            self._step_thp(
+                f"that tmpfs is mounted with huge={filesystem.huge_option}; "
+                "run: mount -o remount,huge=advise on its mount point"
+            )
+        return allowed
+
+    def _hugetlb_memfd(self, kind: PageKind) -> Segment | None:
+        page_bytes = _HUGE_BYTES[kind]
+        try:
+            # OSError also from a kernel without pages of this size, or without hugetlb.
+            fd = _memfd(os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT)
+            with closed_on_failure(fd):
+                os.ftruncate(fd, self._bytes)
+                _seal(fd)
+                return self._hugetlb(fd, kind, None)
+        except OSError:
+            pass
+        shortage = self._kernel.pool_shortage(page_bytes, self._bytes // page_bytes)
+        self._steps.append(f"no {format_size(page_bytes)} pages: {shortage}")
+        return None
+
+    def _hugetlb(self, fd: int, kind: PageKind, path: Path | None) -> Segment:
+        page_bytes = _HUGE_BYTES[kind]
+        mapping = map_shared(fd, self._bytes)
+        try:
+            populate(mapping, page_bytes, self._on_progress)
+        except OSError:  # a limit of the control group's
+            mapping.close()
+            raise
+        return Segment(fd, mapping, kind, page_bytes, path=path, steps_down=self._steps)
+
+    def _plain(self, fd: int, path: Path | None, *, huge: bool) -> Segment:
+        """Fill ``fd`` with transparent huge pages or 4 KiB pages."""
+        try:
+            if path is None:
+                os.ftruncate(fd, self._bytes)
+                _seal(fd)
+            mapping = map_shared(fd, self._bytes)
+            try:
+                if huge:
+                    advise_huge(mapping)
+                # Allocating first would take small pages even where huge ones are advised.
+                populate(mapping, BASE_PAGE_BYTES, self._on_progress, None if huge else fd)
+                if huge:  # a kernel that cannot populate for writing has left holes
+                    os.posix_fallocate(fd, 0, self._bytes)
+            except OSError:
+                mapping.close()
+                raise
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise self._no_memory(path, error) from error
+        kind = PageKind.BASE
+        if huge:
+            got_bytes = self._kernel.pmd_mapped_bytes(address_of(mapping))
+            if 2 * got_bytes >= self._bytes:
+                kind = PageKind.THP
+            else:
+                self._step_thp(
+                    f"only {format_size(got_bytes)} of {format_size(self._bytes)} could be had "
+                    "(memory is fragmented); run: echo 1 > /proc/sys/vm/compact_memory"
+                )
+        page_bytes = self._kernel.thp_bytes() if kind is PageKind.THP else BASE_PAGE_BYTES
+        return Segment(fd, mapping, kind, page_bytes, path=path, steps_down=self._steps)
+
+    def _step_thp(self, why: str) -> None:
+        self._steps.append(f"no transparent huge pages: {why}")
+
+    def _check_size(self, page_bytes: int) -> None:
+        if self._bytes <= 0 or self._bytes % page_bytes:
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE,
+                f"a segment of {self._bytes} bytes is not made of whole pages; "
+                f"give a multiple of {format_size(page_bytes)}",
+            )
+
+    def _check_filesystem(self, path: Path, filesystem: Filesystem) -> None:
+        if filesystem.kind is FilesystemKind.OTHER:
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE,
+                f"{path.parent} is neither on hugetlbfs nor on tmpfs, and the arena is memory; "
+                "give a directory such as /dev/hugepages/kvhearth or /dev/shm/kvhearth",
+            )
+        hugetlb = filesystem.kind is FilesystemKind.HUGETLBFS
+        if hugetlb and filesystem.page_bytes not in _HUGE_BYTES.values():
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE,
+                f"{path.parent} has pages of {format_size(filesystem.page_bytes)}; "
+                "mount a hugetlbfs with pagesize=2M or pagesize=1G",
+            )
+
+    def _check_place(self, path: Path, filesystem: Filesystem, missing_bytes: int) -> None:
+        """Refuse what cannot work or contradicts the policy, before a page is taken."""
+        self._check_filesystem(path, filesystem)
+        if filesystem.kind is FilesystemKind.HUGETLBFS:
+            if self._off:
+                raise KVHearthError(
+                    Reason.ARENA_UNUSABLE,
+                    f"{path.parent} is on hugetlbfs, but huge pages are off; "
+                    "give a directory on tmpfs, or turn them on",
+                )
+            return
+        if self._policy is HugepagePolicy.REQUIRE:
+            raise KVHearthError(
+                Reason.HUGEPAGES_UNAVAILABLE,
+                f"huge pages are required, but {path.parent} is on tmpfs; "
+                "give a directory on hugetlbfs, such as /dev/hugepages/kvhearth",
+            )
+        self._check_memory(missing_bytes)
+        if filesystem.total_bytes and missing_bytes > filesystem.free_bytes:
+            raise self._no_memory(path, None)
+
+    def _check_memory(self, needed_bytes: int) -> None:
+        available = self._kernel.available_bytes()
+        if available is not None and needed_bytes > available:
+            raise KVHearthError(
+                Reason.MEMORY_UNAVAILABLE,
+                f"{format_size(needed_bytes)} of memory are asked for, {available // MIB}MiB are "
+                "available; ask for less or raise the limit" + self._told(),
+                needed_bytes=str(needed_bytes),
+                available_bytes=str(available),
+            )
+
+    def _no_memory(self, path: Path | None, error: OSError | None) -> KVHearthError:
+        why = error.strerror if error is not None and error.strerror else "it does not fit"
+        if path is None:
+            free, where = self._kernel.available_bytes() or 0, "memory"
+        else:
+            free, where = filesystem_kind(path.parent).free_bytes, f"the tmpfs of {path.parent}"
+        return KVHearthError(
+            Reason.MEMORY_UNAVAILABLE,
+            f"cannot take {format_size(self._bytes)} ({why}): {where} has {free // MIB}MiB free; "
+            "ask for less, or enlarge it" + self._told(),
+            needed_bytes=str(self._bytes),
+            available_bytes=str(free),
+        )
+
+    def _no_hugepages(self, page_bytes: int) -> KVHearthError:
+        needed = self._bytes // page_bytes
+        return KVHearthError(
+            Reason.HUGEPAGES_UNAVAILABLE,
+            self._kernel.pool_shortage(page_bytes, needed)
+            + "; where the pool has enough of them, look at the limits of the mount and of the "
+            "control group",
+            needed_pages=str(needed),
+            free_pages=str(self._kernel.pool(page_bytes).free),
+            page_bytes=str(page_bytes),
+        )
+
+    def _told(self) -> str:
+        return "".join(f" [{step}]" for step in self._steps)
+
+
+def _memfd(flags: int) -> int:
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # vm.memfd_noexec=2 (Linux 6.3) refuses a memfd that does not say this.
+        return os.memfd_create("kvhearth", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("kvhearth", flags)
+
+
+def _seal(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def _unusable(path: Path, error: OSError) -> KVHearthError:
+    return KVHearthError(
+        Reason.ARENA_UNUSABLE,
+        f"cannot use {path} for the arena ({error.strerror}); "
+        "give a directory that exists, that the daemon may write to, on hugetlbfs or tmpfs",
+    )

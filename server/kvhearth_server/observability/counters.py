@@ -1,0 +1,130 @@
+"""Every counter of the daemon, in one table.
+
+A counter only rises and starts at zero with the process. A labelled one is kept per value of its
+label, and the number of values is bounded, because each becomes a time series.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvhearth.errors import Reason
+
+LABEL_VALUES_MAX = 32
+"""Most values of one counter's free label; what comes later is counted under ``OTHER``."""
+
+OTHER = "other"
+
+_LABEL = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One line of the table.
+
+    Args:
+        help: what one count means.
+        label: the label's name; empty for a counter without.
+        values: the only values of the label; empty for any short lower-case word.
+    """
+
+    help: str
+    label: str = ""
+    values: frozenset[str] = frozenset()
+
+
+TABLE: Mapping[str, Counter] = {
+    "refusals": Counter(
+        "Requests that were refused.", "reason", frozenset(reason.value for reason in Reason)
+    ),
+    "attach_frames_bad": Counter("Frames on the attach socket that were no valid message."),
+    "sessions_opened": Counter("Processes that attached."),
+    "sessions_closed": Counter("Attached processes that ended or closed their life line."),
+    "groups_ended": Counter("Engines whose last process went."),
+    "lookups": Counter("Lookups answered."),
+    "lookup_keys": Counter("Keys asked for in lookups."),
+    "hit_keys": Counter("Keys asked for in lookups that were present."),
+    "leased_keys": Counter("Blocks leased to readers."),
+    "reserves": Counter("Reservations answered."),
+    "reserved_slots": Counter("Slots handed out for writing."),
+    "commits": Counter("Commits answered."),
+    "stored_blocks": Counter("Blocks that became visible."),
+    "duplicate_blocks": Counter("Committed blocks whose key was there already."),
+    "aborts": Counter("Aborts answered."),
+    "aborted_slots": Counter("Reserved slots given back unwritten."),
+    "evicted_blocks": Counter("Blocks evicted to make room.", "reason"),
+    "removed_blocks": Counter("Blocks removed for another reason than room.", "reason"),
+    "summed_blocks": Counter("Blocks whose checksum the daemon took."),
+    "checksum_failures": Counter("Blocks whose bytes were not those of their checksum.", "source"),
+    "adopted_blocks": Counter("Blocks taken over from an earlier run's arena."),
+    "adoption_dropped": Counter("Slots of an earlier run's arena not taken over.", "reason"),
+    "quarantined_slots": Counter("Slots set aside because somebody may still write to them."),
+    "released_quarantine_slots": Counter("Slots that came back from quarantine."),
+    "task_failures": Counter("Background tasks that failed and were restarted.", "task"),
+    "dropped_stores": Counter("Blocks that were written and then not kept."),
+    "events_lost": Counter("Events that a slow reader did not get."),
+}
+
+
+class Counters:
+    """The counts. Any thread may add, hence the lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], int] = {
+            (name, ""): 0 for name, counter in TABLE.items() if not counter.label
+        }
+        self._label_values: dict[str, set[str]] = {
+            name: set() for name, counter in TABLE.items() if counter.label
+        }
+
+    def add(self, name: str, n: int = 1, label: str = "") -> None:
+        """Count ``n`` more (zero changes nothing).
+
+        Raises:
+            ValueError: a name that is not in the table, a negative count, a label where there is
+                none (or the other way round), or one that is not among its counter's values.
+        """
+        counter = TABLE.get(name)
+        if counter is None:
+            raise ValueError(f"there is no counter {name!r}; add it to TABLE")
+        if n < 0:
+            raise ValueError(f"counter {name} cannot fall by {-n}")
+        if bool(label) != bool(counter.label):
+            raise ValueError(f"counter {name} has label {counter.label!r}, got the value {label!r}")
+        if counter.values and label not in counter.values:
+            raise ValueError(f"counter {name}: {label!r} is no value of its label {counter.label}")
+        if label and _LABEL.fullmatch(label) is None:
+            raise ValueError(f"counter {name}: {label!r} is not a short lower-case word")
+        if n == 0:
+            return
+        with self._lock:
+            key = (name, self._bounded(name, counter, label))
+            self._counts[key] = self._counts.get(key, 0) + n
+
+    def _bounded(self, name: str, counter: Counter, label: str) -> str:
+        if not label or counter.values:
+            return label
+        seen = self._label_values[name]
+        if label not in seen and len(seen) >= LABEL_VALUES_MAX:
+            return OTHER
+        seen.add(label)
+        return label
+
+    def get(self, name: str, label: str | None = None) -> int:
+        """The count of one counter: of one label value, or (``None``) of all of them together."""
+        with self._lock:
+            return sum(
+                count
+                for (each, value), count in self._counts.items()
+                if each == name and label in (None, value)
+            )
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts by ``name`` or ``name{label value}``; a label not seen yet is missing."""
+        with self._lock:
+            counts = sorted(self._counts.items())
+        return {f"{name}{{{label}}}" if label else name: count for (name, label), count in counts}

@@ -1,0 +1,1 @@
+"""The doors: attach socket and gRPC."""

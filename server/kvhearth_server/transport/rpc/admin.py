@@ -1,0 +1,191 @@
+"""AdminService: what an operator asks."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvhearth.contract import Contract, namespace_digest
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.version import __version__
+from kvhearth_server.core.books import BooksError
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
+
+ADMIN_TOKEN_KEY = "kvhearth-admin-token"
+
+Reply = TypeVar("Reply")
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Reads the engine's state; only ``Evict`` and ``Drain`` change something."""
+
+    def __init__(self, engine: Engine, admin_token: str) -> None:
+        self._engine = engine
+        self._admin_token = admin_token
+
+    async def _run(self, context: Context, work: Callable[[], Reply]) -> Reply:
+        def authorised() -> Reply:
+            given = metadata_value(context, ADMIN_TOKEN_KEY)
+            if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
+                raise KVHearthError(
+                    Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
+                )
+            return work()
+
+        return await guarded(self._engine, context, authorised)
+
+    async def Stats(
+        self, request: admin_pb2.StatsRequest, context: Context
+    ) -> admin_pb2.StatsResponse:
+        return await self._run(context, lambda: self._stats(request.check_books))
+
+    def _stats(self, check: bool) -> admin_pb2.StatsResponse:
+        engine, state = self._engine, self._engine.core.state
+        books_error = ""
+        if check:
+            try:
+                engine.core.check_books()
+            except BooksError as error:
+                books_error = str(error)
+        segments = [
+            admin_pb2.SegmentStats(
+                tenant=shape.tenant,
+                bytes=books.capacity,
+                free_bytes=books.free,
+                reserved_bytes=books.reserved,
+                committed_bytes=books.committed,
+                quarantined_bytes=books.quarantined,
+                held_bytes=books.held,
+                page_bytes=mapped.page_bytes,
+                page_kind=str(mapped.page_kind),
+            )
+            for shape, books, mapped in zip(
+                state.table.geometry.segments,
+                state.ledger.segments,
+                engine.arena.segments,
+                strict=True,
+            )
+        ]
+        return admin_pb2.StatsResponse(
+            boot_id=engine.boot_id,
+            version=__version__,
+            uptime_s=engine.now() - engine.started_at,
+            draining=engine.draining,
+            segments=segments,
+            counters=engine.counters.snapshot(),
+            blocks=len(state.index),
+            leases=sum(len(group.leases) for group in state.groups),
+            sessions=state.groups.sessions,
+            groups=len(state.groups),
+            pins=len(engine.core.pinning),
+            books_error=books_error,
+        )
+
+    async def ListSessions(
+        self, request: admin_pb2.ListSessionsRequest, context: Context
+    ) -> admin_pb2.ListSessionsResponse:
+        return await self._run(context, self._sessions)
+
+    def _sessions(self) -> admin_pb2.ListSessionsResponse:
+        engine, state = self._engine, self._engine.core.state
+        infos = []
+        for group in state.groups:
+            digest = state.namespaces.get(group.namespace).digest.hex() if group.namespace else ""
+            for member in group.members.values():
+                record = engine.sessions.find(member.session)
+                infos.append(
+                    admin_pb2.SessionInfo(
+                        session=member.session,
+                        tenant=group.tenant,
+                        engine_id=group.engine_id,
+                        incarnation=group.incarnation,
+                        scheduler=member.scheduler,
+                        rank=member.rank,
+                        world_size=group.world_size,
+                        pid=record.peer.pid if record else 0,
+                        namespace=digest,
+                        state=str(member.state),
+                    )
+                )
+        return admin_pb2.ListSessionsResponse(boot_id=engine.boot_id, sessions=infos)
+
+    async def ListNamespaces(
+        self, request: admin_pb2.ListNamespacesRequest, context: Context
+    ) -> admin_pb2.ListNamespacesResponse:
+        return await self._run(
+            context,
+            lambda: admin_pb2.ListNamespacesResponse(
+                boot_id=self._engine.boot_id,
+                namespaces=[_info(space) for space in self._engine.core.state.namespaces],
+            ),
+        )
+
+    async def ExplainContract(
+        self, request: admin_pb2.ExplainContractRequest, context: Context
+    ) -> admin_pb2.ExplainContractResponse:
+        return await self._run(context, lambda: self._explain(request))
+
+    def _explain(
+        self, request: admin_pb2.ExplainContractRequest
+    ) -> admin_pb2.ExplainContractResponse:
+        state = self._engine.core.state
+        contract = Contract.from_json(request.contract_json)
+        tenant = request.tenant or state.table.geometry.segments[0].tenant
+        digest = namespace_digest(tenant, contract)
+        nearest = [
+            admin_pb2.NamespaceDifference(
+                namespace=space.digest.hex(),
+                fields=[
+                    admin_pb2.FieldDifference(field=name, asked=asked, stored=stored)
+                    for name, asked, stored in fields
+                ],
+            )
+            for space, fields in state.namespaces.explain(tenant, contract)
+        ]
+        return admin_pb2.ExplainContractResponse(
+            boot_id=self._engine.boot_id,
+            namespace=digest.hex(),
+            exists=state.namespaces.find(digest) is not None,
+            nearest=nearest,
+        )
+
+    async def Evict(
+        self, request: admin_pb2.EvictRequest, context: Context
+    ) -> admin_pb2.EvictResponse:
+        return await self._run(context, lambda: self._evict(request))
+
+    def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        engine = self._engine
+        try:
+            digest = bytes.fromhex(request.namespace)
+        except ValueError:
+            raise KVHearthError(
+                Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
+            ) from None
+        evicted = engine.call(engine.core.evict, digest, request.keep_bytes)
+        return admin_pb2.EvictResponse(boot_id=engine.boot_id, evicted_blocks=evicted)
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        def work() -> admin_pb2.DrainResponse:
+            self._engine.draining = True
+            return admin_pb2.DrainResponse(boot_id=self._engine.boot_id)
+
+        return await self._run(context, work)
+
+
+def _info(space: Namespace) -> admin_pb2.NamespaceInfo:
+    return admin_pb2.NamespaceInfo(
+        namespace=space.digest.hex(),
+        tenant=space.tenant,
+        contract_json=space.contract.to_json(),
+        epoch=space.epoch,
+        blocks=space.blocks,
+        bytes=space.used_bytes,
+        quota_bytes=space.quota_bytes or 0,
+    )

@@ -1,0 +1,128 @@
+"""Between protocol messages and the core's requests and replies: bounds and lengths are checked
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvhearth.contract import Contract, GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.keys import split_keys
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, pack_bits
+from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth_server.core.reading import KeysItem, Presence
+from kvhearth_server.core.state import group_spec, require
+from kvhearth_server.core.writing import CommitItem, SlotsItem
+
+GROUPS_PER_CALL_MAX = 64
+
+
+def keys_items(
+    contract: Contract, groups: Sequence[types_pb2.GroupKeys], keys_max: int
+) -> list[KeysItem]:
+    """Keys of each group; counted before they are cut apart."""
+    _bound(groups, sum(len(group.keys) for group in groups), contract, keys_max)
+    return [KeysItem(group.group, split_keys(group.keys, contract.hash_bytes)) for group in groups]
+
+
+def commit_items(
+    contract: Contract, groups: Sequence[cache_pb2.GroupCommit], keys_max: int
+) -> list[CommitItem]:
+    """Commits of each group."""
+    _bound(groups, sum(len(group.keys) for group in groups), contract, keys_max)
+    items = []
+    for group in groups:
+        spec = group_spec(contract, group.group)
+        keys = split_keys(group.keys, contract.hash_bytes)
+        slots = _matrix(group.slots, len(keys), spec, "slots").astype(np.int64)
+        generations = _matrix(group.generations, len(keys), spec, "generations")
+        sums = _checksums(group.checksums, len(keys), spec)
+        items.append(CommitItem(group.group, keys, slots, generations, sums, group.parent))
+    return items
+
+
+def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[SlotsItem]:
+    """Slots with generations, flat."""
+    total = sum(len(group.slots) for group in groups) // 4
+    require(
+        len(groups) <= GROUPS_PER_CALL_MAX and total <= slots_max,
+        Reason.TOO_MANY_KEYS,
+        f"{total} slots in one call, at most {slots_max}",
+    )
+    items = []
+    for group in groups:
+        slots: I64 = _numbers(group.slots, "slots").astype(np.int64)
+        generations = _numbers(group.generations, "generations")
+        require(
+            len(slots) == len(generations),
+            Reason.BAD_EXTENTS,
+            f"{len(slots)} slots but {len(generations)} generations",
+        )
+        items.append(SlotsItem(slots, generations))
+    return items
+
+
+def presence_message(one: Presence) -> cache_pb2.GroupPresence:
+    """The answer for one group."""
+    return cache_pb2.GroupPresence(
+        group=one.kv_group,
+        present=pack_bits(one.present),
+        ready=pack_bits(one.ready),
+        tiers=one.tiers.tobytes(),
+        leased=pack_bits(one.leased),
+        extents=one.extents.tobytes(),
+    )
+
+
+def bitmaps(
+    kv_groups: Iterable[int], flags: Iterable[np.ndarray[tuple[int], np.dtype[np.bool_]]]
+) -> list[types_pb2.GroupBitmap]:
+    """One bitmap a group."""
+    return [
+        types_pb2.GroupBitmap(group=group, bits=pack_bits(bits))
+        for group, bits in zip(kv_groups, flags, strict=True)
+    ]
+
+
+def _bound(
+    groups: Sequence[object], key_blob_bytes: int, contract: Contract, keys_max: int
+) -> None:
+    require(
+        len(groups) <= GROUPS_PER_CALL_MAX,
+        Reason.BAD_GROUP,
+        f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}",
+    )
+    count = key_blob_bytes // contract.hash_bytes
+    require(
+        count <= keys_max, Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}"
+    )
+
+
+def _numbers(data: bytes, what: str) -> U32:
+    if len(data) % 4:
+        raise KVHearthError(Reason.BAD_EXTENTS, f"{what}: {len(data)} bytes are not whole u32")
+    return np.frombuffer(data, "<u4")
+
+
+def _matrix(data: bytes, count: int, spec: GroupSpec, what: str) -> U32:
+    numbers = _numbers(data, what)
+    if len(numbers) != count * spec.shards:
+        raise KVHearthError(
+            Reason.BAD_EXTENTS,
+            f"{what}: {len(numbers)} for {count} keys of {spec.shards} shards each",
+        )
+    return numbers.reshape(count, spec.shards)
+
+
+def _checksums(data: bytes, count: int, spec: GroupSpec) -> U8 | None:
+    if not data:
+        return None
+    if len(data) != count * spec.shards * CHECKSUM_BYTES:
+        raise KVHearthError(
+            Reason.BAD_CHECKSUMS,
+            f"{len(data)} bytes for {count} x {spec.shards} checksums of {CHECKSUM_BYTES}",
+        )
+    return np.frombuffer(data, np.uint8).reshape(count, spec.shards, CHECKSUM_BYTES)

@@ -1,0 +1,57 @@
+"""The gRPC server on the unix socket: our two services, health and reflection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.rpc.admin import AdminService
+from kvhearth_server.transport.rpc.cache import CacheService, Verify
+
+_SERVICES = (
+    cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+class RpcServer:
+    """Serves decisions. Start on the loop; ``stop`` lets calls in flight end within a grace."""
+
+    def __init__(self, engine: Engine, verify: Verify, admin_token: str) -> None:
+        self._health = health.aio.HealthServicer()
+        options = [
+            ("grpc.max_receive_message_length", engine.shell.message_bytes_max),
+            ("grpc.max_send_message_length", engine.shell.message_bytes_max),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.aio.server(options=options)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheService(engine, verify), self._server
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(engine, admin_token), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+
+    async def start(self, path: Path) -> None:
+        """Listen on a unix socket and say that we serve."""
+        self._server.add_insecure_port(f"unix:{path}")
+        await self._server.start()
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def not_serving(self) -> None:
+        """Tell probes and balancers, before the end."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """End; calls in flight have ``grace_s``."""
+        await self._server.stop(grace_s)

@@ -1,0 +1,468 @@
+"""What ``copiers.base.Copier`` promises, asked of every copier."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from support.arena_fake import FakeArena, summed
+from support.cuda_fake import FakeDevice
+
+from kvhearth.copiers import Copier, Done, HostCopier, Ticket
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV, Shape
+from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, FLAG_VERIFY, Records
+
+PAGES = 12
+BOOT = "boot-1"
+DEADLINE_S = 10.0
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+LAYOUTS = ("single", "stacked", "ragged", "strided", "merged", "bf16", "odd_bytes")
+
+
+def _has_cuda() -> bool:
+    if not HAS_TORCH:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+NEEDS_TORCH = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+KINDS = [
+    pytest.param("host-numpy"),
+    pytest.param("host-torch", marks=NEEDS_TORCH),
+    pytest.param("cuda-scripted", marks=NEEDS_TORCH),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+class Rig:
+    """One copier with its pages and its arena, and a handle to hold its copies back."""
+
+    def __init__(
+        self, kind: str, layout: str = "single", gap_bytes: int = 0, **options: Any
+    ) -> None:
+        self.kind = kind
+        self.bases: list[Any] = []
+        self.tensors = self._tensors(layout)
+        self.fill(1)
+        self.kv = PagedKV(self.tensors)
+        self.arena = FakeArena(self.kv.page_bytes + gap_bytes)
+        self._go = threading.Event()
+        self._go.set()
+        self.device = FakeDevice()
+        self.copier = self._copier(options)
+
+    def _copier(self, options: dict[str, Any]) -> Copier:
+        if self.kind.startswith("host"):
+            return HostCopier(self.kv, self.arena, **options)
+        from kvhearth.copiers.cuda import CudaCopier
+
+        device = self.device if self.kind == "cuda-scripted" else None
+        return CudaCopier(self.kv, self.arena, device=device, seed=7, staging_bytes=1000, **options)
+
+    def _base(self, *shape: int, dtype: str = "uint8") -> Any:
+        if self.kind == "host-numpy":
+            base: Any = np.zeros(shape, {"bfloat16": "uint16"}.get(dtype, dtype))
+        else:
+            import torch
+
+            device = "cuda" if self.kind == "cuda" else "cpu"
+            base = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        self.bases.append(base)
+        return base
+
+    def _tensors(self, layout: str) -> list[Any]:
+        if layout == "single":
+            return [self._base(PAGES, 3, 64)]
+        if layout == "stacked":
+            return list(self._base(4, PAGES, 64))
+        if layout == "ragged":
+            return [self._base(PAGES, 40), self._base(PAGES, 7, 8), self._base(PAGES, 24)]
+        if layout == "strided":
+            return [self._base(PAGES, 96)[:, :64]]
+        if layout == "merged":
+            base = self._base(PAGES, 3, 32)
+            return [base[:, index] for index in range(3)]
+        if layout == "bf16":
+            return list(self._base(2, PAGES, 16, 4, dtype="bfloat16"))
+        assert layout == "odd_bytes"
+        return list(self._base(3, PAGES, 33))
+
+    def fill(self, seed: int) -> None:
+        """Random bytes into all pages, the gaps between strided ones included."""
+        random = np.random.default_rng(seed)
+        for base in self.bases:
+            if isinstance(base, np.ndarray):
+                view: Any = base.view(np.uint8)
+                view[...] = random.integers(0, 256, view.shape, np.uint8)
+            else:
+                import torch
+
+                view = base.view(torch.uint8)
+                noise = random.integers(0, 256, tuple(view.shape), np.uint8)
+                view.copy_(torch.from_numpy(noise))
+
+    def page(self, page: int) -> bytes:
+        """The shard in a page, read without the code under test."""
+        return b"".join(_bytes_of(tensor[page]) for tensor in self.tensors)
+
+    def pages(self) -> list[bytes]:
+        """All shards."""
+        return [self.page(page) for page in range(PAGES)]
+
+    def extents(self, slots: list[int]) -> Records:
+        """Extents as the daemon would grant them."""
+        return self.arena.extents(slots, self.kv.page_bytes)
+
+    def slot(self, slot: int) -> bytes:
+        """The block in a slot."""
+        return self.arena.slot(slot)[: self.kv.page_bytes].tobytes()
+
+    def store(self, pages: list[int], extents: Records, boot_id: str = BOOT) -> Done:
+        return self.outcome(self.copier.store(boot_id, np.array(pages), extents))
+
+    def load(self, extents: Records, pages: list[int], boot_id: str = BOOT) -> Done:
+        return self.outcome(self.copier.load(boot_id, extents, np.array(pages)))
+
+    def outcome(self, ticket: Ticket | None) -> Done:
+        assert ticket is not None
+        done = self.copier.wait(ticket, DEADLINE_S)
+        assert done is not None
+        assert done.ticket == ticket
+        failed = int((~done.ok).sum())
+        assert sum(done.reasons.values()) == failed
+        assert done.bytes == (ticket.count - failed) * self.kv.page_bytes
+        return done
+
+    def checksums(self, slots: list[int]) -> np.ndarray:
+        """What the daemon would have as checksums."""
+        sums = b"".join(xxhash.xxh3_128_digest(self.slot(slot)) for slot in slots)
+        return np.frombuffer(sums, np.uint8).reshape(-1, 16)
+
+    def hold(self) -> None:
+        """Let no copy end until ``let_go``."""
+        if self.kind == "cuda":
+            pytest.skip("a real device cannot be held back")
+        self.device.held = True
+        self._go.clear()
+        if self.kind.startswith("host"):
+            self.arena.on_alive = lambda question: self._go.wait(DEADLINE_S) and None
+
+    def let_go(self) -> None:
+        self.device.held = False
+        self._go.set()
+
+    def close(self) -> None:
+        self.let_go()
+        assert self.copier.close(DEADLINE_S)
+        self.copier.check_books()  # type: ignore[attr-defined]
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    if isinstance(tensor, np.ndarray):
+        return tensor.tobytes()
+    import torch
+
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+@pytest.fixture(params=KINDS)
+def make_rig(request: pytest.FixtureRequest) -> Any:
+    if request.param == "cuda" and not _has_cuda():
+        pytest.skip("torch sees no CUDA device")
+    rigs: list[Rig] = []
+
+    def make(layout: str = "single", **options: Any) -> Rig:
+        rigs.append(Rig(request.param, layout, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+MakeRig = Any
+SHAPES = {
+    "single": Shape.SINGLE,
+    "stacked": Shape.STACKED,
+    "ragged": Shape.RAGGED,
+    "strided": Shape.SINGLE,
+    "merged": Shape.SINGLE,
+    "bf16": Shape.STACKED,
+    "odd_bytes": Shape.STACKED,
+}
+
+
+class TestCopierContract:
+    @pytest.mark.parametrize("gap_bytes", [0, 64], ids=["dense", "gaps"])
+    @pytest.mark.parametrize("order", ["forward", "mixed"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_roundtrip(self, make_rig: MakeRig, layout: str, order: str, gap_bytes: int) -> None:
+        rig = make_rig(layout, gap_bytes=gap_bytes)
+        assert rig.kv.shape is SHAPES[layout]
+        if order == "forward":
+            pages, slots, targets = [2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [5, 6, 7, 8, 9]
+        else:
+            pages, slots, targets = [9, 0, 1, 4, 3], [7, 8, 3, 2, 15], [1, 2, 11, 10, 4]
+        before = rig.pages()
+
+        stored = rig.store(pages, rig.extents(slots))
+        assert stored.ok.all()
+        assert [rig.slot(slot) for slot in slots] == [before[page] for page in pages]
+        assert rig.pages() == before
+        others = set(range(rig.arena.slot_count)) - set(slots)
+        assert all((rig.arena.slot(slot) == 0xA5).all() for slot in others)
+
+        rig.fill(2)
+        expected = rig.pages()
+        for page, target in zip(pages, targets, strict=True):
+            expected[target] = before[page]
+        due = summed(rig.extents(slots), rig.checksums(slots), FLAG_SUMMED | FLAG_VERIFY)
+        assert rig.load(due, targets).ok.all()
+        assert rig.pages() == expected
+
+    def test_sums_are_right_or_left_to_the_daemon(self, make_rig: MakeRig) -> None:
+        rig = make_rig("stacked")
+        slots = [4, 5, 9]
+        done = rig.store([0, 1, 2], rig.extents(slots))
+        if rig.kind.startswith("host"):
+            assert (done.checksums == rig.checksums(slots)).all()
+        else:
+            assert done.checksums is None
+
+    def test_segments_are_told_apart(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.close()
+        rig.arena = FakeArena(rig.kv.page_bytes, 4, segments=3)
+        rig.copier = rig._copier({})
+        slots = [3, 4, 5, 11]  # slot 4 follows slot 3 by number, but is in another segment
+        before = rig.pages()
+        assert rig.store([0, 1, 2, 3], rig.extents(slots)).ok.all()
+        assert [rig.slot(slot) for slot in slots] == before[:4]
+        rig.fill(2)
+        assert rig.load(rig.extents(slots), [3, 2, 1, 0]).ok.all()
+        assert rig.pages()[:4] == before[3::-1]
+
+    def test_a_slot_that_left_use_is_not_written(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1, 2])
+        rig.arena.bump(1)
+        done = rig.store([0, 1, 2], extents)
+        assert done.ok.tolist() == [True, False, True]
+        assert done.reasons == {"stale_generation": 1}
+        assert (rig.arena.slot(1) == 0xA5).all()
+        assert rig.slot(2) == rig.page(2)
+
+    def test_a_slot_that_left_use_is_not_loaded(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1, 2])
+        rig.store([0, 1, 2], extents)
+        rig.arena.bump(0)
+        before = rig.pages()
+        done = rig.load(extents, [5, 6, 7])
+        assert done.ok.tolist() == [False, True, True]
+        assert rig.page(5) == before[5]
+        assert rig.pages()[6:8] == before[1:3]
+
+    @pytest.mark.parametrize("direction", ["store", "load"])
+    def test_a_slot_leaves_use_during_the_copy(self, make_rig: MakeRig, direction: str) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1, 2])
+        rig.store([0, 1, 2], extents)
+        questions = rig.arena.questions
+        rig.arena.on_alive = lambda question: (
+            rig.arena.bump(1) if question == questions + 2 else None
+        )
+        pages = [3, 4, 5]
+        done = rig.store(pages, extents) if direction == "store" else rig.load(extents, pages)
+        assert done.ok.tolist() == [True, False, True]
+        assert done.reasons == {"stale_generation": 1}
+        if done.checksums is not None:
+            assert not done.checksums[1].any()
+
+    def test_a_wrong_byte_is_found(self, make_rig: MakeRig) -> None:
+        rig = make_rig("stacked")
+        slots = [0, 1, 2, 3]
+        rig.store([0, 1, 2, 3], rig.extents(slots))
+        extents = summed(rig.extents(slots), rig.checksums(slots), FLAG_SUMMED | FLAG_VERIFY)
+        rig.arena.slot(2)[100] ^= 1
+        before = rig.pages()
+        done = rig.load(extents, [4, 5, 6, 7])
+        assert done.ok.tolist() == [True, True, False, True]
+        assert done.reasons == {"checksum_mismatch": 1}
+        assert [rig.page(page) for page in (4, 5, 7)] == [before[0], before[1], before[3]]
+
+    def test_what_must_be_verified_and_cannot_is_not_ok(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1])
+        rig.store([0, 1], extents)
+        extents["flags"] = [FLAG_VERIFY, 0]
+        done = rig.load(extents, [2, 3])
+        assert done.ok.tolist() == [False, True]
+        assert done.reasons == {"checksum_mismatch": 1}
+
+    def test_extents_of_another_boot_touch_nothing(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        before = rig.pages()
+        extents = rig.extents([0, 1])
+        for done in (rig.store([0, 1], extents, "boot-0"), rig.load(extents, [0, 1], "boot-0")):
+            assert not done.ok.any()
+            assert done.reasons == {"stale_boot": 2}
+        assert rig.arena.untouched()
+        assert rig.pages() == before
+
+    def test_after_the_daemons_death_nothing_is_touched(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        before = rig.pages()
+        extents = rig.extents([0, 1])
+        rig.arena.switch_alive(False)
+        for done in (rig.store([0, 1], extents), rig.load(extents, [0, 1])):
+            assert done.reasons == {"stale_boot": 2}
+        assert rig.arena.untouched()
+        assert rig.pages() == before
+
+    @pytest.mark.parametrize("direction", ["store", "load"])
+    def test_the_daemon_dies_during_the_copy(self, make_rig: MakeRig, direction: str) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1])
+        rig.arena.on_alive = lambda question: rig.arena.switch_alive(question < 2)
+        done = rig.store([0, 1], extents) if direction == "store" else rig.load(extents, [0, 1])
+        assert not done.ok.any()
+        assert done.reasons == {"stale_boot": 2}
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("offset", 16 * 192 - 191),
+            ("offset", 2**64 - 1),
+            ("offset", 2**63),
+            ("segment", 1),
+            ("segment", 65535),
+            ("length", 191),
+            ("length", 193),
+            ("length", 0),
+            ("length", 2**32 - 1),
+            ("slot", 16),
+            ("slot", 2**32 - 1),
+        ],
+    )
+    def test_a_bad_extent_touches_nothing(self, make_rig: MakeRig, field: str, value: int) -> None:
+        rig = make_rig()
+        before = rig.pages()
+        extents = rig.extents([0, 1, 2])
+        extents[field][1] = value
+        for done in (rig.store([0, 1, 2], extents[1:2].repeat(3)), rig.load(extents[1:2], [5])):
+            assert set(done.reasons) == {"bad_extent"}
+            assert not done.ok.any()
+        assert rig.arena.untouched()
+        assert rig.pages() == before
+        assert rig.store([0, 1, 2], extents).ok.tolist() == [True, False, True]
+        assert rig.slot(0) + rig.slot(2) == before[0] + before[2]
+
+    @pytest.mark.parametrize("page", [-1, PAGES, 2**62, -(2**63)])
+    def test_a_bad_page_touches_nothing(self, make_rig: MakeRig, page: int) -> None:
+        rig = make_rig("stacked")
+        before = rig.pages()
+        for done in (rig.store([page], rig.extents([0])), rig.load(rig.extents([0]), [page])):
+            assert done.reasons == {"bad_page": 1}
+        assert rig.arena.untouched()
+        assert rig.pages() == before
+        assert rig.load(rig.extents([0, 1]), [3, page]).ok.tolist() == [True, False]
+
+    def test_a_tail_that_just_fits(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        last = rig.arena.slot_count - 1
+        assert rig.store([PAGES - 1], rig.extents([last])).ok.all()
+        assert rig.slot(last) == rig.page(PAGES - 1)
+
+    def test_arrays_of_wrong_shape_are_refused(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        extents = rig.extents([0, 1])
+        bad = [
+            (np.array([0]), extents),
+            (np.array([0.0, 1.0]), extents),
+            (np.array([[0, 1]]), extents[None]),
+            (np.array([0, 1]), np.zeros(2, np.uint32)),
+        ]
+        for pages, records in bad:
+            with pytest.raises(KVHearthError) as caught:
+                rig.copier.store(BOOT, pages, records)
+            assert caught.value.reason is Reason.BAD_EXTENTS
+        assert rig.arena.untouched()
+
+    def test_an_empty_batch_has_an_outcome(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        done = rig.store([], np.zeros(0, EXTENT_DTYPE))
+        assert (len(done.ok), done.bytes, done.reasons) == (0, 0, {})
+
+    def test_callers_may_reuse_their_arrays(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.hold()
+        pages, extents = np.array([0, 1]), rig.extents([0, 1])
+        ticket = rig.copier.store(BOOT, pages, extents)
+        pages[:], extents["offset"] = 10**9, 10**9
+        rig.let_go()
+        assert rig.outcome(ticket).ok.all()
+
+    def test_the_queue_is_bounded(self, make_rig: MakeRig) -> None:
+        rig = make_rig(queue_max=2)
+        rig.hold()
+        extents = rig.extents([0, 1, 2])
+        tickets = [
+            rig.copier.store(BOOT, np.array([index]), extents[index : index + 1])
+            for index in range(3)
+        ]
+        assert tickets[0] is not None
+        assert tickets[1] is not None
+        assert tickets[2] is None
+        assert rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=0.02) is None
+        rig.let_go()
+        late = rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=DEADLINE_S)
+        assert rig.outcome(late).ok.all()
+        assert {done.ticket for done in rig.copier.poll()} <= set(tickets[:2])
+
+    def test_a_wait_ends_at_its_deadline(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.hold()
+        ticket = rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
+        assert ticket is not None
+        assert rig.copier.wait(ticket, 0.02) is None
+        assert rig.copier.wait(ticket, 0.0) is None
+        assert not rig.copier.drain(0.02)
+        assert rig.copier.poll() == []
+        rig.let_go()
+        assert rig.copier.drain(DEADLINE_S)
+        assert rig.outcome(ticket).ok.all()
+
+    def test_an_outcome_is_given_out_once(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        tickets = [rig.copier.store(BOOT, np.array([0]), rig.extents([slot])) for slot in (0, 1)]
+        assert rig.copier.drain(DEADLINE_S)
+        assert [done.ticket for done in rig.copier.poll()] == tickets
+        assert rig.copier.poll() == []
+        with pytest.raises(KVHearthError) as caught:
+            rig.copier.wait(tickets[0], DEADLINE_S)
+        assert caught.value.reason is Reason.INTERNAL
+
+    def test_close_drains(self, make_rig: MakeRig) -> None:
+        rig = make_rig()
+        rig.hold()
+        tickets = [
+            rig.copier.store(BOOT, np.array([slot]), rig.extents([slot])) for slot in range(3)
+        ]
+        assert not rig.copier.close(0.02)
+        with pytest.raises(KVHearthError) as caught:
+            rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
+        assert caught.value.reason is Reason.CLOSED
+        rig.let_go()
+        assert rig.copier.close(DEADLINE_S)
+        assert rig.copier.close(DEADLINE_S)
+        outcomes = rig.copier.poll()
+        assert [done.ticket for done in outcomes] == tickets
+        assert all(done.ok.all() for done in outcomes)

@@ -1,0 +1,44 @@
+"""A client attached to a fake daemon, for tests of the client."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support.fake_daemon import FakeDaemon, running, small_contract
+
+from kvhearth.client import KVClient, connect
+
+OPTIONS = "lookup_ms=500&call_ms=1000&attach_ms=2000&heartbeat_ms=50"
+
+
+def url_of(directory: Path, options: str = OPTIONS) -> str:
+    """The URL of a daemon in ``directory`` with short deadlines."""
+    return f"kvhearth+unix://{directory}?{options}"
+
+
+@contextlib.contextmanager
+def connected(directory: Path, options: str = OPTIONS, **arguments: Any) -> Iterator[KVClient]:
+    """A client that is closed at the end."""
+    client = connect(
+        url_of(directory, options), small_contract(), **{"engine_id": "e1", **arguments}
+    )
+    try:
+        yield client
+    finally:
+        assert client.close(), "copies did not drain"
+
+
+@contextlib.contextmanager
+def attached(
+    directory: Path, options: str = OPTIONS, **arguments: Any
+) -> Iterator[tuple[FakeDaemon, KVClient]]:
+    """A fake daemon and a client that is ready."""
+    with (
+        running(directory, small_contract()) as daemon,
+        connected(directory, options, **arguments) as client,
+    ):
+        assert client.wait_ready(10)
+        yield daemon, client

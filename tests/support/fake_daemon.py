@@ -1,0 +1,297 @@
+"""A scripted daemon: real sockets, real descriptors, real gRPC; answers that a test writes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import dataclasses
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import EXTENT_DTYPE, pack_bits
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import cache_pb2_grpc
+from kvhearth.statuses import STATUS_DETAILS_KEY, encode_status
+from kvhearth.wire import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
+
+SEGMENT_BYTES = 64 * 1024
+PAGE_BYTES = 4096
+SLOTS = SEGMENT_BYTES // PAGE_BYTES
+KEY_BYTES = 32
+
+Answer = Callable[[Any], Any]
+
+
+def small_contract(**changes: Any) -> Contract:
+    """Two groups: full attention with two shards, a window with one."""
+    values: dict[str, Any] = {
+        "model": "m",
+        "revision": "r",
+        "kv_dtype": "uint8",
+        "hash_bytes": KEY_BYTES,
+        "tensor_parallel": 2,
+        "groups": (
+            GroupSpec(GroupKind.FULL, 16, PAGE_BYTES, shards=2),
+            GroupSpec(GroupKind.SLIDING_WINDOW, 16, PAGE_BYTES, window_tokens=32),
+        ),
+    }
+    return Contract(**{**values, **changes})
+
+
+def key(number: int) -> bytes:
+    """A key."""
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Poll until ``condition`` is true; fails after the time."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.005)
+    raise AssertionError("the condition did not come true in time")
+
+
+def extents(count: int, first_slot: int = 0, generation: int = 1) -> np.ndarray[Any, Any]:
+    """``count`` extents of consecutive slots of segment 1."""
+    records = np.zeros(count, EXTENT_DTYPE)
+    records["slot"] = np.arange(first_slot, first_slot + count)
+    records["segment"] = 1
+    records["offset"] = records["slot"].astype(np.uint64) * PAGE_BYTES
+    records["length"] = PAGE_BYTES
+    records["generation"] = generation
+    return records
+
+
+class FakeDaemon:
+    """Script calls with ``answer``; look at ``requests`` and ``hellos``.
+
+    ``answers[rpc]`` is a queue of functions from request to reply; a ``KVHearthError`` that one
+    raises travels as its status. Without one the default answer is an empty, correct one.
+    """
+
+    def __init__(self, directory: Path, contract: Contract, **welcome: Any) -> None:
+        self.directory = directory
+        self.contract = contract
+        self.boot_id = secrets.token_hex(8)
+        self.epoch = 7
+        self.group_complete = True
+        self.refuse: KVHearthError | None = None
+        self.silent_attach = False
+        self.hellos: list[Hello] = []
+        self.byes = 0
+        self.ended = 0
+        self.tokens: list[str] = []
+        self.requests: dict[str, list[Any]] = defaultdict(list)
+        self.answers: dict[str, deque[Answer]] = defaultdict(deque)
+        self.welcome_changes = welcome
+        self.lines: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._memory = [_memfd("segment", SEGMENT_BYTES), _memfd("generations", SLOTS * 4)]
+        self.segment = mmap.mmap(self._memory[0], SEGMENT_BYTES)
+        self.generations = mmap.mmap(self._memory[1], SLOTS * 4)
+        self._listen()
+        self._serve()
+
+    def _listen(self) -> None:
+        path = self.directory / "attach.sock"
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(8)
+        self._spawn(self._accept)
+
+    def _serve(self) -> None:
+        (self.directory / "grpc.sock").unlink(missing_ok=True)
+        self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(_Servicer(self), self._server)
+        self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
+        self._server.start()
+
+    def stop(self, *, keep_lines: bool = False) -> None:
+        """Die: life lines end, sockets stay as files."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if not keep_lines:
+            self.drop_lines()
+        self._server.stop(None).wait(5)
+        for thread in self._threads:
+            thread.join(5)
+        self.segment.close()
+        self.generations.close()
+        for descriptor in self._memory:
+            os.close(descriptor)
+        self._memory = []
+
+    def drop_lines(self) -> None:
+        """End all sessions."""
+        for line in self.lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def answer(self, rpc: str, function: Answer) -> None:
+        """Script the next answer to ``rpc`` that has none yet."""
+        self.answers[rpc].append(function)
+
+    def refuse_next(self, rpc: str, reason: Reason) -> None:
+        """Let the next ``rpc`` fail."""
+
+        def fail(_: Any) -> Any:
+            raise KVHearthError(reason, "as the test says", field="x")
+
+        self.answer(rpc, fail)
+
+    def slow_next(self, rpc: str, seconds: float) -> None:
+        """Let the next ``rpc`` take so long."""
+
+        def slow(_: Any) -> Any:
+            time.sleep(seconds)
+            return None
+
+        self.answer(rpc, slow)
+
+    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return
+            self.lines.append(line)
+            self._spawn(self._session, line)
+
+    def _session(self, line: socket.socket) -> None:
+        decoder = FrameDecoder()
+        welcomed = False
+        with line, contextlib.suppress(OSError):
+            while data := line.recv(65536):
+                for message in decoder.feed(data):
+                    if message["kind"] == "bye":
+                        self.byes += 1
+                    elif not self.silent_attach:
+                        welcomed = self._greet(line, Hello.from_message(message)) or welcomed
+        self.ended += welcomed
+
+    def _greet(self, line: socket.socket, hello: Hello) -> bool:
+        self.hellos.append(hello)
+        if self.refuse is not None:
+            line.sendall(encode_frame(refused(self.refuse)))
+            return False
+        token = secrets.token_hex(8)
+        self.tokens.append(token)
+        welcome = Welcome(
+            boot_id=self.boot_id,
+            session=len(self.hellos),
+            token=token,
+            incarnation=1,
+            namespace="00",
+            epoch=self.epoch,
+            generation_count=SLOTS if hello.map_arena else 0,
+            keys_max=64,
+            message_bytes_max=1 << 20,
+            leases_max=16,
+            segments=[SegmentInfo(1, SEGMENT_BYTES, 4096)] if hello.map_arena else [],
+        )
+        welcome = dataclasses.replace(welcome, **self.welcome_changes)
+        numbers = array.array("i", self._memory if hello.map_arena else [])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if numbers else []
+        frame = encode_frame(welcome.to_message())
+        # In two pieces: a client must not take one read for one frame.
+        line.sendmsg([frame[:10]], ancillary)
+        line.sendall(frame[10:])
+        return True
+
+
+class _Servicer(cache_pb2_grpc.CacheServiceServicer):
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+        for name in (each for each in dir(cache_pb2_grpc.CacheServiceServicer) if each[0] != "_"):
+            setattr(self, name, self._handler(name))
+
+    def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        reply_type = getattr(pb, f"{name}Response")
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            daemon = self._daemon
+            token = dict(context.invocation_metadata()).get("kvhearth-token")
+            daemon.requests[name].append(request)
+            try:
+                if token not in daemon.tokens:
+                    raise KVHearthError(Reason.UNKNOWN_TOKEN, "attach anew")
+                reply = daemon.answers[name].popleft()(request) if daemon.answers[name] else None
+            except KVHearthError as error:
+                context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
+                codes = {code.value[0]: code for code in grpc.StatusCode}
+                context.abort(codes[int(error.status.code)], error.message)
+            reply = reply or self._default(name, request) or reply_type()
+            reply.boot_id = reply.boot_id or daemon.boot_id
+            return reply
+
+        return handle
+
+    def _default(self, name: str, request: Any) -> Any:
+        daemon = self._daemon
+        if name == "Heartbeat":
+            return pb.HeartbeatResponse(epoch=daemon.epoch, group_complete=daemon.group_complete)
+        if name in ("Lookup", "Prefetch"):
+            reply_type = getattr(pb, f"{name}Response")
+            return reply_type(groups=[presence(group) for group in request.groups])
+        if name == "BumpEpoch":
+            daemon.epoch = request.expected_epoch + 1
+            return pb.BumpEpochResponse(epoch=daemon.epoch)
+        return None
+
+
+def presence(
+    group: Any, leased: int = 0, shards: int = 1, records: np.ndarray[Any, Any] | None = None
+) -> pb.GroupPresence:
+    """The first ``leased`` keys of a group are in DRAM and leased, the others nowhere."""
+    count = len(group.keys) // KEY_BYTES
+    bits = np.arange(count) < leased
+    if records is None:
+        records = extents(leased * shards)
+    return pb.GroupPresence(
+        group=group.group,
+        present=pack_bits(bits),
+        ready=pack_bits(bits),
+        leased=pack_bits(bits),
+        tiers=bits.astype(np.uint8).tobytes(),
+        extents=records.tobytes(),
+    )
+
+
+def _memfd(name: str, size: int) -> int:
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+@contextlib.contextmanager
+def running(directory: Path, contract: Contract, **welcome: Any) -> Iterator[FakeDaemon]:
+    """A fake daemon for the length of a block."""
+    daemon = FakeDaemon(directory, contract, **welcome)
+    try:
+        yield daemon
+    finally:
+        daemon.stop()

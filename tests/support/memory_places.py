@@ -1,0 +1,109 @@
+"""Places for memory files in tests, and child processes that are killed for real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhearth_server.memory.pages import FilesystemKind, KernelMemory, filesystem_kind
+
+MIB = 1 << 20
+CHILD_DEADLINE_S = 20.0
+
+
+def free_hugepages() -> int:
+    """Free huge pages of 2 MiB."""
+    return KernelMemory().pool(2 * MIB).free
+
+
+def need_hugepages(count: int) -> None:
+    """Skip the test unless ``count`` huge pages of 2 MiB are free."""
+    if free_hugepages() < count:
+        pytest.skip(f"needs {count} free huge pages of 2 MiB (sysctl -w vm.nr_hugepages)")
+
+
+@contextlib.contextmanager
+def tmpfs_directory() -> Iterator[Path]:
+    """A new directory on ``/dev/shm``, removed at the end."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or filesystem_kind(shm).kind is not FilesystemKind.TMPFS:
+        pytest.skip("needs a writable tmpfs at /dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="kvhearth-test-", dir=shm))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def mounted(kind: str, options: str, path: Path) -> Iterator[Path]:
+    """Mount a file system of ``kind`` at ``path`` for the time of the test; root only."""
+    if os.geteuid() != 0:
+        pytest.skip(f"mounting {kind} needs root")
+    path.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", kind, "-o", options, "none", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount {kind} here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def wait_until(true: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
+    """Poll until ``true()``, or fail with ``what``."""
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
+
+
+class Child:
+    """A Python process that runs ``script``, with a socket to it.
+
+    The script finds ``peer`` (a connected unix stream socket) and ``arguments`` (strings).
+    """
+
+    def __init__(self, script: str, *arguments: str, fault: str = "") -> None:
+        self.socket, peer = socket.socketpair()
+        self.socket.settimeout(CHILD_DEADLINE_S)
+        head = (
+            "import socket, sys\n"
+            f"peer = socket.socket(fileno={peer.fileno()})\narguments = sys.argv[1:]\n"
+        )
+        with peer:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", head + script, *arguments],
+                pass_fds=[peer.fileno()],
+                env={**os.environ, "KVHEARTH_FAULT": fault},
+            )
+
+    def expect(self, word: bytes) -> None:
+        """Wait for the child to say ``word``."""
+        assert self.socket.recv(len(word), socket.MSG_WAITALL) == word
+
+    def kill(self) -> None:
+        """Kill -9 and reap."""
+        self.process.kill()
+        assert self.process.wait(CHILD_DEADLINE_S) == -signal.SIGKILL
+        self.socket.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait(CHILD_DEADLINE_S)

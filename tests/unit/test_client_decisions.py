@@ -1,0 +1,413 @@
+"""The facade against a scripted daemon: what it asks, and that all failures are values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.attached import attached
+from support.fake_daemon import KEY_BYTES, extents, key, presence, until
+
+from kvhearth.errors import Reason
+from kvhearth.model import EXTENT_DTYPE, pack_bits
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.results import CommitGroup
+
+KEYS = {0: [key(1), key(2), key(3)], 1: [key(4)]}
+
+
+def hit(request: Any) -> pb.LookupResponse:
+    """Two blocks of group 0 (two shards each) and the one of group 1."""
+    groups = [
+        presence(request.groups[0], leased=2, shards=2),
+        presence(request.groups[1], leased=1, records=extents(1, first_slot=4)),
+    ]
+    return pb.LookupResponse(
+        lease_id=request.lease_id, hit_tokens=32, groups=groups, eta_us=5, lease_short="held_cap"
+    )
+
+
+def released(daemon: Any) -> list[int]:
+    return [number for request in daemon.requests["Release"] for number in request.lease_ids]
+
+
+def test_a_miss_is_an_answer_and_leaves_nothing_to_release(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        result = client.lookup(KEYS, prefetch=True)
+        assert (result.reason, result.hit_tokens, result.lease) == ("", 0, None)
+        assert result.boot_id == daemon.boot_id == client.boot_id
+        assert not result.groups[0].present.any()
+        assert result.groups[0].present.shape == (3,)
+        request = daemon.requests["Lookup"][0]
+        assert [group.keys for group in request.groups] == [b"".join(KEYS[0]), KEYS[1][0]]
+        assert (request.epoch, request.prefetch) == (7, True)
+        assert 0 < request.lease_id < 1 << 63
+    assert daemon.requests["Release"] == []
+
+
+def test_a_hit_brings_extents_and_a_lease(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", hit)
+        result = client.lookup(KEYS)
+        assert (result.hit_tokens, result.eta_us, result.lease_short) == (32, 5, "held_cap")
+        assert result.groups[0].leased.tolist() == [True, True, False]
+        assert result.groups[0].tiers.tolist() == [1, 1, 0]
+        assert result.groups[0].extents["slot"].tolist() == [0, 1, 2, 3]
+        assert result.groups[1].extents.dtype == EXTENT_DTYPE
+        assert result.lease is not None
+        client.release(result.lease, bad=np.concatenate([extents(1, 4), extents(1, 2)]))
+        request = until(lambda: daemon.requests["Release"])[0]
+        assert list(request.lease_ids) == [result.lease.id]
+        slots = {group.group: np.frombuffer(group.slots, "<u4").tolist() for group in request.bad}
+        assert slots == {0: [2], 1: [4]}
+        counters = client.counters()
+        assert (counters["lookup"], counters["lookup_hit_tokens"]) == (1, 32)
+        client.release(None)
+
+
+def test_releases_travel_together(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        leases = []
+        for _ in range(40):
+            daemon.answer("Lookup", hit)
+            leases.append(client.lookup(KEYS).lease)
+        for lease in leases:
+            client.release(lease)
+        until(lambda: len(released(daemon)) == 40)
+        assert released(daemon) == [lease.id for lease in leases if lease]
+        assert len(daemon.requests["Release"]) <= 20
+
+
+def test_without_a_lease_none_is_asked_for(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        assert client.lookup(KEYS, lease=False).lease is None
+        assert daemon.requests["Lookup"][0].lease_id == 0
+
+
+def test_a_late_lookup_is_a_miss_whose_lease_is_released(tmp_path: Path) -> None:
+    with attached(tmp_path, "lookup_ms=50&heartbeat_ms=50") as (daemon, client):
+        daemon.slow_next("Lookup", 0.3)
+        result = client.lookup(KEYS)
+        assert (result.reason, result.lease) == (Reason.DEADLINE, None)
+        assert result.groups[0].present.tolist() == [False] * 3
+        until(lambda: released(daemon))
+        assert released(daemon) == [daemon.requests["Lookup"][0].lease_id]
+        assert client.counters()["fail_open_deadline"] == 1
+
+
+def test_a_refused_lookup_has_nothing_to_release(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("Lookup", Reason.STALE_EPOCH)
+        assert client.lookup(KEYS).reason == Reason.STALE_EPOCH
+        assert client.lookup(KEYS).reason == ""
+    assert daemon.requests["Release"] == []
+
+
+def _reply(change: Callable[[pb.LookupResponse], None]) -> Callable[[Any], pb.LookupResponse]:
+    def answer(request: Any) -> pb.LookupResponse:
+        reply = hit(request)
+        change(reply)
+        return reply
+
+    return answer
+
+
+def _set(index: int, **values: Any) -> Callable[[Any], pb.LookupResponse]:
+    def change(reply: pb.LookupResponse) -> None:
+        for name, value in values.items():
+            setattr(reply.groups[index], name, value)
+
+    return _reply(change)
+
+
+def _with(**fields: Any) -> bytes:
+    records = extents(4)
+    for name, value in fields.items():
+        records[name][-1] = value
+    return records.tobytes()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        _set(0, present=b""),
+        _set(0, ready=b"\0\0"),
+        _set(0, tiers=b"\1"),
+        _set(0, tiers=b"\1\1\x09"),
+        _set(0, extents=extents(3).tobytes()),
+        _set(0, leased=b"\x07"),
+        _set(0, group=1),
+        _set(0, group=9),
+        _set(0, extents=_with(segment=2)),
+        _set(0, extents=_with(offset=64 * 1024 - 4095)),
+        _set(0, extents=_with(offset=(1 << 64) - 1)),
+        _set(0, extents=_with(length=1)),
+        _set(0, extents=_with(slot=999)),
+        _reply(lambda reply: reply.groups.pop()),
+        _reply(lambda reply: reply.groups.add(group=2)),
+        _reply(lambda reply: setattr(reply, "lease_id", 1)),
+    ],
+)
+def test_a_reply_that_makes_no_sense_is_a_miss(tmp_path: Path, answer: Any) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", answer)
+        result = client.lookup(KEYS)
+        assert (result.reason, result.hit_tokens, result.lease) == (Reason.BAD_MESSAGE, 0, None)
+        until(lambda: released(daemon))
+        assert released(daemon) == [daemon.requests["Lookup"][0].lease_id]
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ({0: [b"short"]}, Reason.BAD_KEYS),
+        ({0: [key(1), key(2)[:-1]]}, Reason.BAD_KEYS),
+        ({0: ["x" * KEY_BYTES]}, Reason.BAD_KEYS),
+        ({2: [key(1)]}, Reason.BAD_GROUP),
+        ({-1: [key(1)]}, Reason.BAD_GROUP),
+    ],
+)
+def test_arguments_are_checked_before_they_travel(
+    tmp_path: Path, groups: Any, reason: Reason
+) -> None:
+    with attached(tmp_path) as (daemon, client):
+        assert client.lookup(groups).reason == reason
+        assert client.prefetch(groups).reason == reason
+        assert client.pin(groups, 1.0).reason == reason
+        client.touch(groups)
+        for rpc in ("Lookup", "Prefetch", "Pin", "Touch"):
+            assert daemon.requests[rpc] == []
+
+
+def test_too_many_keys_are_cut_to_the_same_share_of_each_group(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        result = client.lookup({0: [key(n) for n in range(96)], 1: [key(n) for n in range(32)]})
+        assert result.reason == ""
+        assert [len(item.present) for item in result.groups.values()] == [96, 32]
+        request = daemon.requests["Lookup"][0]
+        assert [len(group.keys) // KEY_BYTES for group in request.groups] == [48, 16]
+        assert client.counters()["keys_cut"] == 64
+
+
+def test_no_keys_ask_nothing(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        assert client.lookup({0: []}).reason == ""
+        assert daemon.requests["Lookup"] == []
+
+
+def test_reserve_gives_extents_by_block_and_shard(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        grant = types_pb2.GroupExtents(group=0, count=2, extents=extents(4).tobytes())
+        daemon.answer(
+            "Reserve", lambda _: pb.ReserveResponse(groups=[grant], short_reason="no_space")
+        )
+        reservation = client.reserve({0: 3, 1: 1})
+        assert reservation.boot_id == daemon.boot_id
+        assert reservation.groups[0]["slot"].tolist() == [[0, 1], [2, 3]]
+        assert reservation.groups[1].shape == (0, 1)
+        assert (reservation.short_reason, reservation.reason) == ("no_space", "")
+
+
+@pytest.mark.parametrize(
+    "grants",
+    [
+        [types_pb2.GroupExtents(group=0, count=9, extents=extents(18).tobytes())],
+        [types_pb2.GroupExtents(group=0, count=1, extents=b"")],
+        [types_pb2.GroupExtents(group=1, count=1, extents=extents(1).tobytes())],
+        [types_pb2.GroupExtents(group=5)],
+        [types_pb2.GroupExtents(group=0), types_pb2.GroupExtents(group=0)],
+    ],
+)
+def test_a_senseless_reservation_is_given_back_by_its_id(tmp_path: Path, grants: Any) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Reserve", lambda _: pb.ReserveResponse(groups=grants))
+        reservation = client.reserve({0: 3})
+        assert (reservation.reason, reservation.boot_id) == (Reason.BAD_MESSAGE, "")
+        assert reservation.groups[0].shape == (0, 2)
+        abort = until(lambda: daemon.requests["Abort"])[0]
+        assert list(abort.reservation_ids) == [daemon.requests["Reserve"][0].reservation_id]
+
+
+def commit_of(count: int) -> CommitGroup:
+    return CommitGroup(
+        [key(number) for number in range(count)],
+        extents(count * 2, generation=3).reshape(count, 2),
+        np.full((count, 2, 16), 5, np.uint8),
+        parent=key(99),
+    )
+
+
+def test_commit_says_what_was_stored(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        bits = types_pb2.GroupBitmap(group=0, bits=pack_bits(np.array([True, False, True])))
+        daemon.answer("Commit", lambda _: pb.CommitResponse(stored=[bits]))
+        result = client.commit({0: commit_of(3)}, boot_id=daemon.boot_id)
+        assert (result.reason, result.stored[0].tolist()) == ("", [True, False, True])
+        request = daemon.requests["Commit"][0]
+        assert request.epoch == 7
+        assert np.frombuffer(request.groups[0].slots, "<u4").tolist() == [0, 1, 2, 3, 4, 5]
+        assert np.frombuffer(request.groups[0].generations, "<u4").tolist() == [3] * 6
+        assert request.groups[0].checksums == b"\5" * 96
+        assert request.groups[0].parent == key(99)
+    assert daemon.requests["Abort"] == []
+
+
+def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None:
+    with attached(tmp_path, "call_ms=50&heartbeat_ms=5000") as (daemon, client):
+        daemon.slow_next("Commit", 0.3)
+        result = client.commit({0: commit_of(2)}, boot_id=daemon.boot_id)
+        assert (result.reason, result.stored[0].tolist()) == (Reason.DEADLINE, [False, False])
+        abort = until(lambda: daemon.requests["Abort"])[0]
+        assert np.frombuffer(abort.groups[0].slots, "<u4").tolist() == [0, 1, 2, 3]
+        assert not abort.in_doubt
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (commit_of(65), Reason.TOO_MANY_KEYS),
+        (CommitGroup([key(1)], extents(1)), Reason.BAD_EXTENTS),
+        (CommitGroup([key(1)], np.zeros(2, np.uint8)), Reason.BAD_EXTENTS),
+        (CommitGroup([key(1)], extents(2), np.zeros(31, np.uint8)), Reason.BAD_CHECKSUMS),
+        (CommitGroup([key(1)], extents(2), parent=b"x"), Reason.BAD_KEYS),
+    ],
+)
+def test_commits_are_checked_before_they_travel(
+    tmp_path: Path, item: CommitGroup, reason: Reason
+) -> None:
+    with attached(tmp_path) as (daemon, client):
+        result = client.commit({0: item}, boot_id=daemon.boot_id)
+        assert result.reason == reason
+        assert not result.stored[0].any()
+        assert daemon.requests["Commit"] == []
+
+
+def test_extents_of_another_boot_are_dropped(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        result = client.commit({0: commit_of(2)}, boot_id="another")
+        assert (result.reason, result.stored[0].tolist()) == (Reason.STALE_BOOT, [False, False])
+        assert client.abort({0: extents(2)}, boot_id="another") == Reason.STALE_BOOT
+        assert client.abort({0: extents(1)}, boot_id=daemon.boot_id) == ""
+        until(lambda: daemon.requests["Abort"])
+    assert [len(request.groups[0].slots) for request in daemon.requests["Abort"]] == [4]
+    assert daemon.requests["Commit"] == []
+
+
+def test_doubtful_aborts_travel_apart(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        boot_id = daemon.boot_id
+        client.abort({0: extents(2).reshape(1, 2)}, boot_id=boot_id, in_doubt=True)
+        client.abort({1: extents(1, 7)}, boot_id=boot_id)
+        until(lambda: len(daemon.requests["Abort"]) == 2)
+        flags = {request.in_doubt: request.groups[0] for request in daemon.requests["Abort"]}
+        assert np.frombuffer(flags[True].slots, "<u4").tolist() == [0, 1]
+        assert np.frombuffer(flags[False].slots, "<u4").tolist() == [7]
+
+
+def test_pins_touches_and_prefetches(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        bits = types_pb2.GroupBitmap(group=1, bits=b"\1")
+        daemon.answer("Pin", lambda _: pb.PinResponse(pinned=[bits]))
+        pin = client.pin({1: [key(4)]}, ttl_s=1.5)
+        assert (pin.reason, pin.pinned[1].tolist()) == ("", [True])
+        assert daemon.requests["Pin"][0].ttl_ms == 1500
+        client.unpin(pin)
+        assert list(until(lambda: daemon.requests["Unpin"])[0].pin_ids) == [pin.id]
+        client.touch(KEYS)
+        assert len(until(lambda: daemon.requests["Touch"])[0].groups) == 2
+        found = client.prefetch(KEYS)
+        assert (found.reason, found.groups[0].tiers.tolist()) == ("", [0, 0, 0])
+        daemon.answer("Pin", lambda _: pb.PinResponse())
+        lost = client.pin({1: [key(4)]}, ttl_s=1)
+        assert (lost.reason, lost.pinned[1].tolist()) == (Reason.BAD_MESSAGE, [False])
+        until(lambda: len(daemon.requests["Unpin"]) == 2)
+
+
+def test_the_epoch_follows_this_engines_weights_only(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        assert client.epoch == 7
+        daemon.epoch = 9
+        beats = len(daemon.requests["Heartbeat"])
+        until(lambda: len(daemon.requests["Heartbeat"]) > beats + 1)
+        assert client.epoch == 7
+        assert client.bump_epoch() == 10
+        assert daemon.requests["BumpEpoch"][-1].expected_epoch == 9
+        assert client.bump_epoch(expected=20) == 21
+        client.lookup(KEYS)
+        assert daemon.requests["Lookup"][-1].epoch == 21
+        client.use_epoch(30)
+        assert client.epoch == 30
+
+
+def test_new_weights_without_an_epoch_find_nothing(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("BumpEpoch", Reason.STALE_EPOCH)
+        assert client.bump_epoch() == client.epoch == -1
+        assert client.lookup(KEYS).reason == Reason.STALE_EPOCH
+        assert client.reserve({0: 1}).reason == Reason.STALE_EPOCH
+        result = client.commit({0: commit_of(1)}, boot_id=daemon.boot_id)
+        assert result.reason == Reason.STALE_EPOCH
+        until(lambda: daemon.requests["Abort"])
+        assert daemon.requests["Lookup"] == daemon.requests["Commit"] == []
+        assert client.bump_epoch() == 8
+        assert client.lookup(KEYS).reason == ""
+
+
+def test_a_silent_daemon_soon_costs_nothing(tmp_path: Path) -> None:
+    with attached(tmp_path, "lookup_ms=50&heartbeat_ms=5000") as (daemon, client):
+        for _ in range(3):
+            daemon.slow_next("Lookup", 0.2)
+        for _ in range(3):
+            assert client.lookup(KEYS).reason == Reason.DEADLINE
+        start = time.monotonic()
+        for _ in range(100):
+            assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+        assert time.monotonic() - start < 0.2
+        until(lambda: client.lookup(KEYS).reason == "")
+
+
+def test_only_the_scheduler_decides(tmp_path: Path) -> None:
+    with attached(tmp_path, scheduler=False, rank=1) as (daemon, client):
+        assert client.lookup(KEYS).reason == Reason.NOT_SCHEDULER
+        assert daemon.hellos[0].rank == 1
+        assert not daemon.hellos[0].scheduler
+        assert client.arena is not None
+
+
+def test_a_refused_batch_is_sent_one_by_one(tmp_path: Path) -> None:
+    with attached(tmp_path, "heartbeat_ms=5000") as (daemon, client):
+        daemon.slow_next("Unpin", 0.5)
+        client.unpin(client.pin({}, 1))
+        until(lambda: daemon.requests["Unpin"])
+        daemon.refuse_next("Abort", Reason.NOT_RESERVED)
+        daemon.refuse_next("Abort", Reason.NOT_RESERVED)
+        for number in range(3):
+            client.abort({1: extents(1, number)}, boot_id=daemon.boot_id)
+        until(lambda: len(daemon.requests["Abort"]) == 4)
+        assert [len(request.groups) for request in daemon.requests["Abort"]] == [3, 1, 1, 1]
+        until(lambda: client.counters().get("errands_refused") == 1)
+
+
+def test_a_lease_that_was_not_known_holds_up_no_other(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", hit)
+        lease = client.lookup(KEYS).lease
+        daemon.refuse_next("Release", Reason.UNKNOWN_LEASE)
+        client.release(lease)
+        until(lambda: client.counters().get("errands_unknown") == 1)
+        assert len(daemon.requests["Release"]) == 1
+
+
+@pytest.mark.parametrize("reason", [Reason.STOCK_CAP, Reason.NO_SPACE])
+def test_a_full_cache_is_an_answer(tmp_path: Path, reason: Reason) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("Reserve", reason)
+        reservation = client.reserve({0: 3})
+        assert (reservation.short_reason, reservation.reason) == (reason, "")
+        assert reservation.groups[0].shape == (0, 2)
+        assert "reserve_failed" not in client.counters()

@@ -1,0 +1,316 @@
+"""Attach, loss, re-attach, refusal and goodbye against a scripted daemon."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attached import attached, connected, url_of
+from support.fake_daemon import FakeDaemon, extents, key, running, small_contract, until
+
+from kvhearth.client import connect
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.keeper import Keeper
+from kvhearth.meters import Counters
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.url import parse_url
+from kvhearth.wire import Hello
+
+KEYS = {0: [key(1)]}
+
+
+class Copies:
+    """A drain that a test opens and shuts."""
+
+    def __init__(self) -> None:
+        self.done = True
+        self.asked = 0
+
+    def drain(self, deadline_s: float) -> bool:
+        self.asked += 1
+        return self.done
+
+
+def test_attach_tells_who_this_is(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        hello = daemon.hellos[0]
+        assert (hello.engine_id, hello.scheduler, hello.rank) == ("e1", True, 0)
+        assert hello.contract == small_contract().to_json()
+        assert hello.pid == os.getpid()
+        assert (hello.previous_boot, hello.previous_drained) == ("", False)
+        assert client.arena is not None
+        assert client.arena.boot_id == client.boot_id == daemon.boot_id
+        client.count("loads_failed", 3)
+        client.count("loads_failed", -1)
+        until(lambda: daemon.requests["Heartbeat"][-1].counters.get("loads_failed") == 3)
+
+
+def test_ready_means_all_ranks(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.group_complete = False
+        with connected(tmp_path, map_arena=False) as client:
+            until(lambda: client.boot_id)
+            assert not client.wait_ready(0.05)
+            assert client.arena is None
+            daemon.group_complete = True
+            assert client.wait_ready(10)
+
+
+def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
+    with connected(tmp_path) as client:
+        start = time.monotonic()
+        for _ in range(100):
+            assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+        assert client.reserve({0: 1}).reason == Reason.DAEMON_AWAY
+        assert time.monotonic() - start < 1
+        assert (client.boot_id, client.arena, client.epoch) == ("", None, -1)
+        with running(tmp_path, small_contract()):
+            assert client.wait_ready(10)
+            assert client.lookup(KEYS).reason == ""
+        assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+
+
+def test_after_a_restart_it_attaches_anew_once_copies_have_drained(tmp_path: Path) -> None:
+    copies = Copies()
+    with connected(tmp_path) as client:
+        client.add_drain(copies.drain)
+        with running(tmp_path, small_contract()) as first:
+            assert client.wait_ready(10)
+            old = client.arena
+            assert old is not None
+            copies.done = False
+        assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+        assert not old.alive()
+        with running(tmp_path, small_contract()) as second:
+            until(lambda: copies.asked > 1)
+            assert client.abort({0: extents(1)}, boot_id=first.boot_id) == Reason.DAEMON_AWAY
+            assert second.hellos == []
+            # The old mapping stays while something may still copy there.
+            old.view(1)[0] = 1
+            copies.done = True
+            assert client.wait_ready(10)
+            hello = second.hellos[0]
+            assert (hello.previous_boot, hello.previous_session) == (first.boot_id, 1)
+            assert hello.previous_drained
+            with pytest.raises(KVHearthError):
+                old.view(1)
+            assert client.boot_id == second.boot_id
+            assert client.arena is not None
+            assert client.arena.alive()
+
+
+@pytest.mark.parametrize(
+    "reason", [Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE, Reason.STALE_INCARNATION]
+)
+@pytest.mark.parametrize("rpc", ["Lookup", "Heartbeat"])
+def test_a_session_that_ended_is_replaced(tmp_path: Path, reason: Reason, rpc: str) -> None:
+    with attached(tmp_path) as (daemon, client):
+        old = client.arena
+        daemon.refuse_next(rpc, reason)
+        if rpc == "Lookup":
+            assert client.lookup(KEYS).reason == reason
+        until(lambda: len(daemon.hellos) == 2)
+        assert client.wait_ready(10)
+        assert old is not None
+        assert not old.alive()
+        hello = daemon.hellos[1]
+        assert (hello.previous_boot, hello.previous_session) == (daemon.boot_id, 1)
+        assert hello.previous_drained
+        # Copies have drained: a daemon that lives is told so.
+        until(lambda: daemon.ended == daemon.byes == 1)
+        assert client.lookup(KEYS).reason == ""
+
+
+def test_another_boot_in_a_reply_ends_the_session(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", lambda _: pb.LookupResponse(boot_id="another"))
+        assert client.lookup(KEYS).reason == Reason.STALE_BOOT
+        until(lambda: len(daemon.hellos) == 2)
+        assert client.wait_ready(10)
+
+
+def test_the_end_of_the_life_line_is_noticed_without_a_call(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.drop_lines()
+        until(lambda: len(daemon.hellos) == 2)
+        assert client.wait_ready(10)
+        assert client.counters()["links_lost"] == 1
+
+
+def test_a_late_heartbeat_is_not_a_goodbye(tmp_path: Path) -> None:
+    with attached(tmp_path, "call_ms=50&heartbeat_ms=20") as (daemon, client):
+        daemon.slow_next("Heartbeat", 0.2)
+        until(lambda: client.counters().get("heartbeat_failures"))
+        assert client.wait_ready(1)
+        assert len(daemon.hellos) == 1
+
+
+def test_releases_wait_for_a_daemon_that_is_silent(tmp_path: Path) -> None:
+    with attached(tmp_path, "call_ms=50&heartbeat_ms=5000") as (daemon, client):
+        daemon.slow_next("Abort", 0.2)
+        client.abort({0: extents(2)}, boot_id=daemon.boot_id)
+        until(lambda: len(daemon.requests["Abort"]) == 2)
+        assert client.counters()["errands_late"] == 1
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Reason.CONTRACT_MISMATCH,
+        Reason.BAD_CONTRACT,
+        Reason.PEER_NOT_ALLOWED,
+        Reason.PROTOCOL_VERSION,
+    ],
+)
+def test_a_refusal_for_good_is_told_at_once(
+    tmp_path: Path, reason: Reason, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.refuse = KVHearthError(reason, "because", field="kv_dtype")
+        with connected(tmp_path) as client:
+            start = time.monotonic()
+            assert not client.wait_ready(20)
+            assert time.monotonic() - start < 10
+            assert client.refusal is not None
+            assert client.refusal.reason is reason
+            assert client.refusal.details == {"field": "kv_dtype"}
+            assert client.lookup(KEYS).reason == reason
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "kv_dtype" in errors[0].getMessage()
+
+
+def test_other_refusals_are_tried_again(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.refuse = KVHearthError(Reason.RANK_TAKEN, "wait")
+        with connected(tmp_path) as client:
+            until(lambda: len(daemon.hellos) > 1)
+            assert client.refusal is None
+            daemon.refuse = None
+            assert client.wait_ready(10)
+
+
+def test_a_session_without_decisions_is_not_ready(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.refuse_next("Heartbeat", Reason.INTERNAL)
+        with connected(tmp_path) as client:
+            assert client.wait_ready(10)
+            assert len(daemon.hellos) == 2
+            assert daemon.hellos[1].previous_drained
+
+
+def test_close_says_goodbye_and_what_is_queued(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        with connected(tmp_path) as client:
+            assert client.wait_ready(10)
+            arena = client.arena
+            client.abort({0: extents(1)}, boot_id=daemon.boot_id)
+            assert client.close()
+            assert client.close()
+            assert len(daemon.requests["Abort"]) == 1
+            until(lambda: daemon.byes == daemon.ended == 1)
+            assert arena is not None
+            assert not arena.alive()
+            assert client.lookup(KEYS).reason == Reason.CLOSED
+            assert client.reserve({0: 1}).reason == Reason.CLOSED
+            assert not client.wait_ready(5)
+            client.release(None)
+            client.touch(KEYS)
+            assert client.counters()["attaches"] == 1
+        assert not [each for each in threading.enumerate() if each.name == "kvhearth-keeper"]
+
+
+def test_an_undrained_client_keeps_its_life_line(tmp_path: Path) -> None:
+    copies = Copies()
+    with attached(tmp_path) as (daemon, client):
+        client.add_drain(copies.drain)
+        copies.done = False
+        assert not client.close(0.05)
+        assert (daemon.byes, daemon.ended) == (0, 0)
+        copies.done = True
+        assert client.close()
+        until(lambda: daemon.byes == 1)
+
+
+def test_a_drain_that_fails_has_not_drained(tmp_path: Path) -> None:
+    broken = [True]
+
+    def drain(_: float) -> bool:
+        if broken:
+            raise RuntimeError("on purpose")
+        return True
+
+    with attached(tmp_path) as (_, client):
+        client.add_drain(drain)
+        assert not client.close(0.05)
+        broken.clear()
+        assert client.close()
+
+
+def test_close_while_the_daemon_is_away(tmp_path: Path) -> None:
+    with connected(tmp_path) as client:
+        start = time.monotonic()
+        assert client.close()
+        assert time.monotonic() - start < 5
+
+
+def test_the_keeper_goes_on_after_a_failure(tmp_path: Path) -> None:
+    counters = Counters()
+    unspeakable: Any = object()
+    hello = dataclasses.replace(Hello(1, "e", "{}"), engine_id=unspeakable)
+    with running(tmp_path, small_contract()):
+        keeper = Keeper(parse_url(url_of(tmp_path)), hello, counters)
+        keeper.start()
+        until(lambda: counters.snapshot().get("keeper_failures", 0) > 1)
+        keeper.stop(5)
+        assert keeper.finish(1)
+
+
+@pytest.mark.parametrize(
+    ("url", "arguments", "reason"),
+    [
+        ("http://x", {}, Reason.BAD_URL),
+        ("kvhearth+unix:///" + "x" * 200, {}, Reason.BAD_URL),
+        ("kvhearth+unix:///x", {"rank": 2}, Reason.BAD_CONTRACT),
+        ("kvhearth+unix:///x", {"rank": -2}, Reason.BAD_CONTRACT),
+        ("kvhearth+unix:///x", {"rank": -1, "scheduler": False}, Reason.BAD_CONTRACT),
+        ("kvhearth+unix:///x", {"engine_id": ""}, Reason.BAD_MESSAGE),
+        ("kvhearth+unix:///x", {"engine_id": "x" * 999}, Reason.BAD_MESSAGE),
+    ],
+)
+def test_arguments_that_cannot_be_right_raise(
+    url: str, arguments: dict[str, Any], reason: Reason
+) -> None:
+    with pytest.raises(KVHearthError) as refusal:
+        connect(url, small_contract(), **{"engine_id": "e", **arguments})
+    assert refusal.value.reason is reason
+
+
+def test_two_clients_of_one_process(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, first):
+        with connected(tmp_path, rank=1) as second:
+            assert second.wait_ready(10)
+            assert second.lookup(KEYS).reason == ""
+        assert first.lookup(KEYS).reason == ""
+        until(lambda: daemon.byes == 1)
+
+
+def _attach_and_forget(daemon: FakeDaemon, directory: Path) -> None:
+    with connected(directory) as client:
+        assert client.wait_ready(10)
+    assert daemon.tokens
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        _attach_and_forget(daemon, tmp_path)
+        before = sorted(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            _attach_and_forget(daemon, tmp_path)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= len(before) + 1)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+
+from kvhearth.meters import COUNTERS_MAX, Counters
+from kvhearth.outbox import Errand, Outbox, batch, merge
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.transports.base import ABORT, RELEASE
+
+
+def release(lease_id: int, weight: int = 1) -> Errand:
+    request = pb.ReleaseRequest(lease_ids=[lease_id])
+    return Errand(RELEASE, request, weight, "boot", 1, RELEASE.name)
+
+
+def abort(reservation_id: int, *, in_doubt: bool = False) -> Errand:
+    request = pb.AbortRequest(reservation_ids=[reservation_id], in_doubt=in_doubt)
+    return Errand(ABORT, request, 1, "boot", 1, f"{ABORT.name}:{in_doubt}")
+
+
+def ids(errands: list[Errand]) -> list[int]:
+    return [errand.request.lease_ids[0] for errand in errands]
+
+
+def test_a_full_queue_refuses() -> None:
+    outbox = Outbox(2)
+    assert [outbox.put(release(number)) for number in range(1, 4)] == [True, True, False]
+    assert ids(outbox.take()) == [1, 2]
+    assert len(outbox) == 0
+
+
+def test_what_is_put_back_goes_first_and_keeps_its_order() -> None:
+    outbox = Outbox(4)
+    outbox.put(release(9))
+    assert outbox.put_back([release(1), release(2)]) == 0
+    assert outbox.put_back([release(3), release(4)]) == 1
+    assert ids(outbox.take()) == [3, 1, 2, 9]
+
+
+def test_batches_keep_kinds_apart_and_weights_bounded() -> None:
+    errands = [release(1), abort(5), release(2, 3), abort(6, in_doubt=True), release(3), abort(7)]
+    batches = batch(errands, weight_max=4)
+    assert [len(each) for each in batches] == [2, 2, 1, 1]
+    assert ids(batches[0]) == [1, 2]
+    assert [list(merge(each).reservation_ids) for each in batches[1:3]] == [[5, 7], [6]]
+    assert [merge(each).in_doubt for each in batches[1:3]] == [False, True]
+    assert ids(batches[3]) == [3]
+
+
+def test_a_message_carries_a_bounded_number_of_groups() -> None:
+    errands = [dataclasses.replace(release(number), parts=16) for number in range(5)]
+    assert [len(each) for each in batch(errands, 1000)] == [4, 1]
+
+
+def test_one_errand_that_is_too_heavy_travels_alone() -> None:
+    assert [ids(each) for each in batch([release(1, 99), release(2)], 4)] == [[1], [2]]
+
+
+def test_counter_names_are_bounded() -> None:
+    counters = Counters()
+    for number in range(COUNTERS_MAX * 2):
+        counters.add(f"name{number}")
+    values = counters.snapshot()
+    assert len(values) == COUNTERS_MAX
+    assert sum(values.values()) == COUNTERS_MAX * 2
+    assert values["other"] == COUNTERS_MAX + 1

@@ -1,0 +1,228 @@
+"""Settings: sources and their order, values as people write them, and messages that say the fix."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config import (
+    SOCKET_PATH_BYTES_MAX,
+    Settings,
+    TenantSetting,
+    load_settings,
+    parse_tenant,
+    unread_environment,
+)
+from kvhearth_server.units import format_duration_s, format_size, parse_duration_s, parse_size
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
+        monkeypatch.delenv(name)
+
+
+def refusal(config: Path | None = None, **flags: object) -> str:
+    with pytest.raises(KVHearthError) as caught:
+        load_settings(flags, config)
+    assert caught.value.reason is Reason.CONFIG_INVALID
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("64GiB", 64 << 30),
+        ("1.5 gib", 3 << 29),
+        ("2Ti", 2 << 40),
+        ("16Ki", 16 << 10),
+        ("7B", 7),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "12 bananas", "64GB", "-1", "0.3", "1.00001KiB", True, None])
+def test_what_is_not_a_size(text: object) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1 << 10, 1536 << 20, 64 << 30, 1 << 40])
+def test_sizes_are_written_as_they_are_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (5, 5.0),
+        (0.5, 0.5),
+        ("30s", 30.0),
+        ("500ms", 0.5),
+        ("5m", 300.0),
+        ("24h", 86400.0),
+        ("1d", 86400.0),
+    ],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration_s(text) == pytest.approx(seconds)
+    assert parse_duration_s(format_duration_s(seconds)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 weeks", "-1s", True, None])
+def test_what_is_not_a_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="not a duration"):
+        parse_duration_s(text)
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    settings = Settings()
+    assert settings.memory_bytes == 1 << 30
+    assert settings.attach_socket == Path("/run/kvhearth/attach.sock")
+    assert settings.grpc_socket == Path("/run/kvhearth/grpc.sock")
+    with pytest.raises(ValueError, match="frozen"):
+        settings.memory = 1
+
+
+def test_every_setting_is_described() -> None:
+    undescribed = [n for n, field in Settings.model_fields.items() if not field.description]
+    assert undescribed == []
+
+
+def test_the_order_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("memory: 256MiB\nsessions_max: 7\npins_max: 8\npin_ttl_max_s: 1h\n")
+    monkeypatch.setenv("KVHEARTH_SESSIONS_MAX", "9")
+    monkeypatch.setenv("KVHEARTH_PINS_MAX", "10")
+    settings = load_settings({"pins_max": "11"}, path)
+    assert (settings.memory, settings.sessions_max, settings.pins_max) == (256 << 20, 9, 11)
+    assert settings.pin_ttl_max_s == 3600
+    assert settings.keys_max == 8192
+
+
+def test_the_file_may_be_named_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("keys_max: 5\ntenants: ['a=1,2:128MiB']\nverify_adopted: false\n")
+    monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
+    settings = load_settings({})
+    assert settings.keys_max == 5
+    assert settings.tenants == (TenantSetting("a", (1, 2), 128 << 20),)
+    assert not settings.verify_adopted
+
+
+def test_settings_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHEARTH_KEYS_MAX", "5")
+    assert Settings().keys_max == 8192
+
+
+def test_other_variables_are_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHEARTH_FAULT", "commit.after_journal:3")
+    monkeypatch.setenv("KVHEARTH_MEMROY", "64GiB")
+    monkeypatch.setenv("KVHEARTH_ARENA_DIR", "")
+    assert load_settings({}).arena_dir is None
+    assert unread_environment() == ["KVHEARTH_MEMROY"]
+
+
+def test_lists_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHEARTH_TENANTS", "a=1,2:128MiB b=3:64MiB")
+    assert [tenant.name for tenant in load_settings({}).tenants] == ["a", "b"]
+    monkeypatch.delenv("KVHEARTH_TENANTS")
+    monkeypatch.setenv("KVHEARTH_ALLOW_UIDS", "1000,1001")
+    assert load_settings({}).allow_uids == (1000, 1001)
+
+
+def test_each_bad_value_is_told_with_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("memory: 12 bananas\nmemroy: 1\n_env_file: x\n")
+    monkeypatch.setenv("KVHEARTH_KEYS_MAX", "abc")
+    told = refusal(path, hugepages="maybe", pin_ttl_max_s="soon")
+    assert f"memory (in {path}): '12 bananas': not a size; write bytes" in told
+    assert f"memroy (in {path}): there is no such setting; did you mean memory?" in told
+    assert f"_env_file (in {path}): there is no such setting; see kvhearth serve --help" in told
+    assert "KVHEARTH_KEYS_MAX: 'abc'" in told
+    assert "--hugepages: 'maybe'" in told
+    assert "'prefer'" in told
+    assert "--pin-ttl-max-s: 'soon': not a duration" in told
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [", "\x00"])
+def test_a_file_that_holds_no_settings(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(text)
+    assert str(path) in refusal(path)
+
+
+def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    assert "cannot read --config" in refusal(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").touch()
+    assert load_settings({}, tmp_path / "empty.yaml") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"memory": "32MiB"}, "memory: 32MiB is less than one slab"),
+        ({"memory": "0"}, "--memory: '0'"),
+        ({"slab_bytes": "3MiB"}, "slab_bytes: 3MiB is not a multiple of 2MiB"),
+        ({"slab_bytes": "0"}, "slab_bytes: 0 is not a multiple of 2MiB"),
+        ({"slab_bytes": "2MiB", "slot_bytes_min": "4MiB"}, "not a multiple of slot_bytes_min"),
+        ({"slot_bytes_min": "12KiB"}, "slot_bytes_min: 12288 is not a power of two"),
+        ({"slot_bytes_min": "2KiB"}, "slot_bytes_min: 2048 is not a power of two of at least 4096"),
+        ({"held_fraction_max": "0.2"}, "stock_fraction_max: 0.25 is more than held_fraction_max"),
+        ({"held_fraction_max": "1.0"}, "--held-fraction-max: '1.0'"),
+        ({"tenants": "a=1:2GiB"}, "tenants: 2GiB together is more than memory (1GiB)"),
+        ({"tenants": "a=1:1MiB"}, "tenants: a has 1MiB, less than one slab"),
+        ({"tenants": "a=1:64MiB a=2:64MiB"}, "a name is there twice"),
+        ({"tenants": "a=1:64MiB b=1:64MiB"}, "a user id is there twice"),
+        ({"tenants": "a=1:64MiB", "allow_uids": "5"}, "allow_uids: is for the default tenant"),
+        ({"tenants": "a:64MiB"}, "write NAME=UID[,UID...]:SIZE"),
+        ({"tenants": "A=1:64MiB"}, "tenant name 'A'"),
+        ({"allow_uids": "root"}, "'root' is not a user id"),
+        ({"allow_uids": str(2**32 - 1)}, "is not a user id"),
+        ({"drain_grace_s": "inf"}, "--drain-grace-s: 'inf': not a duration"),
+        ({"switch_interval_s": "1s"}, "--switch-interval-s: '1s'"),
+    ],
+)
+def test_what_does_not_fit_together(flags: dict[str, object], told: str) -> None:
+    assert re.search(re.escape(told), refusal(**flags))
+
+
+def test_a_socket_path_has_a_limit() -> None:
+    longest = "/" + "d" * (SOCKET_PATH_BYTES_MAX - len("//attach.sock"))
+    assert len(str(Settings(socket_dir=longest).attach_socket)) == SOCKET_PATH_BYTES_MAX
+    assert "choose a shorter directory" in refusal(socket_dir=longest + "d")
+
+
+def test_directories_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Settings(socket_dir="run/../sockets").socket_dir == tmp_path / "sockets"
+
+
+def test_memory_is_whole_slabs() -> None:
+    settings = Settings(memory="200MiB", allow_uids=[7, 5])
+    assert settings.memory_bytes == 192 << 20
+    assert settings.effective_tenants(5) == (TenantSetting("default", (5, 7), 192 << 20),)
+
+
+def test_tenants_have_whole_slabs() -> None:
+    settings = Settings(tenants=["a=1,2:100MiB", "b-2=3:64MiB"])
+    assert settings.effective_tenants(0) == (
+        TenantSetting("a", (1, 2), 64 << 20),
+        TenantSetting("b-2", (3,), 64 << 20),
+    )
+    assert parse_tenant(settings.tenants[0]) is settings.tenants[0]

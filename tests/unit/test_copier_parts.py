@@ -1,0 +1,239 @@
+"""The copiers' parts: runs, the ticket book, the synchronous calls, scripted CUDA failures."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.arena_fake import FakeArena, summed
+from support.cuda_fake import FakeDevice
+
+from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
+from kvhearth.copiers.batch import Batch, HeldArena
+from kvhearth.copiers.tickets import TicketBook
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV
+
+PAGE_BYTES = 32
+BOOT = "boot-1"
+
+
+def _batch(pages: list[int], slots: list[int], slot_bytes: int = PAGE_BYTES) -> Batch:
+    kv = PagedKV([np.zeros((16, PAGE_BYTES), np.uint8)])
+    arena = FakeArena(slot_bytes)
+    extents = arena.extents(slots, PAGE_BYTES)
+    return Batch(kv, HeldArena(arena), BOOT, np.array(pages), extents)
+
+
+def _cut(batch: Batch, blocks_max: int = 8, **options: Any) -> list[list[int]]:
+    return [run.positions for run in batch.runs(blocks_max, **options)]
+
+
+class TestRuns:
+    def test_neighbours_join(self) -> None:
+        assert _cut(_batch([3, 4, 5, 7], [1, 2, 3, 4])) == [[0, 1, 2], [3]]
+        assert _cut(_batch([3, 4, 5, 6], [1, 2, 9, 10])) == [[0, 1], [2, 3]]
+        assert _cut(_batch([3, 2, 1], [1, 2, 3])) == [[0], [1], [2]]
+        assert _cut(_batch([1, 2, 3], [3, 2, 1])) == [[0], [1], [2]]
+        assert _cut(_batch([], [])) == []
+
+    def test_runs_are_bounded(self) -> None:
+        assert _cut(_batch([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), 2) == [[0, 1], [2, 3], [4]]
+
+    def test_slots_with_gaps_join_unless_they_must_be_dense(self) -> None:
+        batch = _batch([0, 1, 2], [0, 1, 2], slot_bytes=40)
+        (run,) = batch.runs(8)
+        assert (run.positions, run.step_bytes, run.offset) == ([0, 1, 2], 40, 0)
+        assert _cut(batch, dense=True) == [[0], [1], [2]]
+
+    def test_pages_matter_only_if_asked_for(self) -> None:
+        assert _cut(_batch([5, 3, 9], [0, 1, 2]), follow_pages=False) == [[0, 1, 2]]
+
+    def test_no_run_crosses_a_registered_piece(self) -> None:
+        batch = _batch([0, 1, 2, 3], [0, 1, 2, 3])
+        assert _cut(batch, piece_bytes=2 * PAGE_BYTES) == [[0, 1], [2, 3]]
+
+    def test_failed_blocks_are_left_out(self) -> None:
+        batch = _batch([0, 99, 1, 2], [0, 7, 1, 2])
+        (run,) = batch.runs(8)
+        assert (run.positions, run.page) == ([0, 2, 3], 0)
+
+
+def _done(ticket: Ticket) -> Done:
+    return Done(ticket, np.ones(1, np.bool_), None, 0, 0.0, {})
+
+
+class TestTicketBook:
+    def test_outcomes_that_nobody_fetches_throttle(self) -> None:
+        book = TicketBook(pending_max=4, finished_max=2)
+        for _ in range(2):
+            ticket = book.open(CopyKind.STORE, 1, 0.0)
+            assert ticket is not None
+            book.finish(_done(ticket))
+        assert book.open(CopyKind.STORE, 1, 0.01) is None
+        assert len(book.claim_all()) == 2
+        assert book.open(CopyKind.STORE, 1, 0.0) is not None
+        book.check_books()
+
+    def test_lost_tickets_are_noticed(self) -> None:
+        book = TicketBook(pending_max=1)
+        book.open(CopyKind.LOAD, 1, 0.0)
+        book._pending.clear()
+        with pytest.raises(AssertionError, match="opened 1"):
+            book.check_books()
+
+
+class TestHostCopier:
+    def test_synchronous_calls(self) -> None:
+        pages = np.random.default_rng(3).integers(0, 256, (8, PAGE_BYTES), np.uint8)
+        before = pages.copy()
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([pages]), arena)
+        extents = arena.extents([3, 4])
+        stored = copier.store_now(BOOT, np.array([0, 1]), extents)
+        assert stored.ok.all()
+        assert stored.checksums is not None
+        assert stored.ticket == Ticket(0, CopyKind.STORE, 2)
+        loaded = copier.load_now(BOOT, summed(extents, stored.checksums), np.array([6, 7]))
+        assert loaded.ok.all()
+        assert (pages[6:] == before[:2]).all()
+        assert copier.poll() == []
+        assert copier.close()
+        with pytest.raises(KVHearthError) as caught:
+            copier.store_now(BOOT, np.array([0, 1]), extents)
+        assert caught.value.reason is Reason.CLOSED
+
+    def test_without_verification_only_due_blocks_are_compared(self) -> None:
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)]), arena, verify=False)
+        extents = summed(arena.extents([0, 1]), np.zeros((2, 16), np.uint8))
+        extents["flags"] = [1, 3]
+        assert copier.load_now(BOOT, extents, np.array([0, 1])).ok.tolist() == [True, False]
+        copier.close()
+
+    def test_without_sums_there_are_none(self) -> None:
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([np.ones((8, PAGE_BYTES), np.uint8)]), arena, sums=False)
+        assert copier.store_now(BOOT, np.array([0]), arena.extents([0])).checksums is None
+        assert (arena.slot(0) == 1).all()
+        copier.close()
+
+    def test_a_broken_arena_is_an_outcome(self, caplog: pytest.LogCaptureFixture) -> None:
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([np.ones((8, PAGE_BYTES), np.uint8)]), arena)
+
+        def break_down(question: int) -> None:
+            raise OSError("scripted")
+
+        arena.on_alive = break_down
+        ticket = copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1]))
+        assert ticket is not None
+        done = copier.wait(ticket, 10.0)
+        assert done is not None
+        assert done.reasons == {"copy_failed": 2}
+        assert not done.ok.any()
+        assert "scripted" in caplog.text
+        assert copier.close()
+        copier.check_books()
+
+    def test_several_workers_finish_everything(self) -> None:
+        pages = np.random.default_rng(3).integers(0, 256, (16, PAGE_BYTES), np.uint8)
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([pages]), arena, threads=3, queue_max=16)
+        for index in range(16):
+            assert copier.store(BOOT, np.array([index]), arena.extents([index])) is not None
+        assert copier.close()
+        assert sum(int(done.ok.sum()) for done in copier.poll()) == 16
+        assert (arena.view(0).reshape(16, -1) == pages).all()
+        copier.check_books()
+
+    def test_large_runs_and_small_ones(self) -> None:
+        """Both ways of copying, and runs bounded for the cache."""
+        random = np.random.default_rng(5)
+        for run_bytes in (100, 8 << 10, 300_000, 2 << 20):
+            base = random.integers(0, 256, (2, 3, run_bytes), np.uint8)
+            before = base.copy()
+            for tensors in ([base[0]], list(base)):
+                kv = PagedKV(tensors)
+                arena = FakeArena(kv.page_bytes, 3)
+                copier = HostCopier(kv, arena)
+                extents, pages = arena.extents([0, 1, 2]), np.arange(3)
+                done = copier.store_now(BOOT, pages, extents)
+                assert done.checksums is not None
+                base[: len(tensors)] = 0
+                assert copier.load_now(BOOT, summed(extents, done.checksums), pages).ok.all()
+                assert (base == before).all()
+                copier.close()
+
+    @pytest.mark.parametrize(
+        "point", ["copier.store_block:2", "copier.store_done", "copier.load_block"]
+    )
+    def test_fault_points(self, point: str) -> None:
+        program = """
+import numpy as np
+from support.arena_fake import FakeArena
+from kvhearth.copiers import HostCopier
+from kvhearth.layout import PagedKV
+arena = FakeArena(32)
+copier = HostCopier(PagedKV([np.zeros((8, 32), np.uint8)]), arena)
+extents = arena.extents([0, 1])
+copier.store_now("boot-1", np.arange(2), extents)
+copier.load_now("boot-1", extents, np.arange(2))
+"""
+        tests = Path(__file__).resolve().parents[1]
+        finished = subprocess.run(
+            [sys.executable, "-c", program],
+            check=False,
+            env={"KVHEARTH_FAULT": point, "PYTHONPATH": str(tests)},
+        )
+        assert finished.returncode == -signal.SIGKILL
+
+
+class TestCudaCopierScripted:
+    @pytest.fixture
+    def parts(self) -> tuple[Any, FakeArena, FakeDevice]:
+        torch = pytest.importorskip("torch")
+        from kvhearth.copiers.cuda import CudaCopier
+
+        arena, device = FakeArena(PAGE_BYTES), FakeDevice()
+        kv = PagedKV(list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)))
+        return CudaCopier(kv, arena, device=device, verify_fraction=1.0), arena, device
+
+    @pytest.mark.parametrize("failure", ["fail_issue", "fail_record", "fail_event"])
+    def test_a_cuda_error_is_an_outcome(self, parts: Any, failure: str) -> None:
+        copier, arena, device = parts
+        setattr(device, failure, True)
+        ticket = copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1]))
+        done = copier.wait(ticket, 10.0)
+        assert done.reasons == {"copy_failed": 2}
+        setattr(device, failure, False)
+        again = copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1]))
+        assert copier.wait(again, 10.0).ok.all()
+        assert copier.close()
+        copier.check_books()
+
+    def test_issued_copies_hold_their_batch_after_an_error(self, parts: Any) -> None:
+        copier, arena, device = parts
+        device.fail_issue = device.held = True
+        ticket = copier.load(BOOT, arena.extents([0]), np.array([0]))
+        assert copier.wait(ticket, 0.01) is None, "copies issued before the error may still run"
+        device.held = False
+        assert copier.wait(ticket, 10.0).reasons == {"copy_failed": 1}
+
+    def test_summed_blocks_are_sampled(self, parts: Any) -> None:
+        copier, arena, _ = parts
+        extents = summed(arena.extents([0]), np.zeros((1, 16), np.uint8))
+        done = copier.wait(copier.load(BOOT, extents, np.array([0])), 10.0)
+        assert done.reasons == {"checksum_mismatch": 1}
+
+    def test_cpu_pages_need_a_scripted_device(self) -> None:
+        torch = pytest.importorskip("torch")
+        from kvhearth.copiers.cuda import CudaCopier
+
+        with pytest.raises(KVHearthError, match="host copier"):
+            CudaCopier(PagedKV([torch.zeros(4, PAGE_BYTES)]), FakeArena(PAGE_BYTES))

@@ -1,0 +1,189 @@
+"""Registered pages: what is one run of bytes, what is refused, and that nothing is copied."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV, Shape
+
+PAGES = 6
+
+
+def _numbered(*shape: int, dtype: str = "uint8") -> np.ndarray:
+    return np.arange(np.prod(shape)).astype(dtype).reshape(shape)
+
+
+def test_one_tensor_is_one_part() -> None:
+    base = _numbered(PAGES, 2, 8, dtype="uint16")
+    kv = PagedKV([base])
+    assert (kv.page_count, kv.page_bytes, kv.device, kv.shape) == (PAGES, 32, "cpu", Shape.SINGLE)
+    (view,) = kv.host_parts()
+    assert (view == base.reshape(PAGES, -1).view(np.uint8)).all()
+    assert kv.host_stack() is None
+    view[3] = 9
+    assert (base[3] == 0x0909).all(), "a view, not a copy"
+
+
+def test_layers_of_one_stack_are_one_view() -> None:
+    base = _numbered(5, PAGES, 8)
+    kv = PagedKV(list(base))
+    assert kv.shape is Shape.STACKED
+    assert kv.page_bytes == 40
+    stack = kv.host_stack()
+    assert stack is not None
+    assert (stack == base).all()
+    assert np.shares_memory(stack, base)
+
+
+def test_a_stack_that_lies_downwards_keeps_the_order_of_registration() -> None:
+    base = _numbered(3, PAGES, 8)
+    stack = PagedKV([base[2], base[1], base[0]]).host_stack()
+    assert stack is not None
+    assert (stack == base[::-1]).all()
+
+
+def test_layers_inside_a_page_are_one_part() -> None:
+    base = _numbered(PAGES, 4, 8)
+    kv = PagedKV([base[:, layer] for layer in range(4)])
+    assert kv.shape is Shape.SINGLE
+    assert len(kv.parts) == 1
+    assert (kv.host_parts()[0] == base.reshape(PAGES, -1)).all()
+
+
+def test_layers_inside_a_page_with_a_hole_are_a_stack() -> None:
+    base = _numbered(PAGES, 4, 8)
+    kv = PagedKV([base[:, 0], base[:, 2]])
+    assert kv.shape is Shape.STACKED
+    assert kv.page_bytes == 16
+
+
+def test_unequal_tensors_are_ragged() -> None:
+    kv = PagedKV([_numbered(PAGES, 8), _numbered(PAGES, 4), _numbered(PAGES, 4)])
+    assert kv.shape is Shape.RAGGED
+    assert [(part.start_bytes, part.end_bytes) for part in kv.parts] == [(0, 8), (8, 12), (12, 16)]
+
+
+def test_pages_may_lie_apart() -> None:
+    base = _numbered(PAGES, 12)
+    kv = PagedKV([base[:, 2:10]])
+    assert (kv.page_bytes, kv.parts[0].stride_bytes) == (8, 12)
+    assert (kv.host_parts()[0] == base[:, 2:10]).all()
+
+
+def test_dimensions_inside_a_page_may_be_permuted() -> None:
+    base = _numbered(PAGES, 2, 3, 4)
+    kv = PagedKV([base.transpose(0, 3, 1, 2)])
+    assert (kv.host_parts()[0] == base.reshape(PAGES, -1)).all()
+
+
+def test_one_page_only() -> None:
+    base = _numbered(1, 3, 8)
+    kv = PagedKV([base[:, layer] for layer in range(3)])
+    assert kv.page_bytes == 24
+    assert (kv.host_parts()[0] == base.reshape(1, -1)).all()
+
+
+def test_views_keep_the_memory_alive() -> None:
+    view = PagedKV([_numbered(PAGES, 1 << 16)]).host_parts()[0]
+    before = view.copy()
+    for _ in range(4):
+        np.zeros((PAGES, 1 << 16))
+    assert (view == before).all()
+
+
+def _read_only() -> np.ndarray:
+    array = _numbered(PAGES, 8)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        pytest.param([], id="none"),
+        pytest.param([_numbered(PAGES, 8), _numbered(PAGES + 1, 8)], id="page-counts"),
+        pytest.param([_numbered(2, PAGES, 8).transpose(1, 0, 2)], id="page-not-outermost"),
+        pytest.param([_numbered(PAGES, 8, 2)[:, :, 0]], id="hole-in-a-page"),
+        pytest.param([_numbered(PAGES, 8)[::-1]], id="backwards"),
+        pytest.param([_numbered(PAGES, 8)[:, ::-1]], id="page-backwards"),
+        pytest.param([np.broadcast_to(np.zeros(8), (PAGES, 8))], id="broadcast"),
+        pytest.param(
+            [np.lib.stride_tricks.as_strided(_numbered(64), (6, 8), (4, 1))], id="overlap"
+        ),
+        pytest.param([np.zeros((PAGES, 0))], id="empty-page"),
+        pytest.param([np.zeros((0, 8))], id="no-page"),
+        pytest.param([np.array(3)], id="no-dimension"),
+        pytest.param([np.array([object()] * PAGES)], id="objects"),
+        pytest.param([_read_only()], id="read-only"),
+        pytest.param([[1, 2, 3]], id="a-list"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(tensors: list[Any]) -> None:
+    with pytest.raises(KVHearthError) as caught:
+        PagedKV(tensors)
+    assert caught.value.reason is Reason.BAD_CONTRACT
+    assert len(caught.value.message) > 20
+
+
+def test_torch_tensors_of_every_width() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8):
+        raw = torch.arange(2 * PAGES * 16, dtype=torch.int32).to(torch.uint8)
+        base = raw.view(dtype).view(2, PAGES, -1)
+        kv = PagedKV(list(base))
+        assert kv.page_bytes == 32
+        stack = kv.host_stack()
+        assert stack is not None
+        assert stack.tobytes() == raw.numpy().tobytes()
+        pages_first = kv.torch_stack()
+        assert pages_first.shape == (PAGES, 2, 16)
+        assert pages_first.data_ptr() == base.data_ptr()
+        assert (pages_first.numpy() == stack.transpose(1, 0, 2)).all()
+
+
+def test_torch_views_begin_inside_a_storage() -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(200, dtype=torch.uint8)
+    tensor = base[5:].as_strided((PAGES, 8), (16, 1), 5)
+    kv = PagedKV([tensor])
+    assert (kv.torch_parts()[0] == tensor).all()
+    assert (kv.host_parts()[0] == tensor.numpy()).all()
+    assert kv.torch_parts()[0].data_ptr() == tensor.data_ptr()
+
+
+def test_torch_tensors_of_several_storages_have_no_torch_stack() -> None:
+    torch = pytest.importorskip("torch")
+    kv = PagedKV([torch.zeros(PAGES, 8), torch.zeros(PAGES, 8)])
+    assert kv.torch_stack() is None
+    assert [part.shape for part in kv.torch_parts()] == [(PAGES, 32)] * 2
+
+
+def test_torch_parameters_and_meta_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(PAGES, 8))
+    assert PagedKV([parameter]).host_parts()[0].shape == (PAGES, 32)
+    with pytest.raises(KVHearthError, match="meta"):
+        PagedKV([torch.zeros(PAGES, 8, device="meta")])
+
+
+def test_numpy_pages_have_no_torch_views() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(KVHearthError, match="host copier"):
+        PagedKV([_numbered(PAGES, 8)]).torch_parts()
+
+
+def test_importing_and_using_the_host_path_does_not_import_torch() -> None:
+    program = """
+import sys, numpy
+import kvhearth, kvhearth.copiers, kvhearth.copiers.cuda, kvhearth.copiers.register
+from kvhearth.layout import PagedKV
+PagedKV([numpy.zeros((2, 8))]).host_parts()
+sys.exit(1 if "torch" in sys.modules else 0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,160 @@
+"""Logs in both forms, the standard library's records among them; and the table of counters."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from kvhearth.errors import Reason
+from kvhearth_server.observability import logs
+from kvhearth_server.observability.counters import LABEL_VALUES_MAX, OTHER, TABLE, Counters
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    log = logs.get_logger("kvhearth.test")  # before configure, as module-level loggers are
+    logs.configure("info", "auto", out)
+    log.bind(boot_id="b1").info("slab given", slot_bytes=65536)
+    log.debug("not written")
+    (line,) = lines(out)
+    assert line["event"] == "slab given"
+    assert line["slot_bytes"] == 65536
+    assert (line["boot_id"], line["level"], line["logger"]) == ("b1", "info", "kvhearth.test")
+    assert str(line["timestamp"]).endswith("Z")
+
+
+def test_console_on_a_terminal() -> None:
+    out = Terminal()
+    logs.configure("info", "auto", out)
+    logs.get_logger("kvhearth.test").info("slab given", slot_bytes=65536)
+    assert "slab given" in out.getvalue()
+    assert "\x1b[" in out.getvalue()
+
+
+def test_console_without_a_terminal_has_no_colours() -> None:
+    out = io.StringIO()
+    logs.configure("info", "console", out)
+    logs.get_logger("kvhearth.test").info("slab given")
+    assert "slab given" in out.getvalue()
+    assert "\x1b[" not in out.getvalue()
+
+
+def test_standard_library_records_have_the_same_form() -> None:
+    out = io.StringIO()
+    logs.configure("warning", "json", out)
+    logging.getLogger("asyncio").warning("slow %s", "callback", extra={"seconds": 2})
+    logging.getLogger("grpc").info("not written")
+    (line,) = lines(out)
+    assert (line["event"], line["level"], line["logger"]) == ("slow callback", "warning", "asyncio")
+    assert line["seconds"] == 2
+
+
+def test_exceptions_are_one_json_line() -> None:
+    out = io.StringIO()
+    logs.configure("info", "json", out)
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        logs.get_logger("kvhearth.test").exception("task failed")
+    (line,) = lines(out)
+    assert "RuntimeError: broken" in str(line["exception"])
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    logs.configure("info", "json", first)
+    logs.configure("info", "json", second)
+    logs.get_logger("kvhearth.test").info("once")
+    assert first.getvalue() == ""
+    assert len(lines(second)) == 1
+
+
+def test_counters_start_at_zero_and_rise() -> None:
+    counters = Counters()
+    assert counters.snapshot()["lookups"] == 0
+    counters.add("lookups")
+    counters.add("lookup_keys", 12)
+    counters.add("refusals", label=Reason.NO_SPACE)
+    counters.add("refusals", 2, "draining")
+    counters.add("evicted_blocks", 0, "capacity")
+    snapshot = counters.snapshot()
+    assert (snapshot["lookups"], snapshot["lookup_keys"]) == (1, 12)
+    assert (snapshot["refusals{no_space}"], snapshot["refusals{draining}"]) == (1, 2)
+    assert "evicted_blocks{capacity}" not in snapshot
+    assert counters.get("refusals") == 3
+    assert counters.get("refusals", "draining") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "label"),
+    [
+        ("lookpus", 1, ""),
+        ("lookups", -1, ""),
+        ("lookups", 1, "label"),
+        ("refusals", 1, ""),
+        ("refusals", 1, "because"),
+        ("evicted_blocks", 1, "Not A Word"),
+        ("evicted_blocks", 1, "x" * 49),
+    ],
+)
+def test_what_cannot_be_counted(name: str, n: int, label: str) -> None:
+    counters = Counters()
+    before = counters.snapshot()
+    with pytest.raises(ValueError, match="counter"):
+        counters.add(name, n, label)
+    assert counters.snapshot() == before
+
+
+def test_label_values_are_bounded() -> None:
+    counters = Counters()
+    for index in range(LABEL_VALUES_MAX + 5):
+        counters.add("task_failures", label=f"task{index}")
+    counters.add("task_failures", label="task0")
+    snapshot = counters.snapshot()
+    assert snapshot[f"task_failures{{{OTHER}}}"] == 5
+    assert snapshot["task_failures{task0}"] == 2
+    assert sum(name.startswith("task_failures{") for name in snapshot) == LABEL_VALUES_MAX + 1
+
+
+def test_every_counter_is_described() -> None:
+    assert all(counter.help.endswith(".") for counter in TABLE.values())
+
+
+def test_threads_lose_no_count() -> None:
+    counters = Counters()
+
+    def add() -> None:
+        for _ in range(2000):
+            counters.add("summed_blocks")
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counters.get("summed_blocks") == 8000

@@ -1,0 +1,148 @@
+"""What the kernel says about pages, from made-up and real trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.memory_places import mounted, tmpfs_directory
+
+from kvhearth_server.memory.pages import (
+    BASE_PAGE_BYTES,
+    FilesystemKind,
+    HugePool,
+    KernelMemory,
+    PageKind,
+    filesystem_kind,
+)
+
+MIB = 1 << 20
+POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+THP = "sys/kernel/mm/transparent_hugepage"
+
+
+def tree(root: Path, files: dict[str, str]) -> KernelMemory:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return KernelMemory(root)
+
+
+def test_pool_leaves_out_promised_pages_and_adds_overcommit(tmp_path: Path) -> None:
+    kernel = tree(
+        tmp_path,
+        {
+            f"{POOL}/nr_hugepages": "100",
+            f"{POOL}/free_hugepages": "60",
+            f"{POOL}/resv_hugepages": "20",
+            f"{POOL}/nr_overcommit_hugepages": "5",
+            f"{POOL}/surplus_hugepages": "2",
+        },
+    )
+    assert kernel.pool(2 * MIB) == HugePool(2 * MIB, total=100, free=43)
+    assert kernel.pool(1 << 30) == HugePool(1 << 30, total=0, free=0)
+
+
+def test_shortage_names_free_needed_and_the_fix(tmp_path: Path) -> None:
+    kernel = tree(
+        tmp_path,
+        {
+            "proc/meminfo": "Hugepagesize:       2048 kB",
+            f"{POOL}/nr_hugepages": "10",
+            f"{POOL}/free_hugepages": "4",
+        },
+    )
+    told = kernel.pool_shortage(2 * MIB, 32)
+    assert told == "4 of 32 pages of 2MiB are free; run: sysctl -w vm.nr_hugepages=38"
+    assert "hugepagesz=1G hugepages=3" in kernel.pool_shortage(1 << 30, 3)
+
+
+def test_shortage_when_2mib_is_not_the_default_size(tmp_path: Path) -> None:
+    kernel = tree(tmp_path, {"proc/meminfo": "Hugepagesize: 1048576 kB"})
+    assert f"echo 7 > /{POOL}/nr_hugepages" in kernel.pool_shortage(2 * MIB, 7)
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "chosen", "allowed"),
+    [
+        ("always within_size advise [never] deny force", None, "never", False),
+        ("always within_size [advise] never deny force", None, "advise", True),
+        ("[always] within_size advise never deny force", None, "always", True),
+        ("always within_size advise never [deny] force", "[always] inherit", "deny", False),
+        ("always within_size advise never deny [force]", None, "force", True),
+        ("always within_size advise [never] deny force", "always [inherit]", "never", False),
+        ("always within_size advise [never] deny force", "inherit [advise] never", "advise", True),
+        ("always within_size [advise] never deny force", "inherit advise [never]", "never", False),
+    ],
+)
+def test_thp_setting(tmp_path: Path, top: str, own: str | None, chosen: str, allowed: bool) -> None:
+    files = {f"{THP}/shmem_enabled": top}
+    if own is not None:
+        files[f"{THP}/hugepages-2048kB/shmem_enabled"] = own
+    kernel = tree(tmp_path, files)
+    assert kernel.shmem_thp() == chosen
+    assert kernel.memfd_thp_allowed() is allowed
+
+
+def test_available_is_the_least_of_host_and_control_groups(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/pods/pod1"
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024 kB"}
+    assert tree(tmp_path, files).available_bytes() == MIB
+    files |= {
+        "proc/self/cgroup": "0::/pods/pod1",
+        f"{group}/memory.max": "max",
+        f"{group}/memory.current": "5",
+        "sys/fs/cgroup/pods/memory.max": "500000",
+        "sys/fs/cgroup/pods/memory.current": "450000",
+        "sys/fs/cgroup/pods/memory.stat": "anon 400000\nactive_file 1000\ninactive_file 2000",
+    }
+    assert tree(tmp_path, files).available_bytes() == 53_000
+    files["sys/fs/cgroup/memory.max"] = "10"
+    assert tree(tmp_path, files).available_bytes() == 10
+
+
+def test_nothing_known_about_available_memory(tmp_path: Path) -> None:
+    assert KernelMemory(tmp_path).available_bytes() is None
+
+
+def test_pmd_mapped_bytes_of_one_mapping(tmp_path: Path) -> None:
+    smaps = (
+        "7f0000000000-7f0000400000 rw-s 00000000 00:01 1  /memfd:a\n"
+        "Size: 4096 kB\nShmemPmdMapped:     2048 kB\n"
+        "7f0000400000-7f0000800000 rw-s 00000000 00:01 2  /memfd:b\n"
+        "Size: 4096 kB\nShmemPmdMapped:     4096 kB"
+    )
+    kernel = tree(tmp_path, {"proc/self/smaps": smaps})
+    assert kernel.pmd_mapped_bytes(0x7F0000000000) == 2 * MIB
+    assert kernel.pmd_mapped_bytes(0x7F0000400000) == 4 * MIB
+    assert kernel.pmd_mapped_bytes(0x1000) == 0
+
+
+def test_kinds_of_file_systems(tmp_path: Path) -> None:
+    with tmpfs_directory() as path:
+        found = filesystem_kind(path)
+        assert (found.kind, found.page_bytes) == (FilesystemKind.TMPFS, BASE_PAGE_BYTES)
+    assert filesystem_kind(Path("/proc")).kind is FilesystemKind.OTHER
+    with pytest.raises(FileNotFoundError):
+        filesystem_kind(tmp_path / "absent")
+
+
+def test_hugetlbfs_and_its_page_size(tmp_path: Path) -> None:
+    with mounted("hugetlbfs", "pagesize=2M", tmp_path / "huge") as path:
+        found = filesystem_kind(path)
+        assert (found.kind, found.page_bytes) == (FilesystemKind.HUGETLBFS, 2 * MIB)
+
+
+@pytest.mark.parametrize("option", ["never", "advise", "within_size", "always"])
+def test_huge_option_of_a_tmpfs(tmp_path: Path, option: str) -> None:
+    with mounted("tmpfs", f"size=1M,huge={option}", tmp_path / "t") as path:
+        found = filesystem_kind(path)
+        assert (found.huge_option, found.total_bytes) == (option, MIB)
+        kernel = tree(tmp_path, {f"{THP}/shmem_enabled": "[never] deny force"})
+        assert kernel.tmpfs_thp_allowed(found) is (option != "never")
+        kernel = tree(tmp_path, {f"{THP}/shmem_enabled": "never [deny] force"})
+        assert not kernel.tmpfs_thp_allowed(found)
+
+
+def test_which_kinds_are_hugetlb() -> None:
+    assert [kind.is_hugetlb for kind in PageKind] == [True, True, False, False]

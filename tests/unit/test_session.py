@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, until
+
+from kvhearth.arena import ArenaMapping
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.session import attach
+from kvhearth.url import DaemonUrl
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire import Hello
+
+
+def hello(*, map_arena: bool = True) -> Hello:
+    return Hello(PROTOCOL_VERSION, "e1", small_contract().to_json(), map_arena=map_arena, pid=1)
+
+
+def url(directory: Path, attach_ms: int = 5000) -> DaemonUrl:
+    return DaemonUrl(directory, attach_ms=attach_ms)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def scripted(directory: Path, talk: Callable[[socket.socket], None]) -> Iterator[None]:
+    """An attach socket that talks as ``talk`` says, then closes the connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "attach.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                talk(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(5)
+
+
+def refusal_of(directory: Path, attach_ms: int = 5000) -> KVHearthError:
+    with pytest.raises(KVHearthError) as refusal:
+        attach(url(directory, attach_ms), hello())
+    return refusal.value
+
+
+def test_attach_brings_the_arena_and_a_life_line(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        session = attach(url(tmp_path), hello())
+        assert session.welcome.boot_id == daemon.boot_id
+        descriptors = session.take_descriptors()
+        assert [os.get_inheritable(each) for each in descriptors] == [False, False]
+        mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert mapping.segments == {1: SEGMENT_BYTES}
+        daemon.segment[100] = 42
+        assert mapping.view(1)[100] == 42
+        mapping.view(1)[7] = 9
+        assert daemon.segment[7] == 9
+        assert mapping.address(1) == mapping.view(1).ctypes.data
+        daemon.generations[4:8] = (5).to_bytes(4, "little")
+        assert mapping.generations[1] == 5
+        assert mapping.generations.shape == (SLOTS,)
+        assert not mapping.generations.flags.writeable
+        assert mapping.alive()
+        daemon.drop_lines()
+        until(lambda: not mapping.alive())
+        assert not session.alive()
+        mapping.close()
+        mapping.close()
+        session.close()
+        session.close()
+
+
+def _mapped(address: int) -> bool:
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        ranges = (line.split()[0].split("-") for line in maps)
+        return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+
+def test_memory_lives_as_long_as_its_last_array_and_no_longer(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()):
+        session = attach(url(tmp_path), hello())
+        descriptors = session.take_descriptors()
+        mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        address = mapping.address(1)
+        part = mapping.view(1)[10:20].view(np.uint16)
+        mapping.close()
+        assert not mapping.alive()
+        for use in (lambda: mapping.view(1), lambda: mapping.generations):
+            with pytest.raises(KVHearthError) as refusal:
+                use()
+            assert refusal.value.reason is Reason.CLOSED
+        gc.collect()
+        part[0] = 1
+        assert _mapped(address)
+        del part
+        gc.collect()
+        assert not _mapped(address)
+        session.close()
+
+
+def test_without_the_arena_no_descriptors_come(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()):
+        session = attach(url(tmp_path), hello(map_arena=False))
+        assert session.descriptors == []
+        session.close()
+
+
+def test_goodbye_is_said_once(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        session = attach(url(tmp_path), hello())
+        session.goodbye()
+        session.goodbye()
+        until(lambda: daemon.ended == 1)
+        assert daemon.byes == 1
+        assert not session.alive()
+
+
+def test_a_refusal_comes_with_its_details(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.refuse = KVHearthError(Reason.CONTRACT_MISMATCH, "kv_dtype differs", kv_dtype="int8")
+        error = refusal_of(tmp_path)
+    assert error.reason is Reason.CONTRACT_MISMATCH
+    assert (error.message, error.details) == ("kv_dtype differs", {"kv_dtype": "int8"})
+
+
+def test_a_silent_daemon_costs_the_deadline(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.silent_attach = True
+        assert refusal_of(tmp_path, attach_ms=100).reason is Reason.DEADLINE
+
+
+def test_no_daemon(tmp_path: Path) -> None:
+    assert refusal_of(tmp_path).reason is Reason.DAEMON_AWAY
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", Reason.DAEMON_AWAY),
+        (b"\x02\x00", Reason.DAEMON_AWAY),
+        (b"\x02\x00\x00\x00[]", Reason.BAD_MESSAGE),
+        (b"\xff\xff\xff\xff", Reason.BAD_MESSAGE),
+        (b'\x2e\x00\x00\x00{"kind":"welcome","segments":[5],"boot_id":"b"}', Reason.BAD_MESSAGE),
+    ],
+)
+def test_answers_that_make_no_sense(tmp_path: Path, data: bytes, reason: Reason) -> None:
+    before = open_descriptors()
+    with scripted(tmp_path, lambda connection: connection.sendall(data)):
+        assert refusal_of(tmp_path).reason is reason
+    until(lambda: open_descriptors() <= before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_wrong_number_of_descriptors_is_refused_and_all_are_closed(
+    tmp_path: Path, count: int
+) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        spare = os.dup(daemon._memory[0])
+        real, daemon._memory = daemon._memory, ([*daemon._memory, spare])[:count]
+        before = open_descriptors()
+        assert refusal_of(tmp_path).reason is Reason.BAD_MESSAGE
+        until(lambda: open_descriptors() <= before)
+        daemon._memory = real
+        os.close(spare)
+
+
+def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract(), generation_count=SLOTS + 5000):
+        session = attach(url(tmp_path), hello())
+        with pytest.raises(KVHearthError) as refusal:
+            ArenaMapping(session.welcome, session.descriptors, session.alive)
+        assert refusal.value.reason is Reason.BAD_MESSAGE
+        session.close()

@@ -1,0 +1,129 @@
+"""The tail is bounded: lengths of files, functions and classes, and what no file may contain."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE_LINES_MAX = 400
+TEST_FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+CLASS_METHODS_MAX = 20
+
+CATCH_ALL_ALLOWED = frozenset(
+    {
+        # thread mains and supervised tasks: what they raise is counted and logged
+        "client/kvhearth/copiers/cuda.py",
+        "client/kvhearth/copiers/host.py",
+        "client/kvhearth/pipeline.py",
+        "client/kvhearth/session.py",
+        "server/kvhearth_server/daemon.py",
+        "server/kvhearth_server/engine/executor.py",
+        # the fail-open boundary: nothing of ours reaches an engine's loop
+        "client/kvhearth/client.py",
+    }
+)
+"""The files that may catch every exception. Add one only with its reason."""
+
+UNPICKLERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
+UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+
+
+def _sources() -> list[Path]:
+    folders = ("client", "server", "proto", "tests", "deploy")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(path for path in found if "_pb2" not in path.name)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+SOURCES = _sources()
+CODE = [path for path in SOURCES if not _name(path).startswith("tests/")]
+each_source = pytest.mark.parametrize("path", SOURCES, ids=_name)
+each_code = pytest.mark.parametrize("path", CODE, ids=_name)
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {each.id for each in caught if isinstance(each, ast.Name)}
+    return handler.type is None or bool(names & {"Exception", "BaseException"})
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(CODE) > 10
+
+
+@each_source
+def test_file_length(path: Path) -> None:
+    count = len(path.read_text(encoding="utf-8").splitlines())
+    assert count <= (FILE_LINES_MAX if path in CODE else TEST_FILE_LINES_MAX)
+
+
+@each_code
+def test_function_and_class_length(path: Path) -> None:
+    long = []
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                long.append(f"line {node.lineno}: {node.name} has {lines} lines")
+        elif isinstance(node, ast.ClassDef):
+            methods = [
+                each
+                for each in node.body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            if len(methods) > CLASS_METHODS_MAX:
+                long.append(f"line {node.lineno}: {node.name} has {len(methods)} methods")
+    assert long == []
+
+
+@each_source
+def test_imports(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in _imported(_tree(path))}
+    assert not tops & {"server", "client"}, "import kvhearth_server and kvhearth"
+    assert not tops & UNPICKLERS, "nothing is unpickled"
+
+
+@each_code
+def test_no_module_is_named_like_the_standard_librarys(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    # proto/v1/types_pb2 has a suffix of its own, and `proto` is nobody's
+    assert not set(parts) & (sys.stdlib_module_names - {"__main__"})
+
+
+@each_code
+def test_who_catches_everything(path: Path) -> None:
+    tree = _tree(path)
+    lines = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and _catches_all(node)
+    ]
+    if _name(path) not in CATCH_ALL_ALLOWED:
+        assert lines == [], "name the exceptions, or argue for the file in CATCH_ALL_ALLOWED"
+
+
+@each_source
+def test_nothing_is_left_unfinished(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [word for word in UNFINISHED if word in text] == []

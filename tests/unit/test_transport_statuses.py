@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from support.fake_daemon import running, small_contract
+
+from kvhearth.errors import Code, KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.statuses import decode_status, encode_status, error_from_code, rebuild_error
+from kvhearth.transports.base import HEARTBEAT, LOOKUP
+from kvhearth.transports.grpc_unix import GrpcUnixTransport
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_survives_the_wire(reason: Reason) -> None:
+    back = decode_status(encode_status(KVHearthError(reason, "say what to do", field="groups[0]")))
+    assert (back.reason, back.message) == (reason, "say what to do")
+    assert back.details == {"field": "groups[0]"}
+
+
+def test_long_texts_stay_below_the_bound_of_metadata() -> None:
+    details = {f"field{index}": "x" * 9999 for index in range(99)}
+    assert len(encode_status(KVHearthError(Reason.INTERNAL, "y" * 99999, **details))) < 6000
+
+
+def test_a_newer_peers_reason_is_kept_as_a_detail() -> None:
+    error = rebuild_error(
+        "of_tomorrow", "m", {"reason": "a", "message": "b", "self": "c", "d": "e"}
+    )
+    assert error.reason is Reason.INTERNAL
+    assert error.details == {"d": "e", "word": "of_tomorrow"}
+
+
+def test_foreign_details_fall_back_to_the_code() -> None:
+    status = types_pb2.RpcStatus(code=int(Code.UNAVAILABLE), message="m")
+    status.details.append(AnyMessage(type_url="type.googleapis.com/google.rpc.RetryInfo"))
+    assert decode_status(status.SerializeToString()).reason is Reason.DAEMON_AWAY
+
+
+def test_garbage_is_internal() -> None:
+    assert decode_status(b"\xff\xff\xff").reason is Reason.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (Code.UNAVAILABLE, Reason.DAEMON_AWAY),
+        (Code.DEADLINE_EXCEEDED, Reason.DEADLINE),
+        (Code.UNAUTHENTICATED, Reason.UNKNOWN_TOKEN),
+        (Code.INTERNAL, Reason.INTERNAL),
+        (1, Reason.CLOSED),
+    ],
+)
+def test_bare_codes(code: int, reason: Reason) -> None:
+    assert error_from_code(code, "m").reason is reason
+
+
+def test_the_transport_tells_refusals_silence_and_absence_apart(tmp_path: Path) -> None:
+    transport = GrpcUnixTransport(f"unix:{tmp_path}/grpc.sock", "t", 1 << 20)
+    with running(tmp_path, small_contract()) as daemon:
+        with pytest.raises(KVHearthError) as refusal:
+            transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
+        assert refusal.value.reason is Reason.UNKNOWN_TOKEN
+        daemon.tokens.append("t")
+        assert transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0).boot_id == daemon.boot_id
+        daemon.refuse_next("Lookup", Reason.STALE_EPOCH)
+        with pytest.raises(KVHearthError) as refusal:
+            transport.call(LOOKUP, pb.LookupRequest(), 5.0)
+        assert refusal.value.reason is Reason.STALE_EPOCH
+        assert refusal.value.details == {"field": "x"}
+        daemon.slow_next("Lookup", 0.5)
+        with pytest.raises(KVHearthError) as refusal:
+            transport.call(LOOKUP, pb.LookupRequest(), 0.05)
+        assert refusal.value.reason is Reason.DEADLINE
+    with pytest.raises(KVHearthError) as refusal:
+        transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
+    assert refusal.value.reason is Reason.DAEMON_AWAY
+    transport.close()
+    transport.close()
+    with pytest.raises(KVHearthError) as refusal:
+        transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
+    assert refusal.value.reason is Reason.CLOSED
+
+
+def test_a_message_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+    transport = GrpcUnixTransport(f"unix:{tmp_path}/grpc.sock", "t", 64)
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.tokens.append("t")
+        request = pb.LookupRequest(groups=[types_pb2.GroupKeys(group=0, keys=b"x" * 1000)])
+        with pytest.raises(KVHearthError) as refusal:
+            transport.call(LOOKUP, request, 5.0)
+        assert refusal.value.reason is Reason.BAD_MESSAGE
+    transport.close()
