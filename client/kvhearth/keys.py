@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -12,19 +10,8 @@ import numpy as np
 from kvhearth.errors import KVHearthError, Reason
 
 
-@functools.lru_cache(maxsize=256)
-def _splitter(count: int, key_bytes: int) -> struct.Struct:
-    return struct.Struct(f"{key_bytes}s" * count)
-
-
-_CHUNK_KEYS = 64
-
-
 def split_keys(blob: bytes, key_bytes: int) -> list[bytes]:
     """Cut a blob into its keys.
-
-    Chunks of a fixed count keep the number of compiled formats, and so the memory of their cache,
-    bounded.
 
     Raises:
         KVHearthError: ``bad_keys`` if the blob is not whole keys.
@@ -33,15 +20,8 @@ def split_keys(blob: bytes, key_bytes: int) -> list[bytes]:
         raise KVHearthError(
             Reason.BAD_KEYS, f"{len(blob)} bytes are not whole keys of {key_bytes} bytes"
         )
-    count = len(blob) // key_bytes
-    whole = count - count % _CHUNK_KEYS
-    keys: list[bytes] = []
-    if whole:
-        end = whole * key_bytes
-        for chunk in _splitter(_CHUNK_KEYS, key_bytes).iter_unpack(memoryview(blob)[:end]):
-            keys.extend(chunk)
-    if count - whole:
-        keys.extend(_splitter(count - whole, key_bytes).unpack_from(blob, whole * key_bytes))
+    # One call in C; slicing in Python takes five times as long.
+    keys: list[bytes] = np.frombuffer(blob, f"V{key_bytes}").tolist()
     return keys
 
 

@@ -241,7 +241,7 @@ class TestCopierContract:
         rig.close()
         rig.arena = FakeArena(rig.kv.page_bytes, 4, segments=3)
         rig.copier = rig._copier({})
-        slots = [3, 4, 5, 11]  # slot 4 follows slot 3 by number, but is in another segment
+        slots = [0, 5, 10, 3]  # the first three lie one step apart, each in its own segment
         before = rig.pages()
         assert rig.store([0, 1, 2, 3], rig.extents(slots)).ok.all()
         assert [rig.slot(slot) for slot in slots] == before[:4]

@@ -16,6 +16,7 @@ import pytest
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.layout import PagedKV
+from kvhearth.results import CommitGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -60,7 +61,6 @@ def _contract() -> Contract:
 
 
 def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> None:
-    from kvhearth.client import CommitGroup
     from kvhearth.copiers.cuda import CudaCopier
     from kvhearth.copiers.register import ArenaRegistration, CudartRegistrar
 

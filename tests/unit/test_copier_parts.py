@@ -88,7 +88,38 @@ class TestTicketBook:
             book.check_books()
 
 
+class _MovingGenerations:
+    """Generations of which one moves at a given read."""
+
+    def __init__(self, arena: FakeArena, read: int, slot: int) -> None:
+        self._arena, self._read, self._slot = arena, read, slot
+
+    def __len__(self) -> int:
+        return self._arena.slot_count
+
+    def __getitem__(self, slots: Any) -> Any:
+        self._read -= 1
+        if not self._read:
+            self._arena.bump(self._slot)
+        return self._arena._generations[slots]
+
+
 class TestHostCopier:
+    @pytest.mark.parametrize("read", [2, 3])
+    def test_a_slot_that_leaves_use_before_its_run_is_not_written(self, read: int) -> None:
+        """Read 1 is the batch's, then one for each run: here of two blocks."""
+        run_bytes = 1 << 20
+        pages = np.ones((4, run_bytes), np.uint8)
+        arena = FakeArena(run_bytes, 4)
+        extents = arena.extents(range(4))
+        arena.generations = _MovingGenerations(arena, read, 3)
+        copier = HostCopier(PagedKV([pages]), arena)
+        done = copier.store_now(BOOT, np.arange(4), extents)
+        assert done.ok.tolist() == [True, True, True, False]
+        assert arena.slot(2)[0] == 1
+        assert (arena.slot(3) == 0xA5).all()
+        assert copier.close()
+
     def test_synchronous_calls(self) -> None:
         pages = np.random.default_rng(3).integers(0, 256, (8, PAGE_BYTES), np.uint8)
         before = pages.copy()

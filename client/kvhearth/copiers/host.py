@@ -73,11 +73,7 @@ class HostCopier:
     ) -> None:
         self._kv = kv
         self._arena = HeldArena(arena)
-        self._sums = sums
-        self._verify = verify
-        self._parts = kv.host_parts()
-        self._stack = kv.host_stack()
-        self._bytes = {segment: view.data for segment, view in self._arena.views.items()}
+        self._mover = _Mover(kv, self._arena, sums, verify)
         self._book = TicketBook(queue_max)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._workers = [
@@ -175,15 +171,34 @@ class HostCopier:
         batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
         checksums = None
         if job.ticket.kind is CopyKind.STORE:
-            checksums = self._store_blocks(batch)
+            checksums = self._mover.store(batch)
             faults.hit("copier.store_done")
         else:
-            self._load_blocks(batch)
+            self._mover.load(batch)
             faults.hit("copier.load_done")
         batch.judge()
         return batch.done(job.ticket, checksums, time.perf_counter() - started)
 
-    def _store_blocks(self, batch: Batch) -> U8 | None:
+
+class _Mover:
+    """Moves a batch's ok blocks in the calling thread; holds no state of a batch.
+
+    Args:
+        kv, arena: between which to copy.
+        sums, verify: as in ``HostCopier``.
+    """
+
+    def __init__(self, kv: PagedKV, arena: HeldArena, sums: bool, verify: bool) -> None:
+        self._kv = kv
+        self._arena = arena
+        self._sums = sums
+        self._verify = verify
+        self._parts = kv.host_parts()
+        self._stack = kv.host_stack()
+        self._bytes = {segment: view.data for segment, view in arena.views.items()}
+
+    def store(self, batch: Batch) -> U8 | None:
+        """Copy pages into slots; the checksums, uint8 of shape (n, 16), if they are wanted."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for run in batch.runs(self._blocks_max(self._sums)):
             # Checked per run and not per batch: a slot that was given to another must not be
@@ -198,7 +213,8 @@ class HostCopier:
                 faults.hit("copier.store_block")
         return sums
 
-    def _load_blocks(self, batch: Batch) -> None:
+    def load(self, batch: Batch) -> None:
+        """Copy slots whose checksums are right into pages."""
         expected = batch.expected(np.full(len(batch), self._verify))
         for run in batch.runs(self._blocks_max(bool(expected))):
             # Summed before the copy: the sum brings the bytes into cache, and a wrong block is not

@@ -98,7 +98,7 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     state.chains.link_many(heads, part.parents)
     # Commits were leaf first among blocks of one age; by age alone the root would be coldest, so
     # the links above keep the leaf-first rule.
-    state.policies.insert(part.namespace, state.slot_bytes(spec), heads, part.keys)
+    state.policies.insert(part.namespace, state.slot_bytes(spec), heads, None)
     state.count("adopted_blocks", len(heads))
 
 

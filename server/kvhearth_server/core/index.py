@@ -39,8 +39,10 @@ class Index:
         """Bind keys that are not bound to heads, in order."""
         self._maps.setdefault((namespace, group), {}).update(zip(keys, heads.tolist(), strict=True))
         slabs, inside = heads // self._stride, heads % self._stride
-        for slab in np.unique(slabs).tolist():
-            self._grow(slab, int(inside[slabs == slab].max()))
+        tops = np.full(int(slabs.max(initial=-1)) + 1, -1, np.int64)
+        np.maximum.at(tops, slabs, inside)
+        for slab in np.flatnonzero(tops >= 0).tolist():
+            self._grow(slab, int(tops[slab]))
         columns = map(self._keys.__getitem__, slabs.tolist())
         for column, row, key in zip(columns, inside.tolist(), keys, strict=True):
             column[row] = key

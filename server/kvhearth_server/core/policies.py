@@ -23,12 +23,15 @@ class PolicySet:
         self._arrays = PolicyArrays(slot_count)
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
 
-    def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes]) -> None:
-        """Admit heads, coldest first; ``keys`` in the same order."""
+    def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes] | None) -> None:
+        """Admit heads, coldest first; ``keys`` in the same order, or None for an adopted arena."""
         place = (namespace, slot_bytes)
         policy = self._policies.get(place)
         if policy is None:
             policy = self._policies[place] = make_policy(self._name, self._arrays)
+        if keys is None:
+            policy.insert(heads)
+            return
         marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
         policy.insert(heads, marks)
 

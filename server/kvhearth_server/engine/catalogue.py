@@ -15,7 +15,7 @@ from kvhearth_server.engine.sessions import Peer, Session, Sessions
 
 def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dict[str, Any]:
     """What a successor must know, as JSON."""
-    bytes_of = {session.number: session.lock_byte for session in sessions}
+    records = {session.number: session for session in sessions}
     return {
         "complete": True,
         "boot_id": boot_id,
@@ -38,14 +38,18 @@ def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dic
                 "namespace": group.namespace,
                 "world_size": group.world_size,
                 "members": [
-                    [m.session, m.rank, m.scheduler, bytes_of.get(m.session, -1)]
+                    _member(m, records[m.session])
                     for m in group.members.values()
-                    if m.mapped and m.state is not MemberState.DRAINED
+                    if m.mapped and m.state is not MemberState.DRAINED and m.session in records
                 ],
             }
             for group in state.groups
         ],
     }
+
+
+def _member(member: Member, record: Session) -> list[Any]:
+    return [member.session, member.rank, member.scheduler, record.lock_byte, record.boot_id]
 
 
 def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
@@ -90,7 +94,7 @@ def restore_groups(
                 entry["world_size"],
                 ended=True,
             )
-            for session, rank, scheduler, lock_byte in entry["members"]:
+            for session, rank, scheduler, lock_byte, boot_id in entry["members"]:
                 gone = MemberState.GONE
                 group.members[session] = Member(session, rank, bool(scheduler), True, gone)
                 peer = Peer(-1, 0, -1)
@@ -103,6 +107,7 @@ def restore_groups(
                         peer,
                         lock_byte,
                         group.number,
+                        boot_id,
                         ghost=True,
                         gone=True,
                     )

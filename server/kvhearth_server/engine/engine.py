@@ -145,7 +145,9 @@ class Engine:
         try:
             if hello.map_arena:
                 lock_byte, descriptors = self._descriptors(segment)
-            session = Session(number, tenant, segment, token, peer, lock_byte, joined.group.number)
+            session = Session(
+                number, tenant, segment, token, peer, lock_byte, joined.group.number, self.boot_id
+            )
             self.sessions.add(session)
             self._write_catalogue()
         except BaseException:
@@ -190,7 +192,9 @@ class Engine:
     def _previous(self, hello: Hello, tenant: str) -> None:
         """A client that attaches again says whether its copies under its old session are done."""
         old = self.sessions.find(hello.previous_session)
-        if hello.previous_drained and old is not None and old.gone and old.tenant == tenant:
+        if old is None or not hello.previous_drained or not old.gone:
+            return
+        if (old.tenant, old.boot_id) == (tenant, hello.previous_boot):
             self.drained(old)
 
     def _descriptors(self, segment: int) -> tuple[int, list[int]]:
@@ -299,4 +303,4 @@ class Engine:
 
 def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
     peer = Peer(-1, 0, -1)
-    return Session(number, tenant, segment, "", peer, lock_byte, group, ghost=True, gone=True)
+    return Session(number, tenant, segment, "", peer, lock_byte, group, "", ghost=True, gone=True)

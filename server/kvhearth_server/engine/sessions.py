@@ -28,8 +28,8 @@ class Peer:
 class Session:
     """One attached process, or one that left and is not drained yet.
 
-    ``lock_byte`` is -1 if it mapped nothing. ``ghost``: it attached to an earlier run of the
-    daemon.
+    ``lock_byte`` is -1 if it mapped nothing. ``boot_id`` is of the daemon run that it
+    attached to; ``ghost``: that was an earlier one.
     """
 
     number: int
@@ -39,6 +39,7 @@ class Session:
     peer: Peer
     lock_byte: int
     group: int
+    boot_id: str
     ghost: bool = False
     gone: bool = False
     quiet_since: float | None = None

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvhearth.contract import Contract
-from kvhearth.keys import split_keys
 from kvhearth.model import I64, Bools, Records
 from kvhearth_server.core.adoption import AdoptedBlocks, Adoption
 from kvhearth_server.core.namespaces import Namespaces
@@ -28,6 +27,7 @@ from kvhearth_server.memory.journal import (
 )
 
 _CHUNK_ROWS = 1 << 15
+_DENSE_ROWS = 1 << 12
 _BOUND = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
 _BUSY = (STATE_WORDS[State.RESERVED], STATE_WORDS[State.LOADING])
 
@@ -85,12 +85,16 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             found.reasons["slab"] += 1
             continue
         found.slabs.append((slab, size))
+    reader = _Reader(found, held, good, specs, geometry)
     for slots, sizes in _chunks(found.slabs, geometry):
-        rows = journal.headers[slots]
-        words = rows["state"]
-        used = words != STATE_WORDS[State.FREE]
-        if used.any():
-            _sort_out(found, held, good, specs, geometry, rows[used], slots[used], sizes[used])
+        span = slice(int(slots[0]), int(slots[-1]) + 1)
+        dense = span.stop - span.start == len(slots)
+        rows = journal.headers[span if dense else slots]
+        used = rows["state"] != STATE_WORDS[State.FREE]
+        if used.all():
+            reader.sort_out(rows, slots, sizes)
+        elif used.any():
+            reader.sort_out(rows[used], slots[used], sizes[used])
     for number, parts in held.items():
         found.held[number] = np.concatenate(parts)
     if good:
@@ -108,75 +112,90 @@ def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[
         parts.append(slab * geometry.stride + np.arange(count, dtype=np.int64))
         sizes.append(np.full(count, size, np.int64))
         rows += count
-        if rows >= _CHUNK_ROWS:
+        # A slab of many slots is a chunk of its own: its headers are used where they lie.
+        if rows >= _CHUNK_ROWS or count >= _DENSE_ROWS:
             yield np.concatenate(parts), np.concatenate(sizes)
             parts, sizes, rows = [], [], 0
     if parts:
         yield np.concatenate(parts), np.concatenate(sizes)
 
 
-def _sort_out(
-    found: Adoption,
-    held: dict[int, list[I64]],
-    good: list[Records],
-    specs: _Specs,
-    geometry: Geometry,
-    rows: Records,
-    slots: I64,
-    sizes: I64,
-) -> None:
-    """Put one chunk's used headers where they belong."""
-    words = rows["state"]
-    bound = np.isin(words, _BOUND)
-    read_only = (words == STATE_WORDS[State.QUARANTINED]) & (rows["owner"] == 0)
-    busy = np.isin(words, _BUSY) | ((words == STATE_WORDS[State.QUARANTINED]) & ~read_only)
-    _drop(found, "readers", slots[read_only])
-    for owner in np.unique(rows["owner"][busy]).tolist():
-        held[int(owner)].append(slots[busy & (rows["owner"] == owner)])
-    # A state word that is none of ours was damaged: the slot may have been reserved, so nobody's
-    # guess is safe.
-    strange = ~(bound | busy | read_only)
-    if strange.any():
-        found.reasons["state_word"] += int(strange.sum())
-        held[0].append(slots[strange])
-    if bound.any():
-        rows, slots, sizes = rows[bound], slots[bound], sizes[bound]
+class _Reader:
+    """Puts the used headers of one chunk after the other where they belong."""
+
+    def __init__(
+        self,
+        found: Adoption,
+        held: dict[int, list[I64]],
+        good: list[Records],
+        specs: _Specs,
+        geometry: Geometry,
+    ) -> None:
+        self._found = found
+        self._held = held
+        self._good = good
+        self._specs = specs
+        self._geometry = geometry
+
+    def sort_out(self, rows: Records, slots: I64, sizes: I64) -> None:
+        """Headers that are not free, their slots and the sizes of these."""
+        found, words = self._found, rows["state"]
+        bound = np.isin(words, _BOUND)
+        if not bound.all():
+            aside = words == STATE_WORDS[State.QUARANTINED]
+            read_only = aside & (rows["owner"] == 0)
+            busy = np.isin(words, _BUSY) | (aside & ~read_only)
+            _drop(found, "readers", slots[read_only])
+            for owner in np.unique(rows["owner"][busy]).tolist():
+                self._held[int(owner)].append(slots[busy & (rows["owner"] == owner)])
+            # A state word that is none of ours was damaged: the slot may have been reserved, so
+            # nobody's guess is safe.
+            strange = ~(bound | busy | read_only)
+            if strange.any():
+                found.reasons["state_word"] += int(strange.sum())
+                self._held[0].append(slots[strange])
+            rows, slots, sizes = rows[bound], slots[bound], sizes[bound]
+        if len(rows):
+            self._keep(rows, slots, sizes)
+
+    def _keep(self, rows: Records, slots: I64, sizes: I64) -> None:
+        found = self._found
         found.sequence = max(found.sequence, int(rows["sequence"].max()))
-        whole = _whole(found, specs, geometry, rows, slots, sizes)
-        kept = np.zeros(int(whole.sum()), _ROW_DTYPE)
+        whole = self._whole(rows, slots, sizes)
+        if not whole.all():
+            rows, slots = rows[whole], slots[whole]
+        kept = np.empty(len(rows), _ROW_DTYPE)
         for name in ("sequence", "parent_sequence", "shard", "key", "checksum"):
-            kept[name] = rows[name][whole]
-        kept["slot"] = slots[whole]
-        kept["pair"] = _pairs(rows)[whole]
-        kept["summed"] = rows["state"][whole] == STATE_WORDS[State.SUMMED]
-        good.append(kept)
+            kept[name] = rows[name]
+        kept["slot"] = slots
+        kept["pair"] = _pairs(rows)
+        kept["summed"] = rows["state"] == STATE_WORDS[State.SUMMED]
+        self._good.append(kept)
+
+    def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
+        """Which committed headers are undamaged and fit the catalogue; the others are dropped."""
+        found, specs = self._found, self._specs
+        good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
+        good &= rows["identity_check"] == identity_check(rows)
+        summed = rows["state"] == STATE_WORDS[State.SUMMED]
+        good &= ~summed | (rows["sum_check"] == sum_check(rows))
+        _drop(found, "header", slots[~good])
+        pairs = _pairs(rows)
+        inside = pairs < len(specs.known)
+        pairs = np.where(inside, pairs, 0)
+        fits = inside & specs.known[pairs] & (rows["length"] == specs.length[pairs])
+        fits &= (rows["shard_count"] == specs.shards[pairs]) & (rows["shard"] < rows["shard_count"])
+        fits &= (rows["key_bytes"] == specs.key_bytes[pairs]) & (sizes == specs.slot_bytes[pairs])
+        fits &= _segments(self._geometry, slots) == specs.segment[pairs]
+        _drop(found, "contract", slots[good & ~fits])
+        current = rows["epoch"] == specs.epoch[pairs]
+        _drop(found, "epoch", slots[good & fits & ~current])
+        return np.asarray(good & fits & current)
 
 
 def _pairs(rows: Records) -> I64:
     pairs: I64 = rows["namespace"].astype(np.int64) * 256 + rows["group"]
     return pairs
-
-
-def _whole(
-    found: Adoption, specs: _Specs, geometry: Geometry, rows: Records, slots: I64, sizes: I64
-) -> Bools:
-    """Which committed headers are undamaged and fit the catalogue; the others are dropped."""
-    good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
-    good &= rows["identity_check"] == identity_check(rows)
-    summed = rows["state"] == STATE_WORDS[State.SUMMED]
-    good &= ~summed | (rows["sum_check"] == sum_check(rows))
-    _drop(found, "header", slots[~good])
-    pairs = _pairs(rows)
-    inside = pairs < len(specs.known)
-    pairs = np.where(inside, pairs, 0)
-    fits = inside & specs.known[pairs] & (rows["length"] == specs.length[pairs])
-    fits &= (rows["shard_count"] == specs.shards[pairs]) & (rows["shard"] < rows["shard_count"])
-    fits &= (rows["key_bytes"] == specs.key_bytes[pairs]) & (sizes == specs.slot_bytes[pairs])
-    fits &= _segments(geometry, slots) == specs.segment[pairs]
-    _drop(found, "contract", slots[good & ~fits])
-    current = rows["epoch"] == specs.epoch[pairs]
-    _drop(found, "epoch", slots[good & fits & ~current])
-    return np.asarray(good & fits & current)
 
 
 def _segments(geometry: Geometry, slots: I64) -> I64:
@@ -192,17 +211,26 @@ def _drop(found: Adoption, reason: str, slots: I64) -> None:
 
 def _blocks(found: Adoption, specs: _Specs, rows: Records) -> None:
     """Join shards to blocks: a block is whole when all its shards agree in count, sequence and key."""
-    for pair in np.unique(rows["pair"]).tolist():
-        mine = rows[rows["pair"] == pair]
+    counts = np.bincount(rows["pair"])
+    for pair in np.flatnonzero(counts).tolist():
+        mine = rows if counts[pair] == len(rows) else rows[rows["pair"] == pair]
         shards = int(specs.shards[pair])
-        mine = mine[np.lexsort((mine["shard"], mine["sequence"]))]
+        rank = mine["sequence"] * np.uint64(shards) + mine["shard"]
+        if (rank[1:] <= rank[:-1]).any():
+            mine = mine[np.argsort(rank, kind="stable")]
         if shards > 1:
             mine = _complete(found, mine, shards)
         blocks = mine.reshape(-1, shards)
         width = int(specs.key_bytes[pair])
         packed = np.ascontiguousarray(blocks["key"][:, 0]).view(np.uint8).reshape(len(blocks), -1)
-        keys = split_keys(packed[:, :width].tobytes(), width)
-        blocks, keys = _newest(found, blocks, keys)
+        names = np.ascontiguousarray(packed[:, :width])
+        keys: list[bytes] = names.view(f"V{width}").reshape(-1).tolist()
+        # Keys are hashes, so one word of each tells a million apart; only if two words agree are
+        # the keys themselves compared.
+        words = names.view(np.uint64)[:, 0] if width % 8 == 0 else np.zeros(len(keys), np.uint64)
+        ordered = np.sort(words)
+        if (ordered[1:] == ordered[:-1]).any():
+            blocks, keys = _newest(found, blocks, keys)
         if len(blocks):
             found.blocks.append(_adopted(pair, blocks, keys))
 
@@ -221,8 +249,6 @@ def _complete(found: Adoption, rows: Records, shards: int) -> Records:
 def _newest(found: Adoption, blocks: Records, keys: list[bytes]) -> tuple[Records, list[bytes]]:
     """One block a key: after a crash between two headers an older one may still stand."""
     last = dict(zip(keys, range(len(keys)), strict=True))
-    if len(last) == len(keys):
-        return blocks, keys
     kept = np.sort(np.fromiter(last.values(), np.int64, len(last)))
     others = np.setdiff1d(np.arange(len(keys)), kept)
     _drop(found, "duplicate", blocks["slot"][others].reshape(-1).astype(np.int64))

@@ -78,6 +78,8 @@ class Arena:
         """Unmap everything; files stay for a successor."""
         for segment in self.segments:
             segment.close()
+        if self._journal_file is not None:
+            self._journal_file.close()
         self.generations.close()
         if self._blob is not None:
             self._blob.close()
@@ -126,10 +128,9 @@ def _open_folder(
         if old is None:
             arena = _cold(plan, folder, generations, blob, progress)
         else:
-            segments = [open_segment(_segment_path(folder, i)) for i in _numbers(plan)]
+            segments = _open_segments(plan, folder, progress)
             journal = open_segment(journal_path(folder))
             arena = Arena(plan, segments, generations, old, [], blob, journal)
-            progress("adopted", 1, 1)
         arena.notes = notes + _notes(arena.segments)
         arena._lock_fd = lock_fd
         return arena
@@ -195,6 +196,17 @@ def _cold(
         on_progress=partial(progress, "journal"),
     )
     return Arena(plan, segments, generations, None, [], blob, journal)
+
+
+def _open_segments(plan: ArenaPlan, folder: Path, progress: Progress) -> list[Segment]:
+    return [
+        open_segment(
+            _segment_path(folder, index),
+            plan.hugepages,
+            on_progress=partial(progress, plan.geometry.segments[index].tenant),
+        )
+        for index in _numbers(plan)
+    ]
 
 
 def _create_segments(

@@ -99,14 +99,11 @@ class PolicyArrays:
         """
         if not len(slots):
             return
-        low, high = int(slots.min()), int(slots.max())
-        if low < 0 or high >= self.slot_count:
-            raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
+        self.require_range(slots)
         if self.position[slots].any():
             taken = slots[self.position[slots] > 0]
             raise ValueError(f"{len(taken)} slots are in a policy already, the first is {taken[0]}")
-        # A slot that occurs twice is found by what its later place overwrites; sorting would cost
-        # ten times that.
+        # A slot that occurs twice is found by what its later place overwrites; sorting is slower.
         order = np.arange(1, len(slots) + 1, dtype=np.uint32)
         self.position[slots] = order
         repeated = int(np.count_nonzero(self.position[slots] != order))
@@ -115,18 +112,15 @@ class PolicyArrays:
             raise ValueError(f"{repeated} of {len(slots)} slots occur more than once")
         self.freq[slots] = 0
 
-    def chunk_of(self, slot: int) -> Chunk | None:
-        """The chunk that holds a slot's entry; None if the slot is in no ring."""
-        position = int(self.position.item(slot))
-        return self.chunks[(position - 1) >> CHUNK_SHIFT] if position else None
+    def require_range(self, slots: I64) -> None:
+        """Raise ValueError if a slot, of at least one, does not exist; negative ones would wrap."""
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= self.slot_count:
+            raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
 
     def tick_of(self, slot: int) -> int:
         """When a tracked slot was pushed, late by at most the other entries of its group."""
         return int(self.ticks.item((int(self.position.item(slot)) - 1) >> TICK_SHIFT))
-
-    def slot_at(self, chunk: Chunk, offset: int) -> int:
-        """The slot of a live entry."""
-        return int(self.entries.item(chunk.base + offset)) - 1
 
     def live_entries(self, chunk: Chunk) -> I64:
         """Indices in ``entries`` of a chunk's live entries, oldest first; shape (chunk.live,)."""

@@ -15,7 +15,8 @@ class EvictionPolicy(Protocol):
     ``PolicyArrays`` share an arena, and that a chain's blocks are inserted leaf first, so that its
     tail goes before its prefix. The policy frees nothing: it proposes, the caller evicts.
 
-    Slots are I64 arrays of shape (n,). Methods that raise ValueError have changed nothing.
+    Slots are I64 arrays of shape (n,); the caller guarantees to ``touch`` and ``evict`` that they
+    exist. Methods that raise ValueError have changed nothing.
     """
 
     def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
@@ -68,8 +69,9 @@ class EvictionPolicy(Protocol):
     def age_rank(self) -> int | None:
         """When the entry at the cold end came; None if there is none.
 
-        The unit is pushes to all policies of these arrays. The caller takes from the policy with the smaller rank. Late by at most 63 pushes of this
-        policy, so a tiny active namespace looks younger than it is rather than older.
+        The unit is pushes to all policies of these arrays. The caller takes from the policy with
+        the smaller rank. Late by at most 63 pushes of this policy, so a tiny active namespace looks
+        younger than it is rather than older.
         """
         ...
 

@@ -12,10 +12,9 @@ _TAG_SHIFT = np.uint32(24)
 
 
 class Ghost:
-    """Direct-mapped table of fingerprints: the low bits choose the place, the top eight are kept
-    there.
+    """Direct-mapped table of fingerprints: their low bits are the place, the top eight are kept.
 
-    Exact queues of evicted keys cost 50-100 bytes a key; this costs one. The price: about one
+    An exact queue needs a dict of keys; this costs one byte a key. The price: about one
     unknown key in 256 seems known, and a key is forgotten after as many others as there are places
     on average, not exactly.
     """
@@ -28,9 +27,7 @@ class Ghost:
         return len(self._tags)
 
     def fit(self, member_count: int) -> None:
-        """Keep the number of places within 2/3 and 4/3 of the members; nothing that fits is
-        forgotten.
-        """
+        """Keep the number of places within 2/3 and 4 times the members, once there are some."""
         while member_count * 2 > len(self._tags) * 3:
             # A key's place in the larger table is one of two; the copy in the other one is noise
             # that the tag keeps out and later keys overwrite.
@@ -40,9 +37,7 @@ class Ghost:
             self._tags = np.maximum(low, high)
 
     def take_known(self, fingerprints: U32) -> npt.NDArray[np.bool_]:
-        """Which of the fingerprints, shape (n,), are known; those are forgotten and the others
-        remembered.
-        """
+        """Which fingerprints of shape (n,) are known; forgets those and remembers the others."""
         places = fingerprints & np.uint32(len(self._tags) - 1)
         tags = np.maximum(fingerprints >> _TAG_SHIFT, 1).astype(np.uint8)
         known = self._tags[places] == tags

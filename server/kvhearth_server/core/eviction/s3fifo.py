@@ -39,7 +39,7 @@ class S3FifoPolicy:
         self._ghost = Ghost()
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return self._small.live + self._main.live
 
     def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
         """See ``EvictionPolicy.insert``; a key that the ghost knows goes to the main queue."""
@@ -64,11 +64,8 @@ class S3FifoPolicy:
 
     def evict(self, slot: int) -> None:
         """See ``EvictionPolicy.evict``."""
-        for ring in (self._small, self._main):
-            if ring.owns(slot):
-                ring.remove_one(slot)
-                return
-        raise ValueError(f"slot {slot} is not a member")
+        if not self._small.remove_one(slot) and not self._main.remove_one(slot):
+            raise ValueError(f"slot {slot} is not a member")
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See ``EvictionPolicy.victim``."""
@@ -99,7 +96,8 @@ class S3FifoPolicy:
             raise ValueError(f"a slot has {highest} uses, at most {FREQ_MAX} are counted")
 
     def _small_is_due(self) -> bool:
-        return len(self._small) * SMALL_ONE_IN >= len(self) and len(self._small) > 0
+        small = self._small.live
+        return small > 0 and small * SMALL_ONE_IN >= small + self._main.live
 
     def _scan_small(self, evictable: Callable[[int], bool]) -> int | None:
         """While it is the small queue's turn: promote what was used, propose the first that was
@@ -109,24 +107,23 @@ class S3FifoPolicy:
             one left.
         """
         freq, passed = self._arrays.freq, 0
-        while self._small_is_due() and passed < len(self._small):
+        while self._small_is_due() and passed < self._small.live:
             slot = self._small.peek()
             assert slot is not None
             if freq.item(slot) >= PROMOTE_FREQ:
                 freq[slot] = 0
-                self._small.remove_one(slot)
-                self._main.push_one(slot)
+                self._small.move_oldest(self._main)
             elif evictable(slot):
                 return slot
             else:
-                self._small.rotate(slot)
+                self._small.move_oldest(self._small)
                 passed += 1
         return None
 
     def _scan_main(self, evictable: Callable[[int], bool]) -> int | None:
         """Give used blocks another round for one use each, propose the first without uses."""
         freq, passed = self._arrays.freq, 0
-        while passed < len(self._main):
+        while passed < self._main.live:
             slot = self._main.peek()
             assert slot is not None
             uses = int(freq.item(slot))
@@ -137,7 +134,7 @@ class S3FifoPolicy:
                 return slot
             else:
                 passed += 1
-            self._main.rotate(slot)
+            self._main.move_oldest(self._main)
         return None
 
     def _any_of_small(self, evictable: Callable[[int], bool]) -> int | None:
@@ -145,10 +142,10 @@ class S3FifoPolicy:
 
         Nothing is promoted here: the main queue's scan of a second call would find it first.
         """
-        for _ in range(len(self._small)):
+        for _ in range(self._small.live):
             slot = self._small.peek()
             assert slot is not None
             if evictable(slot):
                 return slot
-            self._small.rotate(slot)
+            self._small.move_oldest(self._small)
         return None

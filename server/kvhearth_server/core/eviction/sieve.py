@@ -23,7 +23,7 @@ class SievePolicy:
         self._ring = FifoRing(arrays)
 
     def __len__(self) -> int:
-        return len(self._ring)
+        return self._ring.live
 
     def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
         """See ``EvictionPolicy.insert``."""
@@ -42,15 +42,14 @@ class SievePolicy:
 
     def evict(self, slot: int) -> None:
         """See ``EvictionPolicy.evict``."""
-        if not self._ring.owns(slot):
+        if not self._ring.remove_one(slot):
             raise ValueError(f"slot {slot} is not a member")
-        self._ring.remove_one(slot)
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See ``EvictionPolicy.victim``."""
         freq = self._arrays.freq
         # Two rounds suffice: the first clears every mark it meets.
-        for _ in range(2 * len(self._ring)):
+        for _ in range(2 * self._ring.live):
             slot = self._ring.peek_hand()
             assert slot is not None
             if freq.item(slot):

@@ -1,0 +1,280 @@
+"""What every eviction policy promises; see ``EvictionPolicy``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support.eviction_model import nothing_leased
+
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction.arrays import I64, U32
+
+SLOT_COUNT = 6000
+
+
+def marks_of(slots: I64) -> U32:
+    return (slots.astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Two policies over the same arrays against two sets."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        arrays = PolicyArrays(SLOT_COUNT)
+        self.policies = [make_policy(name, arrays) for _ in range(2)]
+        self.members: list[set[int]] = [set(), set()]
+        self.leased: set[int] = set()
+
+    def pick(self, seed: int, slots: set[int], count: int) -> I64:
+        ordered = np.array(sorted(slots), np.int64)
+        return np.random.default_rng(seed).permutation(ordered)[:count]
+
+    def evictable(self, slot: int) -> bool:
+        return slot not in self.leased
+
+    which = st.integers(0, 1)
+    seeds = st.integers(0, 1 << 32)
+    counts = st.one_of(st.integers(0, 5), st.integers(0, 2500))
+
+    @rule(which=which, seed=seeds, count=counts, known=st.booleans())
+    def insert(self, which: int, seed: int, count: int, known: bool) -> None:
+        free = set(range(SLOT_COUNT)) - self.members[0] - self.members[1]
+        slots = self.pick(seed, free, count)
+        self.policies[which].insert(slots, marks_of(slots) if known else None)
+        self.members[which].update(slots.tolist())
+
+    @rule(which=which, seed=seeds, count=counts)
+    def remove(self, which: int, seed: int, count: int) -> None:
+        slots = self.pick(seed, self.members[which], count)
+        self.policies[which].remove(slots)
+        self.members[which].difference_update(slots.tolist())
+
+    @rule(which=which, seed=seeds, count=counts)
+    def touch_slots_of_anybody(self, which: int, seed: int, count: int) -> None:
+        self.policies[which].touch(self.pick(seed, set(range(SLOT_COUNT)), count))
+
+    @rule(seed=seeds, count=counts)
+    def lease(self, seed: int, count: int) -> None:
+        self.leased = set(self.pick(seed, self.members[0] | self.members[1], count).tolist())
+
+    @rule()
+    def lease_all(self) -> None:
+        self.leased = self.members[0] | self.members[1]
+
+    @rule(which=which, count=st.integers(1, 200))
+    def evict_victims(self, which: int, count: int) -> None:
+        policy, members = self.policies[which], self.members[which]
+        for _ in range(count):
+            victim = policy.victim(self.evictable)
+            assert (victim is None) == (members <= self.leased)
+            if victim is None:
+                break
+            assert victim in members
+            assert self.evictable(victim)
+            policy.evict(victim)
+            members.remove(victim)
+
+    @rule(which=which)
+    def propose_twice(self, which: int) -> None:
+        policy = self.policies[which]
+        first = policy.victim(self.evictable)
+        policy.check()
+        assert policy.victim(self.evictable) == first
+        assert (policy.age_rank() is None) == (not self.members[which])
+
+    @rule(which=which, seed=seeds, count=st.integers(1, 300))
+    def evict_others_than_the_victim(self, which: int, seed: int, count: int) -> None:
+        for slot in self.pick(seed, self.members[which], count).tolist():
+            self.policies[which].evict(slot)
+            self.members[which].remove(slot)
+
+    @invariant()
+    def agrees_with_the_sets(self) -> None:
+        for policy, members in zip(self.policies, self.members, strict=True):
+            policy.check()
+            slots = policy.slots().tolist()
+            assert len(slots) == len(members) == len(policy)
+            assert set(slots) == members
+
+
+class EvictionContract:
+    """Inherit and name the policy."""
+
+    name: ClassVar[str]
+
+    @pytest.fixture
+    def arrays(self) -> PolicyArrays:
+        return PolicyArrays(SLOT_COUNT)
+
+    @pytest.fixture
+    def policy(self, arrays: PolicyArrays) -> EvictionPolicy:
+        return make_policy(self.name, arrays)
+
+    def test_membership_is_a_set(self) -> None:
+        run_state_machine_as_test(
+            lambda: PolicyMachine(self.name),
+            settings=settings(
+                max_examples=40, stateful_step_count=30, deadline=None, print_blob=True
+            ),
+        )
+
+    def test_nothing_is_colder_than_the_first_come_unused(self, policy: EvictionPolicy) -> None:
+        policy.insert(np.array([5, 3, 9, 1]))
+        for expected in (5, 3, 9, 1):
+            assert policy.victim(nothing_leased) == expected
+            policy.evict(expected)
+        assert policy.victim(nothing_leased) is None
+        assert policy.age_rank() is None
+
+    def test_use_saves_a_block_until_others_are_gone(self, policy: EvictionPolicy) -> None:
+        policy.insert(np.arange(2000))
+        policy.touch(np.arange(0, 2000, 2))
+        gone = []
+        for _ in range(1000):
+            victim = policy.victim(nothing_leased)
+            assert victim is not None
+            policy.evict(victim)
+            gone.append(victim)
+        assert sum(slot % 2 for slot in gone) >= 900
+
+    def test_a_leased_block_is_passed_over_and_stays(self, policy: EvictionPolicy) -> None:
+        policy.insert(np.arange(3000))
+        gone = set()
+        for _ in range(1000):
+            victim = policy.victim(lambda slot: slot >= 2000)
+            assert victim is not None
+            policy.evict(victim)
+            gone.add(victim)
+        assert gone == set(range(2000, 3000))
+        assert policy.victim(lambda slot: slot >= 2000) is None
+        assert sorted(policy.slots().tolist()) == list(range(2000))
+        policy.check()
+
+    def test_a_scan_of_leased_blocks_is_bounded(self, policy: EvictionPolicy) -> None:
+        asked = []
+        policy.insert(np.arange(500))
+        policy.touch(np.arange(0, 500, 3))
+        assert policy.victim(lambda slot: bool(asked.append(slot))) is None
+        assert len(asked) <= 6 * 500
+
+    def test_remove_then_insert_again(self, policy: EvictionPolicy, arrays: PolicyArrays) -> None:
+        slots = np.arange(2500)
+        for _ in range(5):
+            policy.insert(slots, marks_of(slots))
+            policy.touch(slots)
+            policy.remove(slots[::-1])
+            assert len(policy) == 0
+            policy.check()
+        assert not arrays.position.any()
+        assert all(chunk is None for chunk in arrays.chunks)
+
+    def test_a_block_does_not_inherit_the_uses_of_the_former(self, policy: EvictionPolicy) -> None:
+        policy.insert(np.array([1]))
+        policy.touch(np.array([1]))
+        policy.remove(np.array([1]))
+        policy.insert(np.array([1, 2]))
+        assert policy.victim(nothing_leased) == 1
+
+    def test_the_older_policy_has_the_smaller_rank(
+        self, policy: EvictionPolicy, arrays: PolicyArrays
+    ) -> None:
+        younger = make_policy(self.name, arrays)
+        policy.insert(np.arange(100))
+        younger.insert(np.arange(100, 200))
+        old, young = policy.age_rank(), younger.age_rank()
+        assert old is not None
+        assert young is not None
+        assert old < young
+        policy.remove(np.arange(100))
+        policy.insert(np.arange(100))
+        again = policy.age_rank()
+        assert again is not None
+        assert again > young
+
+    @pytest.mark.parametrize("slots", [[7, 7], [1, 3], [-1], [SLOT_COUNT]])
+    def test_a_refused_insert_changes_nothing(
+        self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
+    ) -> None:
+        make_policy(self.name, arrays).insert(np.array([3]))
+        policy.insert(np.array([4]))
+        before = arrays.position.copy()
+        with pytest.raises(ValueError, match="slots"):
+            policy.insert(np.array(slots))
+        assert np.array_equal(arrays.position, before)
+        assert policy.slots().tolist() == [4]
+
+    def test_fingerprints_belong_to_slots(self, policy: EvictionPolicy) -> None:
+        with pytest.raises(ValueError, match="1 fingerprints for 2 slots"):
+            policy.insert(np.array([1, 2]), np.zeros(1, np.uint32))
+
+    @pytest.mark.parametrize("slots", [[3], [4, 4], [4, 5], [-1], [SLOT_COUNT]])
+    def test_a_refused_remove_changes_nothing(
+        self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
+    ) -> None:
+        other = make_policy(self.name, arrays)
+        other.insert(np.array([3]))
+        policy.insert(np.array([4]))
+        with pytest.raises(ValueError, match="slots"):
+            policy.remove(np.array(slots))
+        assert policy.slots().tolist() == [4]
+        policy.check()
+        other.check()
+
+    def test_evicting_a_stranger_is_refused(
+        self, policy: EvictionPolicy, arrays: PolicyArrays
+    ) -> None:
+        make_policy(self.name, arrays).insert(np.array([3]))
+        for slot in (3, 4):
+            with pytest.raises(ValueError, match="not a member"):
+                policy.evict(slot)
+
+    def test_check_finds_a_lost_position(
+        self, policy: EvictionPolicy, arrays: PolicyArrays
+    ) -> None:
+        policy.insert(np.arange(10))
+        arrays.position[4] = 0
+        with pytest.raises(ValueError, match="1 slots"):
+            policy.check()
+
+    def test_many_policies_share_the_arrays(self, arrays: PolicyArrays) -> None:
+        policies = [make_policy(self.name, arrays) for _ in range(300)]
+        for number, each in enumerate(policies):
+            each.insert(np.arange(number * 20, number * 20 + 20))
+        for number, each in enumerate(policies):
+            each.check()
+            assert sorted(each.slots().tolist()) == list(range(number * 20, number * 20 + 20))
+
+    def test_a_million_at_once(self) -> None:
+        policy = make_policy(self.name, PolicyArrays(1_000_000))
+        slots = np.random.default_rng(3).permutation(1_000_000)
+        policy.insert(slots, marks_of(slots))
+        assert len(policy) == 1_000_000
+        policy.check()
+        policy.remove(slots[::2])
+        assert len(policy) == 500_000
+        policy.check()
+
+    def test_a_thinned_out_queue_gives_its_memory_back(
+        self, policy: EvictionPolicy, arrays: PolicyArrays
+    ) -> None:
+        for turn in range(200):
+            slots = np.arange(3000 * (turn % 2), 3000 * (turn % 2) + 3000)
+            policy.insert(slots)
+            policy.remove(slots[np.arange(3000) % 100 > 0])
+            policy.check()
+            policy.remove(slots[::100])
+        assert len(arrays.chunks) <= 8
+
+
+class TestS3Fifo(EvictionContract):
+    name = "s3fifo"
+
+
+class TestSieve(EvictionContract):
+    name = "sieve"

@@ -1,0 +1,96 @@
+"""Caches to run traces through: one that drives an eviction policy, and the classics as models."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction.arrays import I64
+
+
+def nothing_leased(_slot: int) -> bool:
+    """An ``evictable`` that lets everything go."""
+    return True
+
+
+def fingerprint(key: int) -> int:
+    """32 well mixed bits of a key."""
+    mixed = (key + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    return ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 >> 32) & 0xFFFFFFFF
+
+
+class PolicyCache:
+    """A cache of ``capacity`` keys whose victims a policy chooses."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.arrays = PolicyArrays(capacity)
+        self.policy: EvictionPolicy = make_policy(name, self.arrays)
+        self._slot_of: dict[int, int] = {}
+        self._key_of: dict[int, int] = {}
+        self._free = list(range(capacity))
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._slot_of
+
+    def get_or_put(self, key: int) -> bool:
+        """True for a hit; a miss is admitted."""
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            self.policy.touch(np.array([slot]))
+            return True
+        if not self._free:
+            victim = self.policy.victim(nothing_leased)
+            assert victim is not None
+            self.policy.evict(victim)
+            del self._slot_of[self._key_of.pop(victim)]
+            self._free.append(victim)
+        slot = self._free.pop()
+        self._slot_of[key], self._key_of[slot] = slot, key
+        self.policy.insert(np.array([slot]), np.array([fingerprint(key)], np.uint32))
+        return False
+
+
+class QueueCache:
+    """FIFO, or LRU if a hit moves the key to the new end."""
+
+    def __init__(self, capacity: int, *, lru: bool) -> None:
+        self._capacity = capacity
+        self._lru = lru
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    def get_or_put(self, key: int) -> bool:
+        """True for a hit; a miss is admitted."""
+        if key in self._keys:
+            if self._lru:
+                self._keys.move_to_end(key)
+            return True
+        if len(self._keys) == self._capacity:
+            self._keys.popitem(last=False)
+        self._keys[key] = None
+        return False
+
+
+def zipf_keys(seed: int, key_count: int, length: int) -> list[int]:
+    """Keys ``0 .. key_count - 1`` with probability proportional to 1 / (key + 1)."""
+    weights = 1.0 / np.arange(1, key_count + 1)
+    rng = np.random.default_rng(seed)
+    picked: I64 = rng.choice(key_count, length, p=weights / weights.sum())
+    return [int(key) for key in picked]
+
+
+def hot_hits(
+    cache: PolicyCache | QueueCache, hot: list[int], scans_per_hot: int, scan_from: int
+) -> float:
+    """Share of hits among the hot accesses, each followed by so many keys that never come again."""
+    hits, scan = 0, scan_from
+    for key in hot:
+        hits += cache.get_or_put(key)
+        for _ in range(scans_per_hot):
+            cache.get_or_put(scan)
+            scan += 1
+    return hits / len(hot)

@@ -1,0 +1,151 @@
+"""S3-FIFO: what a scan leaves alone, what the ghost knows, and which end of a chain goes first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.eviction_model import (
+    PolicyCache,
+    QueueCache,
+    hot_hits,
+    nothing_leased,
+    zipf_keys,
+)
+
+from kvhearth_server.core.eviction import PolicyArrays, make_policy
+from kvhearth_server.core.eviction.ghost import Ghost
+from kvhearth_server.core.eviction.s3fifo import S3FifoPolicy
+
+CAPACITY = 1000
+HOT_KEYS = 800
+
+
+def _evict(policy: S3FifoPolicy, count: int) -> list[int]:
+    gone = []
+    for _ in range(count):
+        victim = policy.victim(nothing_leased)
+        assert victim is not None
+        policy.evict(victim)
+        gone.append(victim)
+    return gone
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_a_mixed_in_scan_costs_few_hits(seed: int) -> None:
+    print(f"seed {seed}")
+    warm, hot = zipf_keys(seed, HOT_KEYS, 10_000), zipf_keys(seed + 100, HOT_KEYS, 10_000)
+    caches: dict[str, PolicyCache | QueueCache] = {
+        "s3fifo": PolicyCache("s3fifo", CAPACITY),
+        "lru": QueueCache(CAPACITY, lru=True),
+        "fifo": QueueCache(CAPACITY, lru=False),
+    }
+    share = {}
+    for name, cache in caches.items():
+        hot_hits(cache, warm, 0, 0)
+        share[name] = hot_hits(cache, hot, 4, HOT_KEYS)
+    print({name: round(value, 3) for name, value in share.items()})
+    assert share["s3fifo"] > 0.9
+    assert share["s3fifo"] > share["lru"] + 0.1
+    assert share["s3fifo"] > share["fifo"] + 0.1
+
+
+@pytest.mark.parametrize("seed", [21, 22])
+def test_a_burst_of_ten_capacities_leaves_the_hot_set(seed: int) -> None:
+    print(f"seed {seed}")
+    warm = zipf_keys(seed, HOT_KEYS, 10_000)
+    caches: dict[str, PolicyCache | QueueCache] = {
+        "s3fifo": PolicyCache("s3fifo", CAPACITY),
+        "lru": QueueCache(CAPACITY, lru=True),
+        "fifo": QueueCache(CAPACITY, lru=False),
+    }
+    left = {}
+    for name, cache in caches.items():
+        hot_hits(cache, warm, 0, 0)
+        for key in range(HOT_KEYS, HOT_KEYS + 10 * CAPACITY):
+            cache.get_or_put(key)
+        left[name] = sum(key in cache for key in range(100))
+    print(left)
+    assert left == {"s3fifo": 100, "lru": 0, "fifo": 0}
+
+
+def test_eviction_takes_the_tail_of_a_chain_inserted_leaf_first() -> None:
+    policy = S3FifoPolicy(PolicyArrays(1000))
+    chain = np.arange(100)  # slot i holds the i-th block from the root
+    policy.insert(chain[::-1], np.arange(100, dtype=np.uint32) << 24)
+    policy.touch(chain)
+    assert sorted(_evict(policy, 10)) == list(range(90, 100))
+    assert sorted(policy.slots().tolist()) == list(range(90))
+
+
+def test_a_key_that_comes_back_goes_to_the_main_queue() -> None:
+    policy = S3FifoPolicy(PolicyArrays(1000))
+    marks = (np.arange(200, dtype=np.uint32) << 24) + np.arange(200, dtype=np.uint32)
+    policy.insert(np.arange(100), marks[:100])
+    assert _evict(policy, 1) == [0]
+    policy.insert(np.array([0]), marks[:1])
+    # Of 100 members all but slot 0 are in the small queue, and leave before it.
+    assert _evict(policy, 90) == list(range(1, 91))
+    assert 0 in policy.slots()
+    policy.check()
+
+
+def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:
+    policy = S3FifoPolicy(PolicyArrays(1000))
+    policy.insert(np.arange(100))
+    policy.touch(np.arange(100))
+    policy.insert(np.arange(100, 111))
+    # The used hundred moves to the main queue. Eleven of 111 are less than a tenth: the main queue
+    # pays once; eleven of 110 are a tenth: one of them goes; ten of 109 pay again at 100 members.
+    assert _evict(policy, 12) == [0, 100, *range(1, 10), 101]
+    policy.check()
+
+
+def test_a_used_block_of_the_main_queue_gets_another_round() -> None:
+    arrays = PolicyArrays(100)
+    policy = S3FifoPolicy(arrays)
+    policy.insert(np.arange(20))
+    policy.touch(np.arange(20))
+    assert _evict(policy, 1) == [0]  # all were promoted, their uses spent
+    policy.touch(np.array([1, 2]))
+    assert _evict(policy, 1) == [3]
+
+
+def test_ghost_forgets_a_key_that_it_gave_and_grows_without_loss() -> None:
+    ghost = Ghost()
+    rng = np.random.default_rng(5)
+    marks = rng.choice(1 << 32, 40, replace=False).astype(np.uint32)
+    for mark in marks:
+        ghost.take_known(np.array([mark]))
+    before = len(ghost)
+    survivors = [m for m in marks if _holds(ghost, m)]
+    ghost.fit(10_000)
+    assert len(ghost) > before
+    assert 10_000 * 2 / 3 <= len(ghost) <= 10_000 * 4 / 3
+    assert all(_holds(ghost, mark) for mark in survivors)
+    ghost.fit(0)
+    assert len(ghost) == before
+    assert ghost.take_known(np.array([survivors[-1]])).tolist() == [True]
+    assert ghost.take_known(np.array([survivors[-1]])).tolist() == [False]
+
+
+def _holds(ghost: Ghost, mark: np.uint32) -> bool:
+    known = bool(ghost.take_known(np.array([mark], np.uint32))[0])
+    if known:
+        ghost.take_known(np.array([mark], np.uint32))  # it was forgotten by the question
+    return known
+
+
+def test_strangers_seem_known_to_the_ghost_once_in_256() -> None:
+    ghost = Ghost()
+    ghost.fit(1 << 16)
+    rng = np.random.default_rng(6)
+    print("seed 6")
+    ghost.take_known(rng.integers(0, 1 << 32, 1 << 17, dtype=np.uint32))
+    known = ghost.take_known(rng.integers(0, 1 << 32, 20_000, dtype=np.uint32))
+    print(f"{known.mean():.4f} of strangers seemed known")
+    assert known.mean() < 2 / 256
+
+
+def test_the_unknown_policy_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="choose one of s3fifo, sieve"):
+        make_policy("lru", PolicyArrays(1))
