@@ -161,7 +161,7 @@ def namespace_digest(tenant: str, contract: Contract) -> bytes:
 
 
 def differences(asked: Contract, stored: Contract) -> list[tuple[str, str, str]]:
-    """Fields in which two contracts differ, as (field, asked value, stored value), in field order."""
+    """Fields in which two contracts differ: (field, asked value, stored value), in field order."""
     left, right = _flat(asked), _flat(stored)
     return [
         (name, left.get(name, "absent"), right.get(name, "absent"))

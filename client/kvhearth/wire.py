@@ -171,6 +171,8 @@ class Welcome:
         segments = message.get("segments")
         if not isinstance(segments, list):
             raise KVHearthError(Reason.BAD_MESSAGE, "welcome: 'segments' must be a list")
+        if not all(isinstance(item, dict) for item in segments):
+            raise KVHearthError(Reason.BAD_MESSAGE, "welcome: a segment must be an object")
         parsed = [_read(SegmentInfo, {"kind": "s", **item}, "s") for item in segments]
         values: Welcome = _read(cls, {**message, "segments": parsed}, "welcome")
         return values

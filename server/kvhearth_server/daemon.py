@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_TOKEN_FILE
@@ -26,6 +22,7 @@ from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
 from kvhearth_server.memory.pages import HugepagePolicy
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.observability.progress import PopulateBar
 from kvhearth_server.transport.attach import AttachServer
 from kvhearth_server.transport.peers import Tenancy
 from kvhearth_server.transport.rpc.server import RpcServer
@@ -40,7 +37,7 @@ def run(settings: Settings) -> int:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
     """
     sys.setswitchinterval(settings.switch_interval_s)
-    with _populate_bar() as progress:
+    with PopulateBar() as progress:
         arena = open_arena(_plan(settings), progress.note)
     try:
         return asyncio.run(_serve(settings, arena))
@@ -185,29 +182,3 @@ def _say_ready(settings: Settings, engine: Engine) -> None:
         attach=str(settings.attach_socket),
         grpc=str(settings.grpc_socket),
     )
-
-
-class _populate_bar(contextlib.AbstractContextManager["_populate_bar"]):
-    """A progress bar on a terminal while memory is populated; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._bar = ProgressBar(console=Console(stderr=True), transient=True)
-        self._shown = sys.stderr.isatty()
-        self._tasks: dict[str, object] = {}
-
-    def __enter__(self) -> _populate_bar:
-        if self._shown:
-            self._bar.start()
-        return self
-
-    def note(self, what: str, done: int, total: int) -> None:
-        """Told while memory is populated; bytes."""
-        if not self._shown:
-            return
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(f"populating {what}", total=total)
-        self._bar.update(self._tasks[what], completed=done)  # type: ignore[arg-type]
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._bar.stop()

@@ -49,7 +49,7 @@ class Adoption:
 
 
 def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
-    """Fill a fresh core; ``groups`` are the holders of ``found.held`` by number, already restored."""
+    """Fill a fresh core; ``groups`` are the holders of ``found.held`` by number, restored."""
     _restore_slabs(state, found)
     for part in found.blocks:
         _restore_blocks(state, part)

@@ -59,7 +59,7 @@ def _used_rows(state: CoreState, segment: int) -> I64:
 
 
 def _check_index(state: CoreState) -> I64:
-    """Every bound head has its shards in a bound state, and no bound slot is unknown to the index."""
+    """Every bound head has its shards in a bound state; no bound slot is unknown to the index."""
     table = state.table
     every: list[I64] = [np.zeros(0, np.int64)]
     slots_total = 0

@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Events from a reader's cursor on; ``lost`` is how many fell out of the window before it read."""
+    """Events from a reader's cursor on; ``lost`` is how many fell out of the window unread."""
 
     events: tuple[Event, ...]
     next_sequence: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
-from kvhearth.model import Bools
+from kvhearth.model import I64, Bools
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
     return boundaries
 
 
-def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> list[int]:
+def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> I64:
     """Token counts L > 0 at which every group can be restored, longest first.
 
     Only the longest matters to a lookup; the shorter ones serve when not all of it can be leased.
     """
     if not groups:
-        return []
+        return np.zeros(0, np.int64)
     step = math.lcm(*(spec.block_tokens for spec, _ in groups))
     limit = min(len(ready) * spec.block_tokens for spec, ready in groups) // step
     good = np.ones(limit + 1, np.bool_)
@@ -60,7 +60,7 @@ def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> list[int]:
         blocks = step // spec.block_tokens
         good &= usable_boundaries(spec, ready)[: limit * blocks + 1 : blocks]
     good[0] = False
-    return [int(index) * step for index in np.flatnonzero(good)[::-1]]
+    return np.flatnonzero(good)[::-1].astype(np.int64) * step
 
 
 def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:

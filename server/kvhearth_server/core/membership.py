@@ -71,7 +71,7 @@ class Membership:
             require(
                 joining.incarnation == 0,
                 Reason.STALE_INCARNATION,
-                f"incarnation {joining.incarnation} of {joining.engine_id!r} has ended; attach with 0",
+                f"incarnation {joining.incarnation} of {joining.engine_id!r} ended; attach with 0",
             )
             namespace = state.namespaces.obtain(joining.tenant, joining.contract)
             group = state.groups.create(
@@ -135,8 +135,8 @@ class Membership:
             require(
                 size and size * spec.shards <= capacity,
                 Reason.BAD_CONTRACT,
-                f"groups[{index}].page_bytes: a block of {spec.shards} x {spec.page_bytes} bytes does not "
-                f"fit slabs of {state.table.geometry.slab_bytes} in {capacity} bytes of memory",
+                f"groups[{index}].page_bytes: a block of {spec.shards} x {spec.page_bytes} bytes "
+                f"does not fit slabs of {state.table.geometry.slab_bytes} in {capacity} bytes",
             )
 
     def _check_place(self, group: Group, namespace: Namespace, joining: Joining) -> None:

@@ -11,7 +11,7 @@ from kvhearth.errors import KVHearthError, Reason
 
 @dataclass
 class Namespace:
-    """One namespace; ``number`` is what slots and the journal know it by, and is never used twice."""
+    """One namespace; ``number`` is what slots and the journal know it by."""
 
     number: int
     digest: bytes
@@ -64,7 +64,7 @@ class Namespaces:
         if len(self._by_number) >= self._count_max and not self._forget_one():
             raise KVHearthError(
                 Reason.TOO_MANY_NAMESPACES,
-                f"{len(self._by_number)} namespaces hold blocks or engines; evict one or raise namespaces_max",
+                f"{len(self._by_number)} namespaces are in use; evict one or raise namespaces_max",
             )
         made = Namespace(
             self._free_number(), digest, tenant, contract, quota_bytes=self._quota_bytes

@@ -36,7 +36,14 @@ class Pinning:
         return len(self._pins)
 
     def pin(
-        self, session: int, epoch: int, pin_id: int, items: list[KeysItem], ttl_s: float, now: float
+        self,
+        session: int,
+        epoch: int,
+        pin_id: int,
+        items: list[KeysItem],
+        *,
+        ttl_s: float,
+        now: float,
     ) -> list[Bools]:
         """Pin the blocks that are there; per item a boolean for each key.
 

@@ -81,7 +81,7 @@ class Reading:
         if lease_id:
             self._check_lease(group, lease_id)
         boundaries = hit_boundaries([(one.spec, one.ready) for one in seen])
-        hit, short = self._affordable(group, seen, boundaries, bool(lease_id))
+        hit, slots, short = self._affordable(group, seen, boundaries, bool(lease_id))
         needs = [blocks_needed(one.spec, hit) for one in seen]
         for one in seen:
             self._mark_used(one.heads[one.present])
@@ -92,7 +92,10 @@ class Reading:
         ]
         granted = 0
         if lease_id and hit and not withdrawn:
-            granted = self._grant(group, lease_id, seen, needs)
+            hold(state, group.segment, slots)
+            group.leases[lease_id] = slots
+            state.count("leased_keys", sum(need.end - need.first for need in needs))
+            granted = lease_id
         asked = sum(len(item.keys) for item in items)
         state.count("lookups")
         state.count("lookup_keys", asked)
@@ -196,41 +199,45 @@ class Reading:
         )
 
     def _affordable(
-        self, group: Group, seen: list[_Seen], boundaries: list[int], leasing: bool
-    ) -> tuple[int, Reason | None]:
-        """The longest boundary, or, under the cap on what is held, the longest that it allows."""
-        if not boundaries:
-            return 0, None
+        self, group: Group, seen: list[_Seen], boundaries: I64, leasing: bool
+    ) -> tuple[int, I64, Reason | None]:
+        """The longest boundary, or, under the cap on what is held, the longest that it allows; and
+        the slots that it needs.
+        """
+        none = np.zeros(0, np.int64)
+        if not len(boundaries):
+            return 0, none, None
+        hit = int(boundaries[0])
+        if not leasing:
+            return hit, none, None
         room = hold_room(self._state, group.segment)
-        if not leasing or self._lease_bytes(seen, boundaries[0]) <= room:
-            return boundaries[0], None
+        slots = self._lease_slots(seen, hit)
+        if newly_held_bytes(self._state, slots) <= room:
+            return hit, slots, None
         low, high = 0, len(boundaries)
         while low < high:
             middle = (low + high) // 2
-            if self._lease_bytes(seen, boundaries[middle]) <= room:
+            slots = self._lease_slots(seen, int(boundaries[middle]))
+            if newly_held_bytes(self._state, slots) <= room:
                 high = middle
             else:
                 low = middle + 1
-        return (boundaries[low] if low < len(boundaries) else 0), Reason.HELD_CAP
+        if low == len(boundaries):
+            return 0, none, Reason.HELD_CAP
+        hit = int(boundaries[low])
+        return hit, self._lease_slots(seen, hit), Reason.HELD_CAP
 
-    def _lease_bytes(self, seen: list[_Seen], hit: int) -> int:
-        needs = [blocks_needed(one.spec, hit) for one in seen]
-        return newly_held_bytes(self._state, self._lease_slots(seen, needs))
-
-    def _lease_slots(self, seen: list[_Seen], needs: list[Need]) -> I64:
+    def _lease_slots(self, seen: list[_Seen], hit: int) -> I64:
+        """All shards of the blocks that a hit needs, each once, though a key may be asked twice."""
         table = self._state.table
-        parts = [
-            flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards))
-            for one, need in zip(seen, needs, strict=True)
-        ]
-        return np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-
-    def _grant(self, group: Group, lease_id: int, seen: list[_Seen], needs: list[Need]) -> int:
-        slots = self._lease_slots(seen, needs)
-        hold(self._state, group.segment, slots)
-        group.leases[lease_id] = slots
-        self._state.count("leased_keys", sum(need.end - need.first for need in needs))
-        return lease_id
+        parts = [np.zeros(0, np.int64)]
+        for one in seen:
+            need = blocks_needed(one.spec, hit)
+            parts.append(flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards)))
+        slots = np.sort(np.concatenate(parts))
+        fresh = np.ones(len(slots), np.bool_)
+        np.not_equal(slots[1:], slots[:-1], out=fresh[1:])
+        return slots[fresh]
 
     def _presence(self, one: _Seen, need: Need) -> Presence:
         table = self._state.table

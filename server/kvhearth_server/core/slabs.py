@@ -158,9 +158,8 @@ class SlabPool:
         for slab in range(self.first_slab, self.end_slab):
             used = int((table.state[self.slots_in(slab)] != State.FREE).sum())
             if used != self.slab_used[slab - self.first_slab]:
-                raise ValueError(
-                    f"slab {slab}: {used} slots in use, booked {self.slab_used[slab - self.first_slab]}"
-                )
+                booked = self.slab_used[slab - self.first_slab]
+                raise ValueError(f"slab {slab}: {used} slots in use, booked {booked}")
             used_total += used
         sizes = table.slab_slot_bytes[self.first_slab : self.end_slab]
         slots = int((self._slab_bytes // sizes[sizes > 0]).sum())

@@ -44,7 +44,7 @@ class Limits:
 
 
 class CoreState:
-    """The daemon's whole state; its parts change it only through the methods of the core's modules."""
+    """The daemon's whole state; only the core's modules change it."""
 
     def __init__(self, geometry: Geometry, limits: Limits, generation: U32) -> None:
         self.limits = limits

@@ -164,13 +164,15 @@ class SlotTable:
 
     def all_shards(self, heads: I64, shards: int) -> I64:
         """Slots of blocks, shape (n, shards), in rank order."""
+        if shards == 1:
+            return heads.reshape(-1, 1)
         columns = [heads]
         for _ in range(shards - 1):
             columns.append(self.sibling[columns[-1]].astype(np.int64) - 1)
         return np.stack(columns, axis=1)
 
     def extents(self, slots: I64, length: int) -> Records:
-        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes; shape of ``slots`` flattened."""
+        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes, flat."""
         flat = slots.reshape(-1)
         stride = self.geometry.stride
         slab = flat // stride

@@ -72,7 +72,7 @@ class Writing:
         require(
             group.complete,
             Reason.GROUP_INCOMPLETE,
-            f"{len(group.attached)} of the group's {group.world_size} ranks and scheduler are attached",
+            f"{len(group.attached)} of the group's {group.world_size} ranks are attached",
         )
         require(
             reservation_id not in group.released_early,
@@ -208,7 +208,7 @@ class Writing:
         )
 
     def check_held(self, group: Group, item: SlotsItem, states: tuple[State, ...]) -> None:
-        """Refuse slots that this group does not hold in one of ``states`` under these generations."""
+        """Refuse slots that the group does not hold in one of ``states`` at these generations."""
         table, slots = self._state.table, item.slots
         require(
             table.in_use(slots).all(), Reason.BAD_EXTENTS, "a slot number is outside of the arena"

@@ -178,7 +178,7 @@ class Background:
             await asyncio.sleep(_WATCH_S)
 
     def _quiet(self, session: Session) -> bool:
-        """Has the process exited, its mapping gone, and the grace for its GPU's last write passed?"""
+        """Process exited, mapping gone, and the grace for its GPU's last write passed?"""
         engine = self._engine
         exited = session.exited()
         mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(

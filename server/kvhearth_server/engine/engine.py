@@ -91,7 +91,7 @@ class Engine:
     # -- calls -------------------------------------------------------------------------------------
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the core, then do what it asks for, even if it refused (it may have evicted before)."""
+        """Call the core, then do what it asks, even if it refused (it may have evicted)."""
         try:
             return function(*args, **kwargs)
         finally:
@@ -124,7 +124,7 @@ class Engine:
         if hello.protocol != PROTOCOL_VERSION:
             raise KVHearthError(
                 Reason.PROTOCOL_VERSION,
-                f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update the older one",
+                f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
             )
         contract = Contract.from_json(hello.contract)
         self._previous(hello, tenant)

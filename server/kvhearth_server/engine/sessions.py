@@ -79,7 +79,7 @@ class Sessions:
         return len(self._by_number)
 
     def number_from(self, first: int) -> None:
-        """Start at an earlier run's next number, so that a client's old session cannot be mistaken."""
+        """Start at an earlier run's next number, so that no old session passes for a new one."""
         self._next = max(self._next, first)
 
     def issue(self) -> tuple[int, str]:

@@ -32,7 +32,7 @@ class Supervisor:
             try:
                 await work()
                 return
-            except Exception:
+            except Exception:  # noqa: BLE001 - the supervisor's whole purpose
                 self._counters.add("task_failures", 1, name)
                 _log.exception("background task failed", task=name, again_in_s=pause_s)
             await asyncio.sleep(pause_s)

@@ -210,7 +210,7 @@ def _drop(found: Adoption, reason: str, slots: I64) -> None:
 
 
 def _blocks(found: Adoption, specs: _Specs, rows: Records) -> None:
-    """Join shards to blocks: a block is whole when all its shards agree in count, sequence and key."""
+    """Join shards to blocks: whole when all agree in count, sequence and key."""
     counts = np.bincount(rows["pair"])
     for pair in np.flatnonzero(counts).tolist():
         mine = rows if counts[pair] == len(rows) else rows[rows["pair"] == pair]

@@ -167,7 +167,7 @@ def _catalogue(
         return None, [f"the arena in {folder} was never finished: starting cold"]
     if shape != describe(plan.geometry):
         return None, [
-            f"the arena in {folder} was made with {shape}, the settings say {describe(plan.geometry)}: "
+            f"the arena in {folder} was made with {shape}, wanted is {describe(plan.geometry)}: "
             "starting cold; restore the old settings to keep the cache"
         ]
     wanted = {_segment_path(folder, i): plan.geometry.segment_bytes(i) for i in _numbers(plan)}

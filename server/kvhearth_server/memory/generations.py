@@ -15,7 +15,7 @@ _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
 
 
 class Generations:
-    """The daemon's writable mapping of the memfd. After the seal nobody gets another writable one."""
+    """The daemon's writable mapping of the memfd. Nobody gets another after the seal."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -105,7 +105,7 @@ def journal_bytes(geometry: Geometry, page_bytes: int) -> int:
 
 
 class Journal:
-    """The table of slot headers on a mapped file: slab sizes first, then one header a slot number."""
+    """Slot headers on a mapped file: slab sizes first, then a header for each slot number."""
 
     def __init__(self, segment: Segment, geometry: Geometry, table: SlotTable) -> None:
         if segment.bytes < journal_bytes(geometry, 1):
@@ -161,7 +161,7 @@ class Journal:
         hit("journal.bind_state")
 
     def _parent_sequences(self, action: Bind) -> I64:
-        """Sequences of the blocks' parents; parents inside the same commit are not in the file yet."""
+        """Sequences of the blocks' parents; those inside this commit are not in the file yet."""
         parents = action.parents
         safe = np.maximum(parents, 0)
         sequences = np.where(parents >= 0, self.headers["sequence"][safe], 0).astype(np.int64)

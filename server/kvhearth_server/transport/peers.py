@@ -17,7 +17,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """uid, pid (0 across PID namespaces) and, from Linux 6.5 on, a pidfd of the connecting process."""
+    """uid, pid (0 across PID namespaces) and, from Linux 6.5 on, a pidfd of the peer."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     pidfd = -1

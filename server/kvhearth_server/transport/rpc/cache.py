@@ -224,8 +224,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 request.epoch,
                 request.pin_id,
                 items,
-                ttl_s,
-                engine.now(),
+                ttl_s=ttl_s,
+                now=engine.now(),
             )
             return cache_pb2.PinResponse(
                 boot_id=engine.boot_id, pinned=bitmaps([item.kv_group for item in items], pinned)

@@ -1,0 +1,270 @@
+"""A real daemon process for tests: start, kill -9, restart, and what it says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvhearth.faults import ENVIRONMENT_NAME
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+
+READY_S = 30.0
+"""A daemon comes up in under a second; a machine that others use may need longer."""
+SMALL = {
+    "memory": "16MiB",
+    "slab_bytes": "2MiB",
+    "slot_bytes_min": "16KiB",
+    "hugepages": "off",
+    "drain_grace_s": "0.2",
+    "drain_grace_no_pidfd_s": "0.4",
+    "log_format": "json",
+}
+"""Settings of a daemon that starts quickly on any machine."""
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+    """Poll until ``condition()`` is true and return its value; fail after the time."""
+    end = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.01)
+
+
+class Daemon:
+    """One daemon's settings and directories, and its running process, if there is one.
+
+    Args:
+        folder: for sockets and the log; a short path.
+        arena_dir: on tmpfs; None for anonymous memory.
+        settings: by field name, over ``SMALL``.
+    """
+
+    def __init__(self, folder: Path, arena_dir: Path | None, **settings: object) -> None:
+        self.folder = folder
+        self.socket_dir = folder / "s"
+        self.arena_dir = arena_dir
+        self.settings: dict[str, object] = {**SMALL, **settings}
+        self.starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def launch(self, fault: str = "") -> subprocess.Popen[bytes]:
+        """Start a process and do not wait for it; ``fault`` is ``point:count``."""
+        assert self.dead, "end the running daemon first"
+        environment = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        if fault:
+            environment[ENVIRONMENT_NAME] = fault
+        self.starts += 1
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *self._flags()],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        return self.process
+
+    def start(self, fault: str = "") -> bool:
+        """Start and wait until it answers; False if an armed fault ended it before."""
+        process = self.launch(fault)
+        end = time.monotonic() + READY_S
+        while not self._answers(process.pid):
+            if process.poll() is not None:
+                assert fault and self.exit_code == -signal.SIGKILL, (
+                    f"the daemon ended with {self.exit_code}\n{self.log_tail()}"
+                )
+                return False
+            assert time.monotonic() < end, f"the daemon does not come up\n{self.log_tail()}"
+            time.sleep(0.005)
+        return True
+
+    def kill(self) -> None:
+        """kill -9 and wait for the end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def restart(self, fault: str = "") -> bool:
+        """kill -9, then start on the same directories."""
+        self.kill()
+        return self.start(fault)
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    @property
+    def dead(self) -> bool:
+        """Whether no process runs."""
+        return self.process is None or self.process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last process; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        assert self.process is not None
+        return self.process.pid
+
+    def _flags(self) -> list[str]:
+        values = {**self.settings, "socket_dir": self.socket_dir}
+        if self.arena_dir is not None:
+            values["arena_dir"] = self.arena_dir
+        flags = []
+        for name, value in values.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", str(value)]
+        return flags
+
+    def _answers(self, pid: int) -> bool:
+        """Whether process ``pid`` accepts on the attach socket; a file of a dead one may be
+        there.
+        """
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(READY_S)
+            try:
+                probe.connect(str(self.socket_dir / "attach.sock"))
+            except OSError:
+                return False
+            data = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return bool(struct.unpack("3i", data)[0] == pid)
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    @property
+    def log_path(self) -> Path:
+        """Where the output of all starts goes."""
+        return self.folder / "log"
+
+    def log_text(self) -> str:
+        """The output of all starts."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The end of the log, for messages."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def url(self, options: str = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200") -> str:
+        """What clients connect to."""
+        return f"kvhearth+unix://{self.socket_dir}?{options}"
+
+    def admin(self, call: Callable[[Any, Any], Any]) -> Any:
+        """``call(stub, metadata)`` on a channel of its own."""
+        token = (self.socket_dir / "admin.token").read_text()
+        with grpc.insecure_channel(
+            f"unix:{self.socket_dir}/grpc.sock", options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            return call(
+                admin_pb2_grpc.AdminServiceStub(channel), (("kvhearth-admin-token", token),)
+            )
+
+    def stats(self, *, check_books: bool = True) -> admin_pb2.StatsResponse:
+        """Its statistics; fails if the books do not balance."""
+        request = admin_pb2.StatsRequest(check_books=check_books)
+        found: admin_pb2.StatsResponse = self.admin(
+            lambda stub, metadata: stub.Stats(request, metadata=metadata, timeout=20)
+        )
+        assert found.books_error == "", found.books_error
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """Its counters."""
+        return dict(self.stats(check_books=False).counters)
+
+    def aside_bytes(self) -> int:
+        """Quarantined bytes of all segments."""
+        return sum(part.quarantined_bytes for part in self.stats().segments)
+
+    def members(self) -> list[str]:
+        """``engine/rank:state`` of each member of a group."""
+        reply = self.admin(
+            lambda stub, metadata: stub.ListSessions(
+                admin_pb2.ListSessionsRequest(), metadata=metadata, timeout=20
+            )
+        )
+        return sorted(f"{one.engine_id}/{one.rank}:{one.state}" for one in reply.sessions)
+
+    def descriptor_count(self) -> int:
+        """Open descriptors of the process."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def quiet(self) -> bool:
+        """Whether nobody is attached and nothing is reserved, leased, pinned or put aside."""
+        found = self.stats()
+        bound = [
+            part.reserved_bytes + part.quarantined_bytes + part.held_bytes
+            for part in found.segments
+        ]
+        return not (any(bound) or found.sessions or found.groups or found.leases)
+
+    def wait_quiet(self, timeout_s: float = 20.0) -> None:
+        """Wait until all that clients held has come back; fails with what is left."""
+        try:
+            until(self.quiet, "what clients held comes back", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.stats()} {self.members()}") from None
+
+
+@contextlib.contextmanager
+def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
+    """A short directory for sockets and one on tmpfs for an arena, removed at the end."""
+    shm = Path("/dev/shm")
+    if arena and not os.access(shm, os.W_OK):
+        pytest.skip("needs a writable tmpfs at /dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="kvh-"))
+    arena_dir = Path(tempfile.mkdtemp(prefix="kvh-test-", dir=shm)) if arena else None
+    try:
+        yield folder, arena_dir
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if arena_dir is not None:
+            shutil.rmtree(arena_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def stopped_daemon(*, arena: bool = True, **settings: object) -> Iterator[Daemon]:
+    """A daemon that the block starts; whatever still runs at the end is killed by its pid."""
+    with directories(arena=arena) as (folder, arena_dir):
+        daemon = Daemon(folder, arena_dir, **settings)
+        try:
+            yield daemon
+        except BaseException:
+            print(f"-- log of the daemon in {folder}, {daemon.starts} starts\n{daemon.log_tail()}")
+            raise
+        finally:
+            daemon.kill()
+
+
+@contextlib.contextmanager
+def running_daemon(*, arena: bool = True, **settings: object) -> Iterator[Daemon]:
+    """A daemon that is up."""
+    with stopped_daemon(arena=arena, **settings) as daemon:
+        daemon.start()
+        yield daemon
