@@ -24,9 +24,10 @@ def marks_of(slots: I64) -> U32:
 class PolicyMachine(RuleBasedStateMachine):
     """Two policies over the same arrays against two sets."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, slot_count: int) -> None:
         super().__init__()
-        arrays = PolicyArrays(SLOT_COUNT)
+        self.slot_count = slot_count
+        arrays = PolicyArrays(slot_count)
         self.policies = [make_policy(name, arrays) for _ in range(2)]
         self.members: list[set[int]] = [set(), set()]
         self.leased: set[int] = set()
@@ -40,11 +41,11 @@ class PolicyMachine(RuleBasedStateMachine):
 
     which = st.integers(0, 1)
     seeds = st.integers(0, 1 << 32)
-    counts = st.one_of(st.integers(0, 5), st.integers(0, 2500))
+    counts = st.one_of(st.integers(0, 5), st.integers(0, 60), st.integers(0, 2500))
 
     @rule(which=which, seed=seeds, count=counts, known=st.booleans())
     def insert(self, which: int, seed: int, count: int, known: bool) -> None:
-        free = set(range(SLOT_COUNT)) - self.members[0] - self.members[1]
+        free = set(range(self.slot_count)) - self.members[0] - self.members[1]
         slots = self.pick(seed, free, count)
         self.policies[which].insert(slots, marks_of(slots) if known else None)
         self.members[which].update(slots.tolist())
@@ -57,11 +58,20 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(which=which, seed=seeds, count=counts)
     def touch_slots_of_anybody(self, which: int, seed: int, count: int) -> None:
-        self.policies[which].touch(self.pick(seed, set(range(SLOT_COUNT)), count))
+        self.policies[which].touch(self.pick(seed, set(range(self.slot_count)), count))
 
     @rule(seed=seeds, count=counts)
     def lease(self, seed: int, count: int) -> None:
         self.leased = set(self.pick(seed, self.members[0] | self.members[1], count).tolist())
+
+    @rule(which=which)
+    def touch_all(self, which: int) -> None:
+        self.policies[which].touch(np.arange(self.slot_count))
+
+    @rule(which=which, seed=seeds, left=st.integers(0, 3))
+    def lease_nearly_all(self, which: int, seed: int, left: int) -> None:
+        free = set(self.pick(seed, self.members[which], left).tolist())
+        self.leased = (self.members[0] | self.members[1]) - free
 
     @rule()
     def lease_all(self) -> None:
@@ -116,11 +126,12 @@ class EvictionContract:
     def policy(self, arrays: PolicyArrays) -> EvictionPolicy:
         return make_policy(self.name, arrays)
 
-    def test_membership_is_a_set(self) -> None:
+    @pytest.mark.parametrize("slot_count", [60, SLOT_COUNT])
+    def test_membership_is_a_set(self, slot_count: int) -> None:
         run_state_machine_as_test(
-            lambda: PolicyMachine(self.name),
+            lambda: PolicyMachine(self.name, slot_count),
             settings=settings(
-                max_examples=40, stateful_step_count=30, deadline=None, print_blob=True
+                max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
             ),
         )
 

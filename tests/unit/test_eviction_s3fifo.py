@@ -83,10 +83,32 @@ def test_a_key_that_comes_back_goes_to_the_main_queue() -> None:
     policy.insert(np.arange(100), marks[:100])
     assert _evict(policy, 1) == [0]
     policy.insert(np.array([0]), marks[:1])
-    # Of 100 members all but slot 0 are in the small queue, and leave before it.
-    assert _evict(policy, 90) == list(range(1, 91))
-    assert 0 in policy.slots()
+    policy.insert(np.arange(100, 110), marks[100:110])
+    # Blocks that came later, but never before, leave first.
+    assert _evict(policy, 109) == list(range(1, 110))
+    assert policy.slots().tolist() == [0]
     policy.check()
+
+
+def test_a_leased_block_waits_at_the_new_end_of_the_small_queue() -> None:
+    policy = S3FifoPolicy(PolicyArrays(1000))
+    policy.insert(np.arange(10))
+    assert policy.victim(lambda slot: slot != 0) == 1
+    policy.insert(np.array([10]))
+    assert _evict(policy, 11) == [*range(1, 10), 0, 10]
+
+
+def test_the_small_queue_pays_when_all_of_the_main_queue_is_leased() -> None:
+    policy = S3FifoPolicy(PolicyArrays(1000))
+    policy.insert(np.arange(100))
+    policy.touch(np.arange(100))
+    policy.insert(np.array([100, 101]))
+    policy.touch(np.array([101]))
+    for expected in (100, 101, None):
+        for _ in range(2):
+            assert policy.victim(lambda slot: slot >= 100) == expected
+        if expected is not None:
+            policy.evict(expected)
 
 
 def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:

@@ -94,6 +94,11 @@ class Hearth:
         """Wait for the daemon. The demo wants a hit; a real engine would serve and not wait."""
         return self._client.wait_ready(timeout_s)
 
+    def why_away(self) -> str:
+        """Why there is no cache: a daemon that refuses this engine says so, one that is away cannot."""
+        refusal = self._client.refusal
+        return refusal.message if refusal is not None else "KVHearth is away"
+
     def load(self, keys: list[bytes], pages: I64) -> Loaded:
         """Bring the longest good prefix of the blocks ``keys`` into ``pages``."""
         started = time.perf_counter()
@@ -245,7 +250,11 @@ class Engine:
         self._say(
             f"{self._model.parameters / 1e6:.0f} M parameters, pool of {pages + 8} pages of "
             f"{sizes.page_bytes / 2**20:.2f} MiB; "
-            + ("attached to KVHearth" if attached else "KVHearth is away: goes on without")
+            + (
+                "attached to KVHearth"
+                if attached
+                else f"goes on without: {self._hearth.why_away()}"
+            )
         )
 
     def answer(self) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:

@@ -7,6 +7,7 @@ loop (see ``background``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -142,17 +143,19 @@ class Engine:
         )
         joined = self.call(self.core.membership.join, joining)
         lock_byte, descriptors = -1, list[int]()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.call, self.core.membership.leave, number, finished=True)
             if hello.map_arena:
                 lock_byte, descriptors = self._descriptors(segment)
+                for descriptor in descriptors:
+                    undo.callback(os.close, descriptor)
             session = Session(
                 number, tenant, segment, token, peer, lock_byte, joined.group.number, self.boot_id
             )
             self.sessions.add(session)
+            undo.callback(self.sessions.drop, session)
             self._write_catalogue()
-        except BaseException:
-            self.call(self.core.membership.leave, number, finished=True)
-            raise
+            undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
         size = self.arena.segments[segment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -103,15 +104,16 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
         KVHearthError: ``arena_busy``, ``arena_unusable``, ``memory_unavailable``,
             ``hugepages_unavailable``.
     """
-    generations = Generations(plan.geometry.slot_count)
-    try:
+    with contextlib.ExitStack() as undo:
+        generations = Generations(plan.geometry.slot_count)
+        undo.callback(generations.close)
         if plan.folder is None:
             segments = _create_segments(plan, progress)
-            return Arena(plan, segments, generations, notes=_notes(segments))
-        return _open_folder(plan, plan.folder, generations, progress)
-    except BaseException:
-        generations.close()
-        raise
+            arena = Arena(plan, segments, generations, notes=_notes(segments))
+        else:
+            arena = _open_folder(plan, plan.folder, generations, progress)
+        undo.pop_all()
+        return arena
 
 
 def _open_folder(
@@ -121,8 +123,9 @@ def _open_folder(
         raise KVHearthError(
             Reason.ARENA_UNUSABLE, f"arena_dir {folder} is no directory; create it or mount it"
         )
-    lock_fd = lock_directory(folder)
-    try:
+    with contextlib.ExitStack() as undo:
+        lock_fd = lock_directory(folder)
+        undo.callback(os.close, lock_fd)
         blob = DurableBlob(folder / "catalogue", CATALOGUE_BYTES_MAX)
         old, notes = _catalogue(blob, plan, folder)
         if old is None:
@@ -133,10 +136,8 @@ def _open_folder(
             arena = Arena(plan, segments, generations, old, [], blob, journal)
         arena.notes = notes + _notes(arena.segments)
         arena._lock_fd = lock_fd
+        undo.pop_all()
         return arena
-    except BaseException:
-        os.close(lock_fd)
-        raise
 
 
 def _numbers(plan: ArenaPlan) -> range:
@@ -212,23 +213,20 @@ def _open_segments(plan: ArenaPlan, folder: Path, progress: Progress) -> list[Se
 def _create_segments(
     plan: ArenaPlan, progress: Progress, folder: Path | None = None
 ) -> list[Segment]:
-    segments: list[Segment] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        segments: list[Segment] = []
         for index in _numbers(plan):
             name = plan.geometry.segments[index].tenant
-            segments.append(
-                create_segment(
-                    plan.geometry.segment_bytes(index),
-                    plan.hugepages,
-                    path=_segment_path(folder, index) if folder else None,
-                    on_progress=partial(progress, name),
-                )
+            segment = create_segment(
+                plan.geometry.segment_bytes(index),
+                plan.hugepages,
+                path=_segment_path(folder, index) if folder else None,
+                on_progress=partial(progress, name),
             )
-    except BaseException:
-        for segment in segments:
-            segment.close()
-        raise
-    return segments
+            undo.callback(segment.close)
+            segments.append(segment)
+        undo.pop_all()
+        return segments
 
 
 def _notes(segments: list[Segment]) -> list[str]:

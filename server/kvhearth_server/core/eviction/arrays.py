@@ -119,7 +119,7 @@ class PolicyArrays:
             raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
 
     def tick_of(self, slot: int) -> int:
-        """When a tracked slot was pushed, late by at most the other entries of its group."""
+        """When a tracked slot was pushed; late by the rest of its group, more after merges."""
         return int(self.ticks.item((int(self.position.item(slot)) - 1) >> TICK_SHIFT))
 
     def live_entries(self, chunk: Chunk) -> I64:

@@ -70,8 +70,8 @@ class EvictionPolicy(Protocol):
         """When the entry at the cold end came; None if there is none.
 
         The unit is pushes to all policies of these arrays. The caller takes from the policy with
-        the smaller rank. Late by at most 63 pushes of this policy, so a tiny active namespace looks
-        younger than it is rather than older.
+        the smaller rank. Approximate: never early, late by some tens of entries of this policy (one
+        tick serves a group), so a tiny active namespace looks younger than it is, not older.
         """
         ...
 

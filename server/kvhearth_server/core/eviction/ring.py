@@ -152,6 +152,8 @@ class FifoRing:
                 raise ValueError(
                     f"{wrong} slots of the chunk at {chunk.base} have another position"
                 )
+            if before is not None and _fits(before, chunk):
+                raise ValueError(f"chunks of {before.live} and {chunk.live} entries are not merged")
             total += chunk.live
             held += CHUNK_ENTRIES
             before = chunk

@@ -13,9 +13,10 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keys import split_keys
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.reading import KeysItem, Presence
 from kvhearth_server.core.state import group_spec, require
-from kvhearth_server.core.writing import CommitItem, SlotsItem
+from kvhearth_server.core.writing import SlotsItem
 
 GROUPS_PER_CALL_MAX = 64
 

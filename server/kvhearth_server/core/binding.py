@@ -1,0 +1,146 @@
+"""Binding keys to written slots: the core of a commit, after its checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
+from kvhearth_server.core.actions import Bind, Sum
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.table import State
+
+
+@dataclass(frozen=True)
+class CommitItem:
+    """Keys of one KV group to bind; slots (n, shards), checksums (n, shards, 16) or None."""
+
+    kv_group: int
+    keys: list[bytes]
+    slots: I64
+    generations: U32
+    checksums: U8 | None
+    parent: bytes
+
+
+class Binder:
+    """Applies commit items whose slots the caller has checked."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+
+    def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
+        """Apply a checked item."""
+        state, keys = self._state, item.keys
+        self._drop_stale(namespace, item.kv_group, keys)
+        fresh = self._fresh(namespace.number, item.kv_group, keys)
+        slots = item.slots[fresh]
+        spare = flat(item.slots[~fresh])
+        size = state.ledger.unreserved(group.segment, flat(item.slots))
+        group.stock_bytes -= size
+        if len(spare):
+            state.table.bump(spare)
+            namespace.used_bytes -= state.table.total_bytes(spare)
+            state.free_slots(group.segment, spare)
+            state.count("duplicate_blocks", int((~fresh).sum()))
+        if len(slots):
+            new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
+            sums = None if item.checksums is None else item.checksums[fresh]
+            self._fill(namespace, item.kv_group, slots, sums)
+            state.ledger.committed(group.segment, flat(slots), +1)
+            namespace.blocks += len(slots)
+            state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
+            self._chain(namespace, item, fresh)
+            spec = state.spec(namespace, item.kv_group)
+            state.policies.insert(
+                namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
+            )
+            self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
+        return fresh
+
+    def _drop_stale(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
+        """Blocks of an older epoch under these keys make place."""
+        found = self._state.index.find(namespace.number, kv_group, keys)
+        found = np.unique(found[found >= 0])
+        old = found[self._state.table.epoch[found] != namespace.epoch]
+        if len(old):
+            remove_blocks(self._state, old, "epoch")
+
+    def _fresh(self, number: int, kv_group: int, keys: list[bytes]) -> Bools:
+        """Which keys are neither bound nor earlier in the same list."""
+        fresh = self._state.index.find(number, kv_group, keys) < 0
+        if len(set(keys)) != len(keys):
+            seen: set[bytes] = set()
+            for position, key in enumerate(keys):
+                fresh[position] &= key not in seen
+                seen.add(key)
+        return fresh
+
+    def _fill(self, namespace: Namespace, kv_group: int, slots: I64, sums: U8 | None) -> None:
+        table, every = self._state.table, flat(slots)
+        table.namespace[every] = namespace.number
+        table.group[every] = kv_group
+        table.epoch[every] = namespace.epoch
+        table.owner[every] = 0
+        table.flags[every] = 0
+        table.used_at[every] = self._state.tick()
+        if slots.shape[1] > 1:
+            table.sibling[slots[:, :-1]] = slots[:, 1:] + 1
+            table.head[slots[:, 1:]] = slots[:, :1] + 1
+        if sums is None:
+            table.state[every] = State.COMMITTED
+        else:
+            table.checksum[every] = (
+                np.ascontiguousarray(sums).view(f"V{CHECKSUM_BYTES}").reshape(-1)
+            )
+            table.state[every] = State.SUMMED
+
+    def _chain(self, namespace: Namespace, item: CommitItem, fresh: Bools) -> None:
+        """Link new blocks to the ones before them; keys come root first."""
+        state = self._state
+        chains, index = state.chains, state.index
+        heads = index.find(namespace.number, item.kv_group, item.keys)
+        if item.parent:
+            before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
+            if before >= 0 and fresh[0] and before not in heads:
+                chains.link(before, int(heads[0]))
+        if fresh.all():
+            chains.link_run(heads)
+            return
+        for position in np.flatnonzero(fresh[1:]) + 1:
+            if heads[position - 1] != heads[position]:
+                chains.link(int(heads[position - 1]), int(heads[position]))
+
+    def _announce(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
+    ) -> None:
+        state = self._state
+        spec = state.spec(namespace, kv_group)
+        parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1
+        sequences = state.sequence + 1 + np.arange(len(slots), dtype=np.int64)
+        state.sequence += len(slots)
+        to = State.SUMMED if summed else State.COMMITTED
+        state.actions.append(
+            Bind(
+                slots,
+                sequences,
+                parents,
+                spec.page_bytes,
+                keys,
+                namespace.number,
+                kv_group,
+                namespace.epoch,
+                to,
+            )
+        )
+        state.count("stored_blocks", len(slots))
+        if summed:
+            state.count("summed_blocks", len(slots))
+            state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
+        else:
+            state.actions.append(Sum(slots, state.table.generation[slots].copy()))

@@ -1,0 +1,256 @@
+"""A core with attached engines, and short names for what its tests do all the time.
+
+Every call recounts the books, so a test that forgets to look at them still fails where they break.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import I64, U8, U32, Bools
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.reading import Found, KeysItem
+from kvhearth_server.core.state import CoreState, Limits
+from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.core.writing import CommitItem, Reserved, SlotsItem
+
+SLOT_BYTES = 4096
+SLAB_BYTES = 64 * 1024
+KEY_BYTES = 32
+EPOCH = 1
+
+
+def key(number: int, width: int = KEY_BYTES) -> bytes:
+    """A key."""
+    return number.to_bytes(width, "big")
+
+
+def keys(*numbers: int) -> list[bytes]:
+    """Keys, in order."""
+    return [key(number) for number in numbers]
+
+
+def full(page_bytes: int = SLOT_BYTES, shards: int = 1, block_tokens: int = 16) -> GroupSpec:
+    """A full-attention group."""
+    return GroupSpec(GroupKind.FULL, block_tokens, page_bytes, shards=shards)
+
+
+def window(window_tokens: int, page_bytes: int = SLOT_BYTES, block_tokens: int = 16) -> GroupSpec:
+    """A sliding-window group."""
+    return GroupSpec(
+        GroupKind.SLIDING_WINDOW, block_tokens, page_bytes, window_tokens=window_tokens
+    )
+
+
+def mamba(page_bytes: int = SLOT_BYTES, block_tokens: int = 16) -> GroupSpec:
+    """A state group."""
+    return GroupSpec(GroupKind.MAMBA, block_tokens, page_bytes)
+
+
+def contract(*groups: GroupSpec, **changes: Any) -> Contract:
+    """A contract of these groups (one full-attention group by default)."""
+    wanted = groups or (full(),)
+    values: dict[str, Any] = {
+        "model": "m",
+        "revision": "r",
+        "kv_dtype": "uint8",
+        "hash_bytes": KEY_BYTES,
+        "tensor_parallel": max(spec.shards for spec in wanted),
+        "groups": wanted,
+    }
+    return Contract(**{**values, **changes})
+
+
+def refused(reason: Reason) -> Any:
+    """A context in which a ``KVHearthError`` of that reason must be raised."""
+    return pytest.raises(KVHearthError, match=rf"^{reason}: ")
+
+
+def sums_of(slots: I64) -> U8:
+    """Checksums that name their slots, (n, shards, 16)."""
+    words = np.zeros((*slots.shape, 2), np.uint64)
+    words[..., 0] = slots
+    return words.view(np.uint8).reshape(*slots.shape, 16)
+
+
+class Rig:
+    """A core, and what the transport and the clients would do with it."""
+
+    def __init__(
+        self,
+        slabs: int = 4,
+        *,
+        tenants: Sequence[str] = ("t",),
+        slab_bytes: int = SLAB_BYTES,
+        slot_bytes_min: int = SLOT_BYTES,
+        **limits: Any,
+    ) -> None:
+        self.geometry = Geometry.of(
+            [(tenant, slabs * slab_bytes) for tenant in tenants], slab_bytes, slot_bytes_min
+        )
+        # Roomy bounds, so that a test meets only the one that it sets.
+        bounds = {"stock_fraction_max": 1.0, "held_fraction_max": 1.0, **limits}
+        self.core = Core(self.geometry, Limits(**bounds))
+        self.now = 0.0
+        self.members: dict[int, list[int]] = {}
+        self._sessions = itertools.count(1)
+        self._reservations = itertools.count(1)
+
+    @property
+    def state(self) -> CoreState:
+        """The core's state."""
+        return self.core.state
+
+    def check(self) -> None:
+        """The books balance."""
+        self.core.check_books()
+
+    def join(self, made: Contract, **changes: Any) -> int:
+        """Attach one session; returns its number."""
+        values: dict[str, Any] = {
+            "session": next(self._sessions),
+            "tenant": "t",
+            "engine_id": "e",
+            "contract": made,
+            "scheduler": True,
+            "rank": 0,
+            "incarnation": 0,
+            "mapped": True,
+        }
+        joining = Joining(**{**values, **changes})
+        self.core.membership.join(joining)
+        self.check()
+        return joining.session
+
+    def attach(self, made: Contract | None = None, **changes: Any) -> int:
+        """Attach a whole engine; returns the session of its scheduler, which is rank 0, too."""
+        made = made or contract()
+        first = self.join(made, **changes)
+        others = [
+            self.join(made, **{**changes, "scheduler": False, "rank": rank})
+            for rank in range(1, made.world_size)
+        ]
+        self.members[first] = [first, *others]
+        return first
+
+    def leave(self, session: int, *, finished: bool = True) -> None:
+        """A whole engine leaves, its scheduler first."""
+        for member in self.members[session]:
+            self.core.membership.leave(member, finished=finished)
+            self.check()
+
+    def group(self, session: int) -> Group:
+        """The group of a session."""
+        return self.state.group_of(session)
+
+    def epoch(self, session: int) -> int:
+        """The epoch of a session's namespace."""
+        return self.state.namespaces.get(self.group(session).namespace).epoch
+
+    def reserve(
+        self, session: int, count: int, kv_group: int = 0, reservation_id: int = 0
+    ) -> Reserved:
+        """Reserve blocks of one group."""
+        number = reservation_id or next(self._reservations)
+        try:
+            return self.core.writing.reserve(
+                session, number, self.epoch(session), [(kv_group, count)]
+            )
+        finally:
+            self.check()
+
+    def take(self, session: int, count: int, kv_group: int = 0) -> tuple[I64, U32]:
+        """Slots and generations of exactly ``count`` reserved blocks, (count, shards) each."""
+        reserved = self.reserve(session, count, kv_group)
+        assert reserved.short is None, f"a store was refused: {reserved.short}"
+        (part,) = reserved.handed
+        assert len(part.slots) == count
+        return part.slots, part.generations
+
+    def item(
+        self,
+        named: list[bytes],
+        slots: I64,
+        generations: U32,
+        *,
+        kv_group: int = 0,
+        parent: bytes = b"",
+        summed: bool = True,
+    ) -> CommitItem:
+        """A part of a commit."""
+        sums = sums_of(slots) if summed else None
+        return CommitItem(kv_group, named, slots, generations, sums, parent)
+
+    def commit(self, session: int, *items: CommitItem) -> list[Bools]:
+        """Commit."""
+        try:
+            return self.core.writing.commit(session, self.epoch(session), list(items))
+        finally:
+            self.check()
+
+    def put(
+        self,
+        session: int,
+        named: list[bytes],
+        *,
+        kv_group: int = 0,
+        parent: bytes = b"",
+        summed: bool = True,
+    ) -> Bools:
+        """Reserve and commit blocks; fails the test if not all could be reserved."""
+        slots, generations = self.take(session, len(named), kv_group)
+        (stored,) = self.commit(
+            session,
+            self.item(named, slots, generations, kv_group=kv_group, parent=parent, summed=summed),
+        )
+        return stored
+
+    def abort(
+        self, session: int, slots: I64, generations: U32, *, in_doubt: bool = False
+    ) -> tuple[int, int]:
+        """Abort slots of any shape."""
+        item = SlotsItem(slots.reshape(-1), generations.reshape(-1))
+        try:
+            return self.core.writing.abort(session, [item], [], in_doubt=in_doubt)
+        finally:
+            self.check()
+
+    def lookup(
+        self, session: int, named: list[bytes], *, kv_group: int = 0, lease_id: int = 0
+    ) -> Found:
+        """Look up keys of one group."""
+        return self.lookup_all(session, {kv_group: named}, lease_id=lease_id)
+
+    def lookup_all(
+        self, session: int, asked: dict[int, list[bytes]], *, lease_id: int = 0
+    ) -> Found:
+        """Look up keys of several groups."""
+        items = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
+        try:
+            return self.core.reading.lookup(session, self.epoch(session), items, lease_id)
+        finally:
+            self.check()
+
+    def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
+        """Which keys are there; marks nothing as used."""
+        items = [KeysItem(kv_group, named)]
+        (one,) = self.core.reading.presence(session, self.epoch(session), items)
+        return [bool(flag) for flag in one.present]
+
+    def head(self, session: int, named: bytes, kv_group: int = 0) -> int:
+        """The head slot of a key; -1 if it is not there."""
+        number = self.group(session).namespace
+        return int(self.state.index.find(number, kv_group, [named])[0])
+
+    def slots_in(self, state: State) -> int:
+        """How many slots are in a state (slots of unassigned slabs count as free)."""
+        return int((self.state.table.state == state).sum())

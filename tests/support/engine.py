@@ -1,0 +1,270 @@
+"""An engine that knows what every byte must be: blocks' contents follow from key, shard and epoch.
+
+All its ranks live in this process. It stores and loads through the public client and copier, and
+tells wrong bytes from misses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth import Contract, GroupKind, GroupSpec, connect
+from kvhearth.arena import ArenaMapping
+from kvhearth.client import KVClient
+from kvhearth.copiers.base import Done
+from kvhearth.copiers.host import HostCopier
+from kvhearth.layout import PagedKV
+from kvhearth.model import U8, Bools, Records
+from kvhearth.results import CommitGroup, Pin, Reservation
+
+KEY_BYTES = 32
+PAGES = 64
+"""Blocks of one store or load at most."""
+COPY_S = 30.0
+CLOSE_S = 10.0
+
+
+def contract_of(page_bytes: int, *, shards: int = 1, model: str = "m") -> Contract:
+    """One full-attention group of blocks of ``shards`` x ``page_bytes``."""
+    group = GroupSpec(GroupKind.FULL, 16, page_bytes, shards=shards)
+    return Contract(model, "r", "uint8", (group,), tensor_parallel=shards)
+
+
+def content(key: bytes, shard: int, epoch: int, size: int) -> U8:
+    """The bytes of one shard of the block ``key``, shape (size,)."""
+    seed = int.from_bytes(key[:16], "little") ^ (shard << 96) ^ (epoch << 104)
+    return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(size), np.uint8)
+
+
+class Rank:
+    """One rank: its client, its pages, and a copier of the boot that it is attached to."""
+
+    def __init__(self, client: KVClient, number: int, page_bytes: int) -> None:
+        self.client = client
+        self.number = number
+        self.pages: U8 = np.zeros((PAGES, page_bytes), np.uint8)
+        self._kv = PagedKV([self.pages])
+        self._arena: ArenaMapping | None = None
+        self._copier: HostCopier | None = None
+        client.add_drain(self._drain)
+
+    def fill(self, keys: Sequence[bytes], epoch: int) -> None:
+        """Compute the pages of ``keys``."""
+        for page, key in enumerate(keys):
+            self.pages[page] = content(key, self.number, epoch, self.pages.shape[1])
+
+    def wrong(self, keys: Sequence[bytes], epoch: int) -> Bools:
+        """Which pages are not those of ``keys``."""
+        size = self.pages.shape[1]
+        pairs = zip(keys, self.pages, strict=False)
+        return np.array(
+            [not np.array_equal(page, content(k, self.number, epoch, size)) for k, page in pairs]
+        )
+
+    def store(self, boot_id: str, extents: Records) -> Done | None:
+        """Pages 0, 1, ... into ``extents`` (n,); None while no arena is mapped."""
+        return self._copy(lambda copier, at: copier.store(boot_id, at, extents), len(extents))
+
+    def load(self, boot_id: str, extents: Records) -> Done | None:
+        """``extents`` into pages 0, 1, ...; None while no arena is mapped."""
+        return self._copy(lambda copier, at: copier.load(boot_id, extents, at), len(extents))
+
+    def close(self) -> None:
+        """Let go; fails if copies do not drain."""
+        closed = self.client.close(CLOSE_S)
+        if self._copier is not None:
+            self._copier.check_books()
+            self._copier.close()
+        assert closed, "copies did not drain"
+
+    def _copy(self, submit: Callable[[HostCopier, np.ndarray], object], count: int) -> Done | None:
+        copier = self._fresh()
+        if copier is None:
+            return None
+        ticket = submit(copier, np.arange(count))
+        done = copier.wait(ticket, COPY_S)  # type: ignore[arg-type]
+        assert done is not None, "a copy hangs"
+        return done
+
+    def _fresh(self) -> HostCopier | None:
+        arena = self.client.arena
+        if arena is not None and arena is not self._arena:
+            if self._copier is not None:
+                self._copier.close()
+            self._copier, self._arena = HostCopier(self._kv, arena), arena
+        return self._copier
+
+    def _drain(self, deadline_s: float) -> bool:
+        return self._copier is None or self._copier.drain(deadline_s)
+
+
+@dataclass
+class Seen:
+    """What checking some keys found.
+
+    ``bad`` holds a sentence for each thing that must never happen: a byte that is not the key's,
+    or one that only a checksum kept from being served.
+    """
+
+    right: list[bytes] = field(default_factory=list)
+    absent: list[bytes] = field(default_factory=list)
+    unready: list[bytes] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass
+class Stored:
+    """What became of a store. ``bound``: keys that the daemon acknowledged, new or not."""
+
+    bound: list[bytes]
+    reason: str = ""
+
+
+class Engine:
+    """One engine of the contract's world size."""
+
+    def __init__(self, url: str, contract: Contract, engine_id: str) -> None:
+        self.contract = contract
+        self.engine_id = engine_id
+        self.page_bytes = contract.groups[0].page_bytes
+        self.ranks = [
+            Rank(
+                connect(url, contract, engine_id=engine_id, scheduler=number == 0, rank=number),
+                number,
+                self.page_bytes,
+            )
+            for number in range(contract.world_size)
+        ]
+        self.client = self.ranks[0].client
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks are attached to one boot."""
+        boots = {rank.client.boot_id for rank in self.ranks}
+        return len(boots) == 1 and "" not in boots and self.client.wait_ready(0)
+
+    def wait_ready(self, timeout_s: float = 20.0, give_up: Callable[[], bool] | None = None) -> bool:
+        """Wait until it is; False if ``give_up()`` says so. Fails after the time."""
+        end = time.monotonic() + timeout_s
+        while not self.ready:
+            if give_up is not None and give_up():
+                return False
+            assert time.monotonic() < end, (
+                f"{self.engine_id} does not attach: {self.client.refusal}, "
+                f"{[rank.client.counters() for rank in self.ranks]}"
+            )
+            self.client.wait_ready(0.02)
+            time.sleep(0.005)
+        return True
+
+    def reserve(self, count: int) -> Reservation:
+        """Slots for ``count`` blocks."""
+        return self.client.reserve({0: count})
+
+    def store(self, keys: Sequence[bytes], *, sums: bool = True, parent: bytes = b"") -> Stored:
+        """Write and commit at most ``PAGES`` blocks, fewer if fewer are granted."""
+        epoch = self.client.epoch
+        taken = self.reserve(len(keys))
+        extents = taken.groups[0]
+        keys = keys[: len(extents)]
+        if not keys:
+            return Stored([], taken.reason or taken.short_reason)
+        checksums = np.zeros((*extents.shape, 16), np.uint8)
+        for rank in self.ranks:
+            rank.fill(keys, epoch)
+            done = rank.store(taken.boot_id, extents[:, rank.number])
+            if done is None or not done.ok.all():
+                self.client.abort({0: extents}, boot_id=taken.boot_id)
+                return Stored([], "copy")
+            checksums[:, rank.number] = done.checksums
+        group = CommitGroup(keys, extents, checksums if sums else None, parent)
+        result = self.client.commit({0: group}, boot_id=taken.boot_id)
+        return Stored([] if result.reason else list(keys), result.reason)
+
+    def check(self, keys: Sequence[bytes], seen: Seen | None = None) -> Seen:
+        """Look ``keys`` up and compare every byte that is served; in portions, to the first
+        failure to answer.
+        """
+        seen = Seen() if seen is None else seen
+        for portion in _portions(keys):
+            self._check_portion(portion, seen)
+            if seen.reason:
+                break
+        return seen
+
+    def _check_portion(self, keys: list[bytes], seen: Seen) -> None:
+        epoch = self.client.epoch
+        found = self.client.lookup({0: keys}, lease=False)
+        if found.reason:
+            seen.reason = found.reason
+            return
+        there, ready = found.groups[0].present, found.groups[0].ready
+        seen.absent += [key for key, flag in zip(keys, there, strict=True) if not flag]
+        seen.unready += [k for k, t, r in zip(keys, there, ready, strict=True) if t and not r]
+        wanted = [key for key, flag in zip(keys, ready, strict=True) if flag]
+        if wanted:
+            self._load(wanted, epoch, seen)
+
+    def _load(self, keys: list[bytes], epoch: int, seen: Seen) -> None:
+        found = self.client.lookup({0: keys})
+        seen.reason = found.reason
+        leased = found.groups[0].leased
+        keys = [key for key, flag in zip(keys, leased, strict=True) if flag]
+        if not keys:
+            return
+        extents = found.groups[0].extents.reshape(len(keys), self.contract.groups[0].shards)
+        good = np.ones(len(keys), np.bool_)
+        failed = np.zeros(len(keys), np.bool_)
+        for rank in self.ranks:
+            rank.pages[:] = 0
+            done = rank.load(found.boot_id, extents[:, rank.number])
+            if done is None:
+                good[:] = False
+                continue
+            seen.failed.update(done.reasons)
+            if done.reasons.get("checksum_mismatch"):
+                seen.bad.append(f"{self.engine_id}: only a checksum saved {done.reasons}")
+            wrong = rank.wrong(keys, epoch) & done.ok
+            for position in np.flatnonzero(wrong).tolist():
+                seen.bad.append(
+                    f"{self.engine_id}: served a wrong byte of {keys[position].hex()[:16]} shard "
+                    f"{rank.number} epoch {epoch} boot {found.boot_id} {extents[position]}"
+                )
+            good &= done.ok & ~wrong
+            failed |= ~done.ok
+        bad = extents[failed]
+        self.client.release(found.lease, bad if len(bad) else None)
+        seen.right += [key for key, flag in zip(keys, good, strict=True) if flag]
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> Pin:
+        """Keep blocks."""
+        return self.client.pin({0: list(keys)}, ttl_s)
+
+    def close(self) -> None:
+        """End all ranks' sessions."""
+        for rank in reversed(self.ranks):
+            rank.close()
+
+
+def _portions(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
+    for start in range(0, len(keys), PAGES):
+        yield list(keys[start : start + PAGES])
+
+
+@contextlib.contextmanager
+def engine_of(url: str, contract: Contract, engine_id: str = "e") -> Iterator[Engine]:
+    """An engine that is attached, and closed at the end."""
+    engine = Engine(url, contract, engine_id)
+    try:
+        engine.wait_ready()
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,169 @@
+"""FifoRing against a list, with queues long enough that chunks fill, thin out and merge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvhearth_server.core.eviction.arrays import CHUNK_ENTRIES, PolicyArrays
+from kvhearth_server.core.eviction.ring import FifoRing, remove_slots
+
+SLOT_COUNT = 8 * CHUNK_ENTRIES
+
+
+class ListRing:
+    """The same on a list; ``hand`` is the index of the slot that it stands before."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.pushed_at: dict[int, int] = {}
+        self.tick = 0
+        self.hand = 0
+
+    def push(self, slots: list[int]) -> None:
+        if self.hand >= len(self.order):
+            self.hand = 0
+        for slot in slots:
+            self.tick += 1
+            self.pushed_at[slot] = self.tick
+        self.order += slots
+
+    def remove(self, slots: list[int]) -> None:
+        gone = set(slots)
+        self.hand -= sum(slot in gone for slot in self.order[: self.hand])
+        self.order = [slot for slot in self.order if slot not in gone]
+
+    def peek_hand(self) -> int | None:
+        if self.hand >= len(self.order):
+            self.hand = 0
+        return self.order[self.hand] if self.order else None
+
+
+class Pair:
+    """A ring and its model, driven together."""
+
+    def __init__(self, seed: int) -> None:
+        print(f"seed {seed}")
+        self.rng = np.random.default_rng(seed)
+        self.arrays = PolicyArrays(SLOT_COUNT)
+        self.ring = FifoRing(self.arrays)
+        self.model = ListRing()
+
+    def push(self, count: int) -> None:
+        free = np.setdiff1d(np.arange(SLOT_COUNT), self.model.order)
+        slots = self.rng.permutation(free)[:count]
+        if len(slots) == 1:
+            self.ring.push_one(int(slots[0]))
+        else:
+            self.ring.push(slots)
+        self.model.push(slots.tolist())
+
+    def remove_bulk(self, count: int) -> None:
+        slots = self.rng.permutation(np.array(self.model.order, np.int64))[:count]
+        remove_slots(self.arrays, slots, (self.ring,))
+        self.model.remove(slots.tolist())
+
+    def remove_run(self, count: int) -> None:
+        """One by one, neighbours in the queue, so that one chunk empties before others."""
+        low = int(self.rng.integers(0, max(1, len(self.model.order) - count)))
+        slots = self.model.order[low : low + count]
+        for slot in self.rng.permutation(np.array(slots, np.int64)).tolist():
+            assert self.ring.remove_one(slot)
+        self.model.remove(slots)
+
+    def move_oldest(self, count: int) -> None:
+        for _ in range(min(count, len(self.model.order))):
+            slot = self.ring.peek()
+            assert slot == self.model.order[0]
+            self.ring.move_oldest(self.ring)
+            self.model.remove([slot])
+            self.model.push([slot])
+
+    def walk_hand(self, count: int) -> None:
+        for _ in range(count):
+            slot = self.ring.peek_hand()
+            assert slot == self.model.peek_hand()
+            if slot is None:
+                break
+            self.ring.step_hand()
+            self.model.hand += 1
+
+    def compare(self) -> None:
+        self.ring.check()
+        order = self.ring.slots().tolist()
+        assert order == self.model.order
+        assert self.ring.peek() == (order[0] if order else None)
+        ticks = [self.arrays.tick_of(slot) for slot in order]
+        assert ticks == sorted(ticks)
+        assert all(t >= self.model.pushed_at[s] for t, s in zip(ticks, order, strict=True))
+        assert not ticks or ticks[-1] <= self.model.tick
+
+
+@pytest.mark.parametrize("seed", range(51, 59))
+def test_against_a_list(seed: int) -> None:
+    pair = Pair(seed)
+    for _ in range(150):
+        step = pair.rng.integers(0, 7)
+        size = int(pair.rng.choice([1, 5, 300, 1500]))
+        if step == 0:
+            pair.push(size)
+        elif step == 1:
+            pair.push(1)
+            pair.push(2 * size)
+        elif step == 2:
+            pair.remove_bulk(2 * size)
+        elif step == 3:
+            pair.remove_run(size)
+        elif step == 4:
+            pair.move_oldest(min(size, 400))
+        else:
+            pair.walk_hand(min(size, 700))
+        pair.compare()
+
+
+def test_a_hand_in_a_newest_chunk_that_empties_stands_behind_the_rest() -> None:
+    arrays = PolicyArrays(SLOT_COUNT)
+    ring = FifoRing(arrays)
+    ring.push(np.arange(CHUNK_ENTRIES + 1))
+    for slot in range(CHUNK_ENTRIES + 1):
+        assert ring.peek_hand() == slot
+        if slot < CHUNK_ENTRIES:
+            ring.step_hand()
+    assert ring.remove_one(CHUNK_ENTRIES)
+    assert ring.peek_hand() == 0
+    assert ring.slots().tolist() == list(range(CHUNK_ENTRIES))
+
+
+def test_a_hand_in_an_oldest_chunk_that_empties_stands_before_the_rest() -> None:
+    arrays = PolicyArrays(SLOT_COUNT)
+    ring = FifoRing(arrays)
+    ring.push(np.arange(3 * CHUNK_ENTRIES))
+    assert ring.peek_hand() == 0
+    for _ in range(100):
+        ring.step_hand()
+    remove_slots(arrays, np.arange(CHUNK_ENTRIES), (ring,))
+    assert ring.peek_hand() == CHUNK_ENTRIES
+
+
+def test_alternating_push_and_removal_at_a_chunk_border_moves_no_chunk() -> None:
+    arrays = PolicyArrays(SLOT_COUNT)
+    ring = FifoRing(arrays)
+    ring.push(np.arange(CHUNK_ENTRIES))
+    before = arrays.position[:CHUNK_ENTRIES].copy()
+    for _ in range(100):
+        ring.push_one(CHUNK_ENTRIES)
+        assert ring.remove_one(CHUNK_ENTRIES)
+    assert np.array_equal(arrays.position[:CHUNK_ENTRIES], before)
+    assert sum(chunk is not None for chunk in arrays.chunks) == 1
+
+
+def test_rings_beyond_the_spare_chunks_make_the_arrays_grow() -> None:
+    arrays = PolicyArrays(400)
+    rings = [FifoRing(arrays) for _ in range(400)]
+    room = len(arrays.entries)
+    for slot, ring in enumerate(rings):
+        ring.push_one(slot)
+    assert len(arrays.entries) > room
+    for slot, ring in enumerate(rings):
+        ring.check()
+        assert ring.slots().tolist() == [slot]
