@@ -59,3 +59,6 @@ check: lint types imports proto-check ## everything but the tests
 
 clean:           ## remove what make built
 	rm -rf $(VENV) $(VENV)-proto dist
+
+bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
+	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)

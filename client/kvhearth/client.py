@@ -94,6 +94,20 @@ class KVClient(Decisions):
         return "" if link is None else link.boot_id
 
     @property
+    def session_id(self) -> str:
+        """Of the current attachment, or empty: what was reserved or leased under another is void.
+
+        A session can end and another begin under one boot id.
+        """
+        link = None if self._caller.closed else self._keeper.link
+        return "" if link is None else f"{link.boot_id}/{link.welcome.session}"
+
+    @property
+    def contract(self) -> Contract:
+        """What ``connect`` was given."""
+        return self._contract
+
+    @property
     def refusal(self) -> KVHearthError | None:
         """Why the daemon refuses this engine for good, or None."""
         return self._keeper.refusal

@@ -179,6 +179,7 @@ def _say_ready(settings: Settings, engine: Engine) -> None:
         memory_bytes=sum(segment.bytes for segment in segments),
         pages=sorted({str(segment.page_kind) for segment in segments}),
         adopted_blocks=engine.adopted_blocks,
+        adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),
         grpc=str(settings.grpc_socket),
     )

@@ -75,12 +75,18 @@ class Rank:
         """``extents`` into pages 0, 1, ...; None while no arena is mapped."""
         return self._copy(lambda copier, at: copier.load(boot_id, extents, at), len(extents))
 
+    def alive(self) -> bool:
+        """Whether the daemon that the last copy was with still lives."""
+        return self._arena is not None and self._arena.alive()
+
     def close(self) -> None:
         """Let go; fails if copies do not drain."""
         closed = self.client.close(CLOSE_S)
         if self._copier is not None:
             self._copier.check_books()
             self._copier.close()
+            # The last arrays of the mapping: with them it goes, and the daemon sees that.
+            self._copier = self._arena = None
         assert closed, "copies did not drain"
 
     def _copy(self, submit: Callable[[HostCopier, np.ndarray], object], count: int) -> Done | None:
@@ -230,7 +236,8 @@ class Engine:
                 good[:] = False
                 continue
             seen.failed.update(done.reasons)
-            if done.reasons.get("checksum_mismatch"):
+            # A successor of a daemon that died meanwhile may reuse slots: that is no late writer.
+            if done.reasons.get("checksum_mismatch") and rank.alive():
                 seen.bad.append(f"{self.engine_id}: only a checksum saved {done.reasons}")
             wrong = rank.wrong(keys, epoch) & done.ok
             for position in np.flatnonzero(wrong).tolist():

@@ -97,9 +97,11 @@ FORK = """
 
 def test_a_forked_child_answers_closed_until_it_connects_anew(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()) as daemon:
-        assert run(FORK, url_of(tmp_path)) in ("child ready\n", "child without\n")
+        said = run(FORK, url_of(tmp_path))
+        assert said in ("child ready\n", "child without\n")
         assert daemon.hellos[0].pid != daemon.hellos[-1].pid
-        assert daemon.byes == 1
+        # The parent says goodbye once; a child whose gRPC did not survive leaves its links, too.
+        assert daemon.byes == 1 or (said == "child without\n" and daemon.byes > 1)
 
 
 def test_a_forked_child_does_not_hold_its_parents_life_line(tmp_path: Path) -> None:

@@ -145,6 +145,17 @@ def test_a_hand_in_an_oldest_chunk_that_empties_stands_before_the_rest() -> None
     assert ring.peek_hand() == CHUNK_ENTRIES
 
 
+def test_a_hand_in_a_chunk_that_empties_at_once_stands_before_the_next() -> None:
+    arrays = PolicyArrays(SLOT_COUNT)
+    ring = FifoRing(arrays)
+    ring.push(np.arange(3 * CHUNK_ENTRIES))
+    for _ in range(CHUNK_ENTRIES + 100):
+        ring.peek_hand()
+        ring.step_hand()
+    remove_slots(arrays, np.arange(CHUNK_ENTRIES, 2 * CHUNK_ENTRIES), (ring,))
+    assert ring.peek_hand() == 2 * CHUNK_ENTRIES
+
+
 def test_alternating_push_and_removal_at_a_chunk_border_moves_no_chunk() -> None:
     arrays = PolicyArrays(SLOT_COUNT)
     ring = FifoRing(arrays)

@@ -132,6 +132,15 @@ def test_a_used_block_of_the_main_queue_gets_another_round() -> None:
     assert _evict(policy, 1) == [3]
 
 
+def test_a_used_block_between_leased_ones_is_found() -> None:
+    policy = S3FifoPolicy(PolicyArrays(100))
+    policy.insert(np.arange(4))
+    policy.touch(np.arange(4))
+    assert _evict(policy, 1) == [0]  # all were promoted, their uses spent
+    policy.touch(np.array([3]))
+    assert policy.victim(lambda slot: slot == 3) == 3
+
+
 def test_ghost_forgets_a_key_that_it_gave_and_grows_without_loss() -> None:
     ghost = Ghost()
     rng = np.random.default_rng(5)

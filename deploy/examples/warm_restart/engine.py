@@ -95,7 +95,7 @@ class Hearth:
         return self._client.wait_ready(timeout_s)
 
     def why_away(self) -> str:
-        """Why there is no cache: a daemon that refuses this engine says so, one that is away cannot."""
+        """Why there is no cache, in a sentence."""
         refusal = self._client.refusal
         return refusal.message if refusal is not None else "KVHearth is away"
 
@@ -105,7 +105,9 @@ class Hearth:
         found = self._lookup(keys)
         loaded = Loaded(asked_blocks=len(keys), miss_reason=found.reason)
         copier = self._copier_for(found.boot_id)
-        if found.lease is not None and copier is not None:
+        if copier is None:
+            self._client.release(found.lease)  # which may be None
+        elif found.lease is not None:
             extents = found.groups[GROUP].extents  # the blocks before the first hole
             # In this thread: the engine has nothing else to do until the bytes are there. With
             # other requests to serve it would use copier.load and copier.poll.
@@ -144,12 +146,13 @@ class Hearth:
         room = self._client.reserve({GROUP: len(keys)})
         extents = room.groups.get(GROUP)
         copier = self._copier_for(room.boot_id)
-        count = 0
-        if extents is not None and copier is not None:
-            count = len(extents)  # may be fewer than asked for; then the chain's end is not kept
-            flat = extents.reshape(-1)  # one shard per block
-            ticket = copier.store(room.boot_id, pages[:count], flat)
-            if ticket is None:  # the copier's queue is full
+        count, ticket = 0, None
+        if extents is not None and len(extents):
+            if copier is not None:
+                # May be fewer than asked for: then the chain's end is not kept. One shard a block.
+                count = len(extents)
+                ticket = copier.store(room.boot_id, pages[:count], extents.reshape(-1))
+            if ticket is None:  # the daemon has just died, or the copier's queue is full
                 self._client.abort({GROUP: extents}, boot_id=room.boot_id)
                 count = 0
             else:

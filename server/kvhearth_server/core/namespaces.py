@@ -61,7 +61,7 @@ class Namespaces:
         digest = namespace_digest(tenant, contract)
         if found := self._by_digest.get(digest):
             return found
-        if len(self._by_number) >= self._count_max and not self._forget_one():
+        if len(self._by_number) >= self._count_max and not self.forget_one():
             raise KVHearthError(
                 Reason.TOO_MANY_NAMESPACES,
                 f"{len(self._by_number)} namespaces are in use; evict one or raise namespaces_max",
@@ -119,7 +119,8 @@ class Namespaces:
             return self._next
         return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
 
-    def _forget_one(self) -> bool:
+    def forget_one(self) -> bool:
+        """Make place: forget a namespace without blocks and engines; False if there is none."""
         for space in self._by_number.values():
             if not space.blocks and not space.groups and not space.used_bytes:
                 del self._by_number[space.number]

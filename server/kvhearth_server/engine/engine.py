@@ -8,6 +8,7 @@ loop (see ``background``).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
@@ -18,10 +19,15 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from kvhearth.contract import Contract
+from kvhearth.contract import (
+    CONTRACT_JSON_BYTES_MAX,
+    KEY_BYTES_MAX,
+    Contract,
+    namespace_digest,
+)
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
-from kvhearth.model import I64
+from kvhearth.model import EXTENT_BYTES, I64, U32
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello, SegmentInfo, Welcome
 from kvhearth_server.core.actions import Action, Bind, Catalogue, Mark, SlabSized, Sum, Summed
@@ -29,13 +35,18 @@ from kvhearth_server.core.adoption import adopt
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.state import Limits
+from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.catalogue import catalogue_content, restore_groups, restore_namespaces
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.memory.adopt import read_journal
-from kvhearth_server.memory.arena import Arena
+from kvhearth_server.memory.arena import CATALOGUE_BYTES_MAX, Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.counters import Counters
+
+_MESSAGE_FRAME_BYTES = 4096
+"""What a message may have beside its keys and extents."""
+_CATALOGUE_SPACES_BYTES = CATALOGUE_BYTES_MAX * 3 // 4
+"""Up to where new namespaces may fill the catalogue; the rest is for sessions that come later."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,10 +94,11 @@ class Engine:
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()
         self.to_sum: deque[Sum] = deque()
-        self.to_verify: deque[tuple[int, int]] = deque()
+        self.to_verify: deque[tuple[I64, U32]] = deque()
         self.wake: Callable[[], None] = lambda: None
         self.adopted_blocks = 0
         self._adopt()
+        self.adopt_s = now() - self.started_at
         self._write_catalogue()
 
     # -- calls -------------------------------------------------------------------------------------
@@ -127,7 +139,9 @@ class Engine:
                 Reason.PROTOCOL_VERSION,
                 f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
             )
+        require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
         contract = Contract.from_json(hello.contract)
+        self._check_room(tenant, contract)
         self._previous(hello, tenant)
         number, token = self.sessions.issue()
         segment = self.core.state.segment_of[tenant]
@@ -141,10 +155,10 @@ class Engine:
             hello.incarnation,
             hello.map_arena,
         )
-        joined = self.call(self.core.membership.join, joining)
         lock_byte, descriptors = -1, list[int]()
         with contextlib.ExitStack() as undo:
             undo.callback(self.call, self.core.membership.leave, number, finished=True)
+            joined = self.call(self.core.membership.join, joining)
             if hello.map_arena:
                 lock_byte, descriptors = self._descriptors(segment)
                 for descriptor in descriptors:
@@ -153,7 +167,8 @@ class Engine:
                 number, tenant, segment, token, peer, lock_byte, joined.group.number, self.boot_id
             )
             self.sessions.add(session)
-            undo.callback(self.sessions.drop, session)
+            # The peer's pidfd stays the caller's until it has the session.
+            undo.callback(self.sessions.forget, session)
             self._write_catalogue()
             undo.pop_all()
         self.counters.add("sessions_opened")
@@ -168,12 +183,45 @@ class Engine:
             namespace=joined.namespace.digest.hex(),
             epoch=joined.namespace.epoch,
             generation_count=self.arena.generations.count if descriptors else 0,
-            keys_max=self.limits.keys_max,
+            keys_max=self.keys_max(contract),
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
             segments=mapped,
         )
         return Attached(session, welcome, descriptors)
+
+    def keys_max(self, contract: Contract) -> int:
+        """Blocks that one call may name: what the settings say, or less where the extents of so
+        many would not fit into a message.
+        """
+        shards = max(group.shards for group in contract.groups)
+        room = self.shell.message_bytes_max - _MESSAGE_FRAME_BYTES
+        return max(1, min(self.limits.keys_max, room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)))
+
+    def _check_room(self, tenant: str, contract: Contract) -> None:
+        """Refuse a new contract that the durable catalogue could not hold, before it is part of the
+        state that is written there for everybody.
+        """
+        text = contract.to_json()
+        # Escapes can make this form longer than what came; a successor must be able to read it.
+        require(
+            len(text) <= CONTRACT_JSON_BYTES_MAX,
+            Reason.BAD_CONTRACT,
+            f"its canonical JSON has {len(text)} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
+        )
+        spaces = self.core.state.namespaces
+        if not self.arena.durable or spaces.find(namespace_digest(tenant, contract)):
+            return
+        while (size := self._catalogue_bytes() + 2 * len(text)) > _CATALOGUE_SPACES_BYTES:
+            require(
+                spaces.forget_one(),
+                Reason.TOO_MANY_NAMESPACES,
+                f"the catalogue of namespaces would have {size} bytes, at most "
+                f"{_CATALOGUE_SPACES_BYTES}; evict a namespace or shorten the contract's texts",
+            )
+
+    def _catalogue_bytes(self) -> int:
+        return len(json.dumps(catalogue_content(self.core.state, self.sessions, self.boot_id)))
 
     def leave(self, session: Session, *, finished: bool) -> None:
         """The session's life line closed; ``finished``: it had said goodbye, its copies done."""
@@ -206,7 +254,12 @@ class Engine:
         taken = self.sessions.lock_bytes(segment)
         for index in range(4 * self.limits.sessions_max):
             if index not in taken and not mapped.client_byte_held(index):
-                return index, [mapped.lock_client_byte(index), self._generations_copy()]
+                generations = self._generations_copy()
+                try:
+                    return index, [mapped.lock_client_byte(index), generations]
+                except BaseException:
+                    os.close(generations)
+                    raise
         raise KVHearthError(
             Reason.TOO_MANY_SESSIONS,
             "every lock byte is held by a process that still maps the arena",
@@ -267,8 +320,7 @@ class Engine:
         self.adopted_blocks = sum(len(part.keys) for part in found.blocks)
         for part in found.blocks:
             heads = part.slots[part.summed, 0]
-            pairs = zip(heads.tolist(), state.table.generation[heads].tolist(), strict=True)
-            self.to_verify.extend(pairs)
+            self.to_verify.append((heads, state.table.generation[heads].copy()))
         for group in groups.values():
             self.call(self.core.membership.settle, group)
 

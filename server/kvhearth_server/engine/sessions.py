@@ -118,8 +118,12 @@ class Sessions:
         self._by_token.pop(session.token, None)
 
     def drop(self, session: Session) -> None:
-        """Forget a drained session."""
+        """Forget a drained session, and close what it holds."""
         session.close()
+        self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        """Undo ``add``; what the session holds stays the caller's."""
         self._by_token.pop(session.token, None)
         self._by_number.pop(session.number, None)
 

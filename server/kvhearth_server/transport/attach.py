@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,33 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import FrameDecoder, Hello, encode_frame, refused
 from kvhearth_server.engine.engine import Attached, Engine
-from kvhearth_server.engine.sessions import Peer, Session
+from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.peers import Tenancy, peer_of, tenant_of
+from kvhearth_server.transport.plain import plain_error
 
 _READ_BYTES = 64 * 1024
 _BACKLOG = 128
 _HANDSHAKES_MAX = 64
+_ACCEPT_PAUSE_S = 0.05
+_REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
 
 
 class AttachServer:
-    """Serves one listening socket; every connection is a task of its own."""
+    """Serves one listening socket; every connection is a task of its own.
+
+    A peer that connects and stays silent costs a place among ``_HANDSHAKES_MAX``, and nobody
+    waits for one: when all are taken, the user with the most of them loses his oldest.
+    """
 
     def __init__(self, engine: Engine, tenancies: Sequence[Tenancy], *, timeout_s: float) -> None:
         self._engine = engine
         self._tenancies = tenancies
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
-        self._handshakes = asyncio.Semaphore(_HANDSHAKES_MAX)
+        self._silent: dict[asyncio.Timeout, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self, path: Path, supervisor: Supervisor) -> None:
@@ -60,64 +68,90 @@ class AttachServer:
         loop = asyncio.get_running_loop()
         assert self._socket is not None
         while True:
-            connection, _ = await loop.sock_accept(self._socket)
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                # Out of descriptors, most likely. Silent peers have some; failing here would leave
+                # the door shut for the supervisor's ever longer pauses.
+                _log.warning("cannot accept", error=str(error))
+                self._hurry()
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             connection.setblocking(False)
             task = loop.create_task(self._serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
+            # While peers queue up, accepting does not wait: without this nothing else would run.
+            await asyncio.sleep(0)
 
     async def _serve(self, connection: socket.socket) -> None:
-        session: Session | None = None
+        peer = peer_of(connection)
+        attached: Attached | None = None
         finished = False
         with connection:
             try:
                 decoder = FrameDecoder()
-                session = await self._handshake(connection, decoder)
-                if session is not None:
+                attached = await self._handshake(connection, peer, decoder)
+                if attached is not None:
+                    await self._welcome(connection, attached)
                     finished = await self._life_line(connection, decoder)
             except OSError as error:
                 _log.debug("attach connection broke", error=str(error))
+            except Exception:  # noqa: BLE001 - a connection's main: its bug is not the others'
+                self._engine.counters.add("task_failures", 1, "attach_connection")
+                _log.exception("attach connection failed")
             finally:
-                if session is not None:
-                    self._engine.leave(session, finished=finished)
+                if attached is not None:
+                    # Without a goodbye even right after the welcome: descriptors may have arrived.
+                    self._engine.leave(attached.session, finished=finished)
+                elif peer.pidfd >= 0:
+                    os.close(peer.pidfd)
 
-    async def _handshake(self, connection: socket.socket, decoder: FrameDecoder) -> Session | None:
+    async def _handshake(
+        self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
+    ) -> Attached | None:
         """The session, or None after a refusal; a slow or silent peer is refused too."""
-        peer = peer_of(connection)
-        attached: Attached | None = None
         try:
-            async with self._handshakes, asyncio.timeout(self._timeout_s):
-                hello = await self._hello(connection, decoder)
-                tenant = tenant_of(peer.uid, self._tenancies)
-                attached = self._engine.attach(hello, peer, tenant)
-                await self._send(connection, attached.welcome.to_message(), attached.descriptors)
-                return attached.session
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                self._take_place(deadline, peer.uid)
+                try:
+                    hello = await self._hello(connection, decoder)
+                finally:
+                    self._silent.pop(deadline, None)
+            tenant = tenant_of(peer.uid, self._tenancies)
+            return self._engine.attach(hello, peer, tenant)
         except TimeoutError:
             error = KVHearthError(
-                Reason.DEADLINE, f"no hello within {self._timeout_s} s; say hello and try again"
+                Reason.DEADLINE,
+                f"no hello within {self._timeout_s} s, or others needed the place of this silent "
+                "connection; say hello at once and try again",
             )
-            await self._refuse(connection, peer, error)
-        except KVHearthError as error:
-            await self._refuse(connection, peer, error)
-        except OSError:
-            self._give_up(peer, attached)
-            raise
-        finally:
-            for descriptor in attached.descriptors if attached is not None else ():
-                os.close(descriptor)
-        self._give_up(peer, attached)
+        except KVHearthError as refusal:
+            error = plain_error(refusal)
+        await self._refuse(connection, peer, error)
         return None
 
-    def _give_up(self, peer: Peer, attached: Attached | None) -> None:
-        """The handshake failed: undo the session, if there is one already, else only drop the
-        pidfd.
-        """
-        if attached is not None:
-            # The descriptors may have arrived, so the session ends like one that left without a
-            # word.
-            self._engine.leave(attached.session, finished=False)
-        elif peer.pidfd >= 0:
-            os.close(peer.pidfd)
+    def _take_place(self, deadline: asyncio.Timeout, uid: int) -> None:
+        if len(self._silent) >= _HANDSHAKES_MAX:
+            self._hurry()
+        self._silent[deadline] = uid
+
+    def _hurry(self) -> None:
+        """End the oldest handshake of the user who has the most of them."""
+        for uid, _ in Counter(self._silent.values()).most_common(1):
+            oldest = next(deadline for deadline, its in self._silent.items() if its == uid)
+            del self._silent[oldest]
+            # One that is over already has its task about to run.
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+
+    async def _welcome(self, connection: socket.socket, attached: Attached) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(connection, attached.welcome.to_message(), attached.descriptors)
+        finally:
+            for descriptor in attached.descriptors:
+                os.close(descriptor)
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello:
         loop = asyncio.get_running_loop()
@@ -144,7 +178,6 @@ class AttachServer:
                         return True
                     raise KVHearthError(Reason.BAD_MESSAGE, "a life line carries only 'bye'")
             except KVHearthError as error:
-                self._engine.counters.add("attach_frames_bad")
                 self._count(error)
                 with contextlib.suppress(OSError):
                     await self._send(connection, refused(error), [])
@@ -166,8 +199,10 @@ class AttachServer:
         self._count(error)
         _log.warning("attach refused", reason=str(error.reason), why=error.message, uid=peer.uid)
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_REFUSE_S):
                 await self._send(connection, refused(error), [])
 
     def _count(self, error: KVHearthError) -> None:
+        if error.reason is Reason.BAD_MESSAGE:
+            self._engine.counters.add("attach_frames_bad")
         self._engine.counters.add("refusals", 1, str(error.reason))

@@ -213,9 +213,7 @@ class FifoRing:
     def _absorb(self, older: Chunk, newer: Chunk) -> Chunk:
         """Make one chunk of two neighbours; returns the one that stays."""
         if not older.live:
-            if self._hand is older:
-                self._hand, self._hand_offset = newer, 0
-            self._unlink(older)
+            self._unlink(older)  # the first chunk, so a hand in it stands before the oldest again
             return newer
         if newer.live:
             self._rewrite(older, [older, newer])

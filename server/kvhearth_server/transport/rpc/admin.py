@@ -13,6 +13,7 @@ from kvhearth.version import __version__
 from kvhearth_server.core.books import BooksError
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
 
 ADMIN_TOKEN_KEY = "kvhearth-admin-token"
@@ -92,9 +93,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _sessions(self) -> admin_pb2.ListSessionsResponse:
         engine, state = self._engine, self._engine.core.state
+        # A group that has ended may outlive its namespace, which was empty and made place.
+        digests = {space.number: space.digest.hex() for space in state.namespaces}
         infos = []
         for group in state.groups:
-            digest = state.namespaces.get(group.namespace).digest.hex() if group.namespace else ""
             for member in group.members.values():
                 record = engine.sessions.find(member.session)
                 infos.append(
@@ -107,7 +109,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                         rank=member.rank,
                         world_size=group.world_size,
                         pid=record.peer.pid if record else 0,
-                        namespace=digest,
+                        namespace=digests.get(group.namespace, ""),
                         state=str(member.state),
                     )
                 )
@@ -140,7 +142,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             admin_pb2.NamespaceDifference(
                 namespace=space.digest.hex(),
                 fields=[
-                    admin_pb2.FieldDifference(field=name, asked=asked, stored=stored)
+                    admin_pb2.FieldDifference(
+                        field=name, asked=plain_text(asked), stored=plain_text(stored)
+                    )
                     for name, asked, stored in fields
                 ],
             )

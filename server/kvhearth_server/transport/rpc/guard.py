@@ -1,4 +1,4 @@
-"""Errors of the core become gRPC statuses in one place, and every refusal is counted."""
+"""Errors become gRPC statuses in one place, and every refusal is counted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvhearth.errors import KVHearthError
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth.statuses import STATUS_DETAILS_KEY, encode_status
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.transport.plain import plain_error
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -17,6 +20,7 @@ Context = Any
 """grpc.aio.ServicerContext; its type parameters differ from stub to stub."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_log = get_logger("kvhearth.rpc")
 
 
 def metadata_value(context: Context, name: str) -> str:
@@ -31,15 +35,66 @@ def metadata_value(context: Context, name: str) -> str:
 async def guarded(
     engine: Engine, context: Context, work: Callable[[], Reply | Awaitable[Reply]]
 ) -> Reply:
-    """Run ``work``; a domain error ends the call with its status and reason."""
+    """Run ``work``; a domain error ends the call with its status and reason.
+
+    So does a bug, as ``internal``: the caller learns nothing else, the log has the traceback.
+    """
     try:
         result = work()
         if isinstance(result, Awaitable):
             return await result
         return result
     except KVHearthError as error:
-        engine.counters.add("refusals", 1, str(error.reason))
-        refusal = error
+        refusal = plain_error(error)
+    except Exception:  # noqa: BLE001 - a call's main: one call's bug is not the others'
+        _log.exception("a call failed")
+        refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
+    engine.counters.add("refusals", 1, str(refusal.reason))
     trailing = ((STATUS_DETAILS_KEY, encode_status(refusal)),)
     await context.abort(_CODES[int(refusal.status.code)], refusal.message, trailing)
     raise AssertionError("abort returned") from refusal
+
+
+class MessageGuard(grpc.aio.ServerInterceptor):
+    """Refuses bytes that are no message of the method, with a reason and a count.
+
+    gRPC's own answer would be UNKNOWN with the name of a Python exception. Each method's handler is
+    wrapped once.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._handlers: dict[str, Any] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """The handler of a call; None where there is no such method."""
+        method = handler_call_details.method
+        wrapped = self._handlers.get(method)
+        if wrapped is None:
+            found = await continuation(handler_call_details)
+            if found is None or found.unary_unary is None:
+                return found
+            wrapped = self._handlers[method] = self._wrap(found)
+        return wrapped
+
+    def _wrap(self, handler: Any) -> Any:
+        parse, work, engine = handler.request_deserializer, handler.unary_unary, self._engine
+
+        def parsed(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError as error:
+                return KVHearthError(Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}")
+
+        async def run(request: Any, context: Context) -> Any:
+            if not isinstance(request, KVHearthError):
+                return await work(request, context)
+
+            def refuse() -> None:
+                raise request
+
+            return await guarded(engine, context, refuse)
+
+        return grpc.unary_unary_rpc_method_handler(run, parsed, handler.response_serializer)

@@ -45,6 +45,18 @@ def commit_items(
     return items
 
 
+def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tuple[int, int]]:
+    """How many blocks of each group, as (group, blocks)."""
+    total = sum(group.count for group in groups)
+    _few_groups(groups)
+    require(
+        total <= blocks_max,
+        Reason.TOO_MANY_KEYS,
+        f"{total} blocks in one call, at most {blocks_max}",
+    )
+    return [(group.group, group.count) for group in groups]
+
+
 def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[SlotsItem]:
     """Slots with generations, flat."""
     total = sum(len(group.slots) for group in groups) // 4
@@ -91,14 +103,18 @@ def bitmaps(
 def _bound(
     groups: Sequence[object], key_blob_bytes: int, contract: Contract, keys_max: int
 ) -> None:
+    _few_groups(groups)
+    count = key_blob_bytes // contract.hash_bytes
+    require(
+        count <= keys_max, Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}"
+    )
+
+
+def _few_groups(groups: Sequence[object]) -> None:
     require(
         len(groups) <= GROUPS_PER_CALL_MAX,
         Reason.BAD_GROUP,
         f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}",
-    )
-    count = key_blob_bytes // contract.hash_bytes
-    require(
-        count <= keys_max, Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}"
     )
 
 

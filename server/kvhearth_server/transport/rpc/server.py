@@ -12,6 +12,7 @@ from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_gr
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.cache import CacheService, Verify
+from kvhearth_server.transport.rpc.guard import MessageGuard
 
 _SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
@@ -29,7 +30,7 @@ class RpcServer:
             ("grpc.max_send_message_length", engine.shell.message_bytes_max),
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(interceptors=[MessageGuard(engine)], options=options)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(
             CacheService(engine, verify), self._server
         )
@@ -42,9 +43,14 @@ class RpcServer:
         )
 
     async def start(self, path: Path) -> None:
-        """Listen on a unix socket and say that we serve."""
+        """Listen on a unix socket and say that we serve.
+
+        As with the attach socket every user may connect whom the directory lets in: a tenant's
+        engines run as other users than the daemon. The token decides.
+        """
         self._server.add_insecure_port(f"unix:{path}")
         await self._server.start()
+        path.chmod(0o666)
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 

@@ -1,0 +1,445 @@
+"""Stores: from an engine's pages to committed blocks, without the engine waiting for anything."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV
+from kvhearth.model import I64, Records
+from kvhearth.pipeline.admission import Admission
+from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank, host_or_cuda
+from kvhearth.pipeline.stock import Slots, Stock
+from kvhearth.pipeline.workers import Worker
+from kvhearth.results import CommitGroup
+
+FLIGHTS_MAX = 16
+"""Batches whose copies may be under way; together they have two full batches' blocks at most."""
+
+_SLICE_S = 0.1
+_TICK_S = 0.25
+_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class StoreTicket:
+    """One submitted store.
+
+    Attributes:
+        number: unique in its pipeline, from 1.
+        kv_group: of its blocks.
+        blocks: how many.
+    """
+
+    number: int
+    kv_group: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class StoreDone:
+    """What became of a store; its pages are the engine's again. Given out once.
+
+    Attributes:
+        ticket: the store.
+        stored: blocks that were bound to their keys.
+        duplicate: blocks whose keys were bound already.
+        failed: the others; the three add up to the ticket's blocks.
+        reason: why the first of these failed (a reason of the error table or a ``BlockFailure``),
+            or empty.
+    """
+
+    ticket: StoreTicket
+    stored: int
+    duplicate: int
+    failed: int
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class _Job:
+    ticket: StoreTicket
+    keys: tuple[bytes, ...]
+    pages: I64
+    parent: bytes
+    mark: object
+    submitted_at: float
+    begun: int = 0
+    stored: int = 0
+    duplicate: int = 0
+    failed: int = 0
+    reason: str = ""
+
+    @property
+    def left(self) -> int:
+        """Blocks whose copies did not begin."""
+        return len(self.keys) - self.begun
+
+    @property
+    def settled(self) -> bool:
+        """Whether every block has its outcome."""
+        return self.stored + self.duplicate + self.failed == len(self.keys)
+
+    def done(self) -> StoreDone:
+        """The outcome."""
+        return StoreDone(self.ticket, self.stored, self.duplicate, self.failed, self.reason)
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A batch whose copies are under way: blocks ``start`` and following of a job."""
+
+    job: _Job
+    start: int
+    slots: Slots
+    copier: Copier
+    ticket: Ticket
+    accounted: bool = field(default=False)
+
+    @property
+    def kv_group(self) -> int:
+        return self.job.ticket.kv_group
+
+    @property
+    def extents(self) -> Records:
+        return self.slots.extents
+
+    def commit_group(self, done: Done) -> CommitGroup:
+        """The blocks whose copies are good, as one chain.
+
+        Where a block is missing in between, its successor follows its predecessor: eviction still
+        takes the chain from its end.
+        """
+        good = np.flatnonzero(done.ok)
+        keys = [self.job.keys[self.start + index] for index in good.tolist()]
+        first = self.start + int(good[0])
+        parent = self.job.keys[first - 1] if first else self.job.parent
+        sums = None if done.checksums is None else done.checksums[good][:, None]
+        return CommitGroup(keys, self.extents[good], sums, parent)
+
+
+class StorePipeline:
+    """Takes blocks to store: reserves, copies and commits them in order, on a thread of its own.
+
+    A page must stay unchanged from ``submit`` until the ``StoreDone`` of its ticket. No method
+    raises, none waits longer than it says. A daemon that is full or away costs the engine nothing
+    but blocks that are not kept: a store waits up to ``reserve_wait_s`` for slots, during which a
+    full queue makes ``submit`` return None. Thread-safe. In a forked child it takes nothing.
+
+    Args:
+        client: a scheduler and rank 0 in one process, with the arena mapped.
+        kv: by KV cache group, the registered pages.
+        queue_blocks_max: blocks submitted and not done at most.
+        stock_blocks_max: blocks of each group held reserved in advance, two steps' worth at most.
+        batch_blocks: blocks of one copy and one commit at most.
+        reserve_wait_s: how long a store may see no slot come: counted from its submission, or from
+            the last slots that any store got. A daemon that was silent for so long makes stores
+            fail at once.
+        copiers: makes copiers; None for the one that fits the tensors. ``host_or_cuda(sums=False)``
+            leaves checksums to the daemon.
+
+    Raises:
+        KVHearthError: ``bad_contract`` if ``kv`` does not fit the client's contract, or the engine
+            has several ranks; ``config_invalid`` for a bound below 1.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        kv: Mapping[int, PagedKV],
+        *,
+        queue_blocks_max: int,
+        stock_blocks_max: int,
+        batch_blocks: int = 128,
+        reserve_wait_s: float = 2.0,
+        copiers: CopierFactory | None = None,
+    ) -> None:
+        if min(queue_blocks_max, stock_blocks_max, batch_blocks) < 1:
+            raise KVHearthError(Reason.CONFIG_INVALID, "a pipeline's bounds must be 1 or more")
+        check_single_rank(client)
+        self._client = client
+        self._batch_blocks = min(batch_blocks, stock_blocks_max)
+        self._queue_blocks_max = queue_blocks_max
+        self._reserve_wait_s = reserve_wait_s
+        self._movers = Movers(client, kv, copiers or host_or_cuda())
+        self._stock = Stock(client, dict.fromkeys(kv, stock_blocks_max))
+        self._door: Admission[StoreDone] = Admission(queue_blocks_max)
+        self._queue: deque[_Job] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._closing = False
+        self._progress_at = -math.inf
+        # What the thread has at hand, for `_recover`.
+        self._beginning: tuple[_Job, Slots | None] | None = None
+        self._ending: list[_Flight] = []
+        self._worker = Worker("kvhearth-store", self._step, self._recover)
+        self._changed = self._worker.changed
+        self._worker.start()
+
+    def submit(
+        self,
+        kv_group: int,
+        keys: Sequence[bytes],
+        pages: I64 | Sequence[int],
+        parent: bytes = b"",
+        *,
+        wait_s: float = 0.0,
+    ) -> StoreTicket | None:
+        """Queue ``pages[i]`` to be stored under ``keys[i]``.
+
+        Args:
+            kv_group: KV cache group of all of them.
+            keys: n keys in chain order, distinct.
+            pages: n engine pages, distinct.
+            parent: the key before the first one in its chain, or empty.
+            wait_s: how long to wait for room in the queue.
+
+        Returns:
+            The ticket, or None while the queue is full. Arguments that cannot be right, and more
+            blocks than the queue ever takes, are taken and fail.
+        """
+        if self._worker.foreign:
+            return None
+        keys, numbers, problem = tuple(keys), page_numbers(pages), ""
+        mark: object = None
+        if self._door.closed:
+            problem = str(Reason.CLOSED)
+        elif numbers is None or len(numbers) != len(keys):
+            problem = str(Reason.BAD_EXTENTS)
+        elif len(keys) > self._queue_blocks_max:
+            problem = str(Reason.TOO_MANY_KEYS)
+        else:
+            problem = self._movers.key_problem(kv_group, (*keys, parent) if parent else keys)
+        if not problem:
+            try:
+                mark = self._movers.order.mark()
+            except RuntimeError:
+                problem = str(BlockFailure.COPY_FAILED)
+        number = self._door.enter(0 if problem else len(keys), wait_s)
+        if not number:
+            self._client.count("store_throttled", len(keys))
+            return None
+        ticket = StoreTicket(number, kv_group, len(keys))
+        if problem or not keys or numbers is None:
+            self._client.count("store_refused", len(keys))
+            self._door.leave(number, StoreDone(ticket, 0, 0, len(keys), problem))
+            return ticket
+        job = _Job(ticket, keys, numbers, parent, mark, time.monotonic())
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify_all()
+        return ticket
+
+    def poll(self) -> list[StoreDone]:
+        """Stores that are done and were not given out yet, oldest first; does not block."""
+        return [] if self._worker.foreign else self._door.claim_all()
+
+    def wait(self, ticket: StoreTicket, deadline_s: float) -> StoreDone | None:
+        """The outcome of one store, waiting up to ``deadline_s`` seconds; None if it did not come,
+        or was given out before.
+        """
+        return None if self._worker.foreign else self._door.claim(ticket.number, deadline_s)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Whether all that was submitted is done, waiting up to ``deadline_s`` seconds for it."""
+        return self._worker.foreign or self._door.wait_empty(deadline_s)
+
+    def close(self, deadline_s: float = 5.0) -> bool:
+        """Take no more; fail what has not begun, finish the rest, give the stock back.
+
+        To be called before ``client.close``; drain first what should be kept. Idempotent.
+
+        Returns:
+            False if copies were still under way then: their pages are in use. Call it again.
+        """
+        if self._worker.foreign:
+            return True
+        until = time.monotonic() + deadline_s
+        self._door.close()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if not self._door.wait_empty(deadline_s):
+            return False
+        ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
+        ended &= self._stock.close(max(until - time.monotonic(), _SLICE_S))
+        return self._movers.close(max(until - time.monotonic(), _SLICE_S)) and ended
+
+    def check_books(self) -> None:
+        """Raise AssertionError if a store was lost."""
+        self._door.check_books()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        with self._changed:
+            job = self._queue[0] if self._queue else None
+            if job is None and not self._flights:
+                self._changed.wait_for(lambda: self._queue or self._worker.stopping, _TICK_S)
+                return
+        if job is not None and self._has_room() and self._begin(job):
+            return
+        if self._flights:
+            self._end_oldest()
+
+    def _has_room(self) -> bool:
+        blocks = sum(len(flight.slots) for flight in self._flights)
+        return len(self._flights) < FLIGHTS_MAX and blocks <= self._batch_blocks
+
+    def _begin(self, job: _Job) -> bool:
+        """Begin the job's next copies, or drop it; False if nothing could be done yet."""
+        self._beginning = (job, None)
+        begun = self._try_begin(job)
+        self._beginning = None
+        return begun
+
+    def _try_begin(self, job: _Job) -> bool:
+        if self._closing:
+            self._drop(job, Reason.CLOSED)
+            return True
+        kv_group = job.ticket.kv_group
+        left_s = self._patience_end(job) - time.monotonic()
+        # With copies under way, ending them is the better use of the time.
+        wait_s = 0.0 if self._flights else max(min(left_s, _SLICE_S), 0.0)
+        slots = self._stock.take(kv_group, min(self._batch_blocks, job.left), wait_s=wait_s)
+        if len(slots):
+            self._beginning = (job, slots)
+            if self._copy(job, slots):
+                return True
+            self._stock.give_back(kv_group, slots)
+            time.sleep(_PAUSE_S)
+        if left_s > 0 or self._flights:
+            return False
+        self._drop(job, self._stock.short_reason(kv_group) or Reason.DEADLINE)
+        return True
+
+    def _patience_end(self, job: _Job) -> float:
+        """When the job is dropped if no slots come."""
+        now = time.monotonic()
+        silent_since = now - self._stock.silent_s
+        return self._reserve_wait_s + min(max(job.submitted_at, self._progress_at), silent_since)
+
+    def _copy(self, job: _Job, slots: Slots) -> bool:
+        """Begin to copy the job's next blocks into ``slots``; False if there is no arena for it."""
+        copier = self._movers.copier(job.ticket.kv_group, slots.boot_id)
+        if copier is None:
+            return False
+        pages = job.pages[job.begun : job.begun + len(slots)]
+        try:
+            with self._movers.order.after(job.mark):
+                ticket = copier.store(slots.boot_id, pages, slots.extents[:, 0], wait_s=_SLICE_S)
+        except KVHearthError:
+            return False  # closed meanwhile, with the session
+        if ticket is None:
+            return False
+        self._flights.append(_Flight(job, job.begun, slots, copier, ticket))
+        self._progress_at = time.monotonic()
+        self._advance(job, len(slots))
+        return True
+
+    def _advance(self, job: _Job, count: int) -> None:
+        """The next ``count`` blocks of the head of the queue have begun, or never will."""
+        job.begun += count
+        if not job.left:
+            with self._changed:
+                self._queue.popleft()
+
+    def _end_oldest(self) -> None:
+        """Commit the oldest batch if its copies have ended, and others that have with it."""
+        ending: list[tuple[_Flight, Done]] = []
+        groups: set[int] = set()
+        while self._flights and self._flights[0].kv_group not in groups:
+            flight = self._flights[0]
+            self._ending.append(flight)
+            done = flight.copier.wait(flight.ticket, 0.0 if ending else _SLICE_S)
+            if done is None:
+                self._ending.pop()
+                break
+            self._flights.popleft()
+            ending.append((flight, done))
+            groups.add(flight.kv_group)
+        if ending:
+            self._commit(ending)
+        self._ending.clear()
+
+    def _commit(self, ending: list[tuple[_Flight, Done]]) -> None:
+        boot_id, session_id = ending[0][0].slots.boot_id, ending[0][0].slots.session_id
+        commits = {}
+        for flight, done in ending:
+            if not done.ok.all():
+                bad = Slots(boot_id, session_id, flight.extents[~done.ok])
+                self._stock.give_back(flight.kv_group, bad)
+            if done.ok.any():
+                commits[flight.kv_group] = flight.commit_group(done)
+        result = self._client.commit(commits, boot_id=boot_id) if commits else None
+        self._stock.nudge()
+        for flight, done in ending:
+            good = int(np.count_nonzero(done.ok))
+            stored, failed, reason = 0, len(done.ok) - good, next(iter(done.reasons), "")
+            if good and result is not None and result.reason:
+                failed, reason = len(done.ok), reason or result.reason
+            elif good and result is not None:
+                stored = int(np.count_nonzero(result.stored[flight.kv_group]))
+                self._client.count("store_bytes", done.bytes)
+            self._account(flight, stored, failed, reason)
+
+    def _account(self, flight: _Flight, stored: int, failed: int, reason: str) -> None:
+        flight.accounted = True
+        duplicate = len(flight.slots) - stored - failed
+        self._client.count("store_blocks", stored)
+        self._client.count("store_duplicates", duplicate)
+        self._client.count("store_failed", failed)
+        job = flight.job
+        job.stored += stored
+        job.duplicate += duplicate
+        self._fail(job, failed, reason)
+
+    def _drop(self, job: _Job, reason: str) -> None:
+        """Give up on what the head of the queue has left."""
+        count = job.left
+        self._client.count("store_dropped", count)
+        self._advance(job, count)
+        self._fail(job, count, reason)
+
+    def _fail(self, job: _Job, count: int, reason: str) -> None:
+        """Count failed blocks, and end the job if these were its last ones."""
+        if count:
+            job.failed += count
+            job.reason = job.reason or str(reason)
+        if job.settled:
+            self._door.leave(job.ticket.number, job.done())
+
+    def _recover(self) -> None:
+        """After a step that raised: what it had at hand has failed."""
+        self._client.count("store_crashes")
+        for flight in self._ending:
+            if flight in self._flights:
+                self._flights.remove(flight)
+            if not flight.accounted:
+                self._account(flight, 0, len(flight.slots), Reason.INTERNAL)
+        self._ending.clear()
+        if self._beginning is not None:
+            job, slots = self._beginning
+            self._beginning = None
+            if slots is not None and not any(flight.slots is slots for flight in self._flights):
+                self._stock.give_back(job.ticket.kv_group, slots)
+            if job.left:
+                self._drop(job, Reason.INTERNAL)
+
+
+def page_numbers(pages: I64 | Sequence[int]) -> I64 | None:
+    """A copy of the caller's pages, shape (n,); None if these are not integers."""
+    try:
+        numbers = np.asarray(pages)
+        if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
+            return None
+        return numbers.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return None

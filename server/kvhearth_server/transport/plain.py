@@ -1,0 +1,27 @@
+"""Texts that came from a peer, made fit to be sent on: of bounded length, and encodable.
+
+JSON lets a string hold half of a surrogate pair, which no UTF-8 codec and no protobuf string takes,
+and lets 60,000 characters stand where one word belongs.
+"""
+
+from __future__ import annotations
+
+from kvhearth.errors import KVHearthError
+
+TEXT_CHARS_MAX = 1024
+DETAILS_MAX = 16
+
+
+def plain_text(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
+    """``text`` cut to ``chars_max`` characters, half surrogate pairs written as escapes."""
+    return text[:chars_max].encode("utf-8", "backslashreplace").decode()[:chars_max]
+
+
+def plain_error(error: KVHearthError) -> KVHearthError:
+    """The same refusal with texts that fit into every frame and header."""
+    details = list(error.details.items())[:DETAILS_MAX]
+    return KVHearthError(
+        error.reason,
+        plain_text(error.message),
+        **{plain_text(name): plain_text(value) for name, value in details},
+    )

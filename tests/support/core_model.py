@@ -1,0 +1,202 @@
+"""The other side of the comparison: plain objects that say what a core must do.
+
+Memory is modelled too. It is cut into units of the smallest slot, and a unit holds whatever was
+written to it last, so that two extents that overlap, in whichever slot sizes, are found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth.model import Records
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.table import Geometry
+
+Token = tuple[Any, ...]
+"""Content of one shard; no two writes have the same."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shard lies: bytes ``[offset, offset + length)`` of a segment."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+def places(extents: Records) -> list[Place]:
+    """The places of extents."""
+    names = ("segment", "offset", "length")
+    return [Place(*map(int, row)) for row in zip(*(extents[n] for n in names), strict=True)]
+
+
+class Memory:
+    """The arena's bytes, as tokens."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._unit = geometry.slot_bytes_min
+        self._segments = [
+            [None] * (geometry.segment_bytes(i) // self._unit)
+            for i in range(len(geometry.segments))
+        ]  # type: list[list[Token | None]]
+
+    def _units(self, place: Place) -> range:
+        return range(place.offset // self._unit, -(-(place.offset + place.length) // self._unit))
+
+    def write(self, place: Place, token: Token) -> None:
+        """Fill a place."""
+        units = self._segments[place.segment]
+        for index, unit in enumerate(self._units(place)):
+            units[unit] = (*token, index)
+
+    def holds(self, place: Place, token: Token) -> bool:
+        """Whether a place holds exactly this."""
+        units = self._segments[place.segment]
+        return all(units[unit] == (*token, i) for i, unit in enumerate(self._units(place)))
+
+    def checksum(self, place: Place) -> bytes:
+        """The checksum of what is there now, 16 bytes."""
+        content = [self._segments[place.segment][unit] for unit in self._units(place)]
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
+
+
+@dataclass(eq=False)
+class Held:
+    """One block's worth of slots that a client was handed and has not given back.
+
+    ``writers`` are the sessions that may write to it at any time, until they are drained or the
+    client has reported it.
+    """
+
+    group: int
+    kv_group: int
+    reservation: int
+    slots: list[int]
+    generations: list[int]
+    places: list[Place]
+    writers: set[int]
+    in_doubt: bool = False
+
+
+@dataclass(eq=False)
+class Block:
+    """One block that was committed, and is neither evicted nor replaced."""
+
+    namespace: int
+    kv_group: int
+    key: bytes
+    epoch: int
+    slots: list[int]
+    generations: list[int]
+    places: list[Place]
+    tokens: list[Token]
+    summed: bool
+    leases: int = 0
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """An extent that a reader was given, with what it must read while its generation stands."""
+
+    boot: int
+    slot: int
+    generation: int
+    place: Place
+    token: Token
+
+
+@dataclass
+class Model:
+    """What must be true."""
+
+    blocks: dict[tuple[int, int, bytes], Block] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
+    leases: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
+    pins: dict[tuple[int, int], tuple[float, list[Block]]] = field(default_factory=dict)
+
+    def drop_lease(self, group: int, lease_id: int) -> None:
+        """A lease ended."""
+        for block in self.leases.pop((group, lease_id)):
+            block.leases -= 1
+
+    def drop_pin(self, name: tuple[int, int]) -> None:
+        """A pin ended."""
+        for block in self.pins.pop(name)[1]:
+            block.pins -= 1
+
+    def end_group(self, group: int) -> None:
+        """A group ended: its leases, and what it could give back."""
+        for owner, lease_id in [name for name in self.leases if name[0] == group]:
+            self.drop_lease(owner, lease_id)
+        for held in self.held:
+            held.in_doubt |= held.group == group
+
+    def quiet(self, sessions: Iterable[int]) -> None:
+        """These sessions do not write any more."""
+        done = set(sessions)
+        for held in self.held:
+            held.writers -= done
+
+
+def longest_hit(groups: Sequence[tuple[GroupSpec, Sequence[bool]]]) -> int:
+    """The longest hit in tokens, by trying them all, token by token."""
+    limit = min((len(ready) * spec.block_tokens for spec, ready in groups), default=0)
+    return next(
+        (n for n in range(limit, 0, -1) if all(_restorable(s, ready, n) for s, ready in groups)), 0
+    )
+
+
+def needed_blocks(spec: GroupSpec, hit_tokens: int) -> set[int]:
+    """Blocks that a group must load to go on right after ``hit_tokens`` tokens."""
+    size = spec.block_tokens
+    if not hit_tokens:
+        return set()
+    if spec.kind is GroupKind.MAMBA:
+        return {hit_tokens // size - 1}
+    first = 0
+    if spec.kind is GroupKind.SLIDING_WINDOW:
+        # The next token sees itself and the ``window_tokens - 1`` before it.
+        first = max(0, hit_tokens - (spec.window_tokens - 1))
+    return {token // size for token in range(first, hit_tokens)}
+
+
+def _restorable(spec: GroupSpec, ready: Sequence[bool], hit_tokens: int) -> bool:
+    if hit_tokens % spec.block_tokens:
+        return False
+    return all(ready[block] for block in needed_blocks(spec, hit_tokens))
+
+
+def fingerprint(core: Core) -> str:
+    """A digest of everything that a refused call must leave as it was."""
+    state, table = core.state, core.state.table
+    digest = hashlib.blake2b()
+    for column in vars(table).values():
+        if isinstance(column, np.ndarray):
+            digest.update(np.ascontiguousarray(column).tobytes())
+    arrays = state.policies._arrays
+    for column in (arrays.freq, arrays.position, arrays.entries):
+        digest.update(column.tobytes())
+    plain: list[Any] = [state.sequence, state.ledger.segments, state.events.next_sequence]
+    plain += [sorted((n, g, sorted(found.items())) for n, g, found in state.index.items())]
+    for pool in state.pools:
+        plain += [pool._unassigned, pool.slab_used.tolist()]
+        plain += [
+            (size, one.free[: one.count].tolist()) for size, one in sorted(pool._classes.items())
+        ]
+    for group in state.groups:
+        plain += [group.number, group.stock_bytes, group.aside_bytes, group.ended]
+        plain += [sorted(group.reservations), sorted(group.members.items(), key=lambda m: m[0])]
+        plain += [sorted((i, s.tolist()) for i, s in group.leases.items())]
+    plain += [(vars(space)) for space in state.namespaces]
+    plain += [sorted((name, pin.slots.tolist()) for name, pin in core.pinning._pins.items())]
+    digest.update(repr(plain).encode())
+    return digest.hexdigest()

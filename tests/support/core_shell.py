@@ -1,0 +1,167 @@
+"""A real engine over memory that only pretends: a journal in an array, a catalogue in a string.
+
+What a test does to it is what a crash does: the engine object is dropped at any moment, and a new
+one adopts what stands in the journal and the catalogue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvhearth.contract import Contract
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire import Hello
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry, SlotTable
+from kvhearth_server.engine.engine import Attached, Engine, EngineLimits
+from kvhearth_server.engine.sessions import Peer
+from kvhearth_server.memory import journal as journal_module
+from kvhearth_server.memory.journal import Journal, journal_bytes
+from kvhearth_server.observability.counters import Counters
+
+
+class Crash(BaseException):
+    """The daemon dies here; nothing may catch it but the test."""
+
+
+class FakeFile:
+    """A mapped file: what ``Journal`` needs of a segment."""
+
+    def __init__(self, size: int) -> None:
+        self.view = np.zeros(size, np.uint8)
+        self.bytes = size
+        self.path = Path("journal")
+
+    def close(self) -> None:
+        """Nothing to unmap."""
+
+
+@dataclass
+class FakeSegment:
+    """Client lock bytes of a segment; ``held`` are those of processes that still map it."""
+
+    bytes: int
+    page_bytes: int = 4096
+    held: set[int] = field(default_factory=set)
+
+    def client_byte_held(self, index: int) -> bool:
+        """Whether a process still maps the segment under this byte."""
+        return index in self.held
+
+    def lock_client_byte(self, index: int) -> int:
+        """A descriptor of any kind; the lock is in ``held``."""
+        self.held.add(index)
+        return os.open(os.devnull, os.O_RDONLY)
+
+
+class FakeGenerations:
+    """A fresh array at each start, as the daemon's memfd is."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.fd = -1
+        self.array = np.zeros(count, np.uint32)
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """The part of ``ArenaPlan`` that the engine reads."""
+
+    geometry: Geometry
+
+
+class FakeArena:
+    """What survives the daemon: segments, journal, catalogue."""
+
+    durable = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.plan = FakePlan(geometry)
+        self.segments = [FakeSegment(geometry.segment_bytes(i)) for i in _count(geometry)]
+        self.file = FakeFile(journal_bytes(geometry, 1))
+        self.text = ""
+        self.reopen()
+
+    def reopen(self) -> None:
+        """As after a new start of the daemon."""
+        self.generations = FakeGenerations(self.plan.geometry.slot_count)
+        self.catalogue: dict[str, Any] | None = json.loads(self.text) if self.text else None
+
+    def journal(self, table: SlotTable) -> Journal:
+        """The journal over a core's table."""
+        return Journal(self.file, self.plan.geometry, table)  # type: ignore[arg-type]
+
+    def write_catalogue(self, content: dict[str, Any]) -> None:
+        """Whole or not at all."""
+        journal_module.hit("catalogue.before")
+        self.text = json.dumps(content)
+        journal_module.hit("catalogue.after")
+
+
+def _count(geometry: Geometry) -> range:
+    return range(len(geometry.segments))
+
+
+class FakeEngine(Engine):
+    """The engine, without the one descriptor that needs a real memfd."""
+
+    def _generations_copy(self) -> int:
+        return os.open(os.devnull, os.O_RDONLY)
+
+
+class Shell:
+    """An engine that can be killed and started again; ``now`` is its clock."""
+
+    def __init__(self, geometry: Geometry, limits: Limits) -> None:
+        self.arena = FakeArena(geometry)
+        self.limits = limits
+        self.now = 0.0
+        self.boots = 0
+        self.engine = self._start()
+
+    def _start(self) -> Engine:
+        self.boots += 1
+        return FakeEngine(
+            self.arena,  # type: ignore[arg-type]
+            self.limits,
+            EngineLimits(message_bytes_max=1 << 20, drain_grace_s=0, drain_grace_no_pidfd_s=0),
+            Counters(),
+            now=lambda: self.now,
+        )
+
+    def restart(self) -> Engine:
+        """Kill the daemon where it stands, and start another one on what it left."""
+        self.arena.reopen()
+        self.engine = self._start()
+        return self.engine
+
+    def attach(self, contract: Contract, tenant: str, **hello: Any) -> Attached:
+        """Attach a process; the descriptors are closed, as the socket's end does."""
+        values: dict[str, Any] = {
+            "protocol": PROTOCOL_VERSION,
+            "engine_id": "e",
+            "contract": contract.to_json(),
+        }
+        attached = self.engine.attach(Hello(**{**values, **hello}), Peer(1000, 0, -1), tenant)
+        for descriptor in attached.descriptors:
+            os.close(descriptor)
+        return attached
+
+
+@contextlib.contextmanager
+def fault_hook(hook: Callable[[str], None]) -> Iterator[None]:
+    """Call ``hook`` at each of the journal's fault points, instead of what kills the process."""
+    real = journal_module.hit
+    journal_module.hit = hook
+    try:
+        yield
+    finally:
+        journal_module.hit = real

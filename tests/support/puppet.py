@@ -1,0 +1,161 @@
+"""Member processes that a test leads by the hand; see ``puppet_main`` for what they can do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvhearth import Contract
+from kvhearth.model import EXTENT_DTYPE, Records
+from kvhearth.version import PROTOCOL_VERSION
+
+ANSWER_S = 30.0
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class PuppetError(Exception):
+    """A command failed; ``reason`` is the domain error's, or what Python says."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+class Puppet:
+    """One process. Kill it, stop it, or call its commands."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.puppet_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
+        )
+        self.session = 0
+        self.boot_id = ""
+        self.children: list[int] = []
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        """Call a command and return its answer.
+
+        Raises:
+            PuppetError: what it says.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = json.dumps({"do": command, **arguments}) + "\n"
+        self._process.stdin.write(line.encode())
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        assert ready, f"no answer to {command}"
+        answer = json.loads(self._process.stdout.readline() or '{"error": "ended", "why": ""}')
+        if "error" in answer:
+            raise PuppetError(answer["error"], answer["why"])
+        return answer["ok"]
+
+    def attach(
+        self,
+        url: str,
+        contract: Contract,
+        *,
+        engine_id: str = "victim",
+        rank: int = 0,
+        keep_descriptors: bool = False,
+        **hello: Any,
+    ) -> None:
+        """Attach; rank 0 is the scheduler, too."""
+        values = {
+            "protocol": PROTOCOL_VERSION,
+            "engine_id": engine_id,
+            "contract": contract.to_json(),
+            "scheduler": rank == 0,
+            "rank": rank,
+            **hello,
+        }
+        found = self.do("attach", url=url, keep_descriptors=keep_descriptors, hello=values)
+        self.session, self.boot_id = found["session"], found["boot_id"]
+
+    def reserve(self, count: int, epoch: int = 1) -> Records:
+        """Extents, flat, block by block."""
+        data = bytes.fromhex(self.do("reserve", count=count, epoch=epoch))
+        return np.frombuffer(data, EXTENT_DTYPE)
+
+    def commit(self, keys: list[bytes], extents: Records, epoch: int = 1) -> int:
+        """Commit without checksums; how many keys were bound."""
+        texts = [key.hex() for key in keys]
+        return int(self.do("commit", keys=texts, extents=_hex(extents), epoch=epoch))
+
+    def abort(self, extents: Records, *, in_doubt: bool) -> tuple[int, int]:
+        """Slots freed and put aside."""
+        freed, aside = self.do("abort", extents=_hex(extents), in_doubt=in_doubt)
+        return freed, aside
+
+    def write(self, extents: Records, byte: int) -> None:
+        """Fill extents once, asking nobody."""
+        self.do("write", extents=_hex(extents), byte=byte)
+
+    def scribble(self, extents: Records, byte: int) -> None:
+        """Fill extents again and again."""
+        self.do("scribble", extents=_hex(extents), byte=byte)
+
+    def fork(self, kind: str, extents: Records | None = None, byte: int = 0) -> int:
+        """A child of the process; see there."""
+        text = "" if extents is None else _hex(extents)
+        self.children.append(self.do("fork", kind=kind, extents=text, byte=byte))
+        return self.children[-1]
+
+    def stop(self) -> None:
+        """SIGSTOP; on return the process stands still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9 the process, not its children, and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def kill_children(self) -> None:
+        """kill -9 what it forked."""
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self.children.clear()
+
+
+def _hex(extents: Records) -> str:
+    return np.ascontiguousarray(extents).tobytes().hex()
+
+
+@contextlib.contextmanager
+def puppets(count: int) -> Iterator[list[Puppet]]:
+    """Processes that start beside each other, killed at the end with what they forked."""
+    every = [Puppet() for _ in range(count)]
+    try:
+        yield every
+    finally:
+        for one in every:
+            one.kill_children()
+            one.kill()

@@ -1,0 +1,232 @@
+"""A member of an engine that does what it is told, also what a good client never does.
+
+It speaks JSON lines on stdin and stdout (see ``puppet.Puppet``). It has no keeper: nothing is let
+go, drained or attached again unless a command says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvhearth.arena import ArenaMapping
+from kvhearth.model import EXTENT_DTYPE, Records
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.session import Session, attach
+from kvhearth.transports import base
+from kvhearth.transports.grpc_unix import GrpcUnixTransport
+from kvhearth.url import parse_url
+from kvhearth.wire import Hello
+
+CALL_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """One attached process; every public method is a command."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._arena: ArenaMapping | None = None
+        self._transport: GrpcUnixTransport | None = None
+        self._descriptors: list[int] = []
+        self._scribbling = threading.Event()
+        self._scribes: list[threading.Thread] = []
+
+    def attach(self, url: str, keep_descriptors: bool, hello: dict[str, Any]) -> dict[str, Any]:
+        """Attach and map."""
+        address = parse_url(url)
+        self._session = attach(address, Hello(**hello))
+        welcome = self._session.welcome
+        self._descriptors = self._session.take_descriptors()
+        self._arena = ArenaMapping(welcome, self._descriptors, self._session.alive)
+        if not keep_descriptors:
+            self.close_descriptors()
+        self._transport = GrpcUnixTransport(address.grpc_target, welcome.token, 1 << 24)
+        return {"boot_id": welcome.boot_id, "session": welcome.session, "epoch": welcome.epoch}
+
+    def close_descriptors(self) -> None:
+        """As a good client does right after mapping."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def heartbeat(self) -> bool:
+        """Whether the group is complete."""
+        return bool(self._call(base.HEARTBEAT, pb.HeartbeatRequest()).group_complete)
+
+    def reserve(self, count: int, epoch: int) -> str:
+        """Extents of (count, shards), as hex."""
+        groups = [types_pb2.GroupCount(group=0, count=count)]
+        request = pb.ReserveRequest(
+            reservation_id=secrets.randbelow(1 << 62) + 1, epoch=epoch, groups=groups
+        )
+        reply = self._call(base.RESERVE, request)
+        return str(b"".join(part.extents for part in reply.groups).hex())
+
+    def commit(self, keys: list[str], extents: str, epoch: int) -> int:
+        """Commit without checksums; how many keys were bound."""
+        records = _records(extents)
+        request = pb.CommitRequest(
+            epoch=epoch,
+            groups=[
+                pb.GroupCommit(
+                    group=0,
+                    keys=bytes.fromhex("".join(keys)),
+                    slots=records["slot"].tobytes(),
+                    generations=records["generation"].tobytes(),
+                )
+            ],
+        )
+        reply = self._call(base.COMMIT, request)
+        return sum(bits.bit_count() for part in reply.stored for bits in part.bits)
+
+    def abort(self, extents: str, in_doubt: bool) -> list[int]:
+        """Slots freed and put aside."""
+        records = _records(extents)
+        slots = types_pb2.GroupSlots(
+            group=0,
+            slots=records["slot"].tobytes(),
+            generations=records["generation"].tobytes(),
+        )
+        reply = self._call(base.ABORT, pb.AbortRequest(groups=[slots], in_doubt=in_doubt))
+        return [reply.freed_slots, reply.quarantined_slots]
+
+    def write(self, extents: str, byte: int) -> None:
+        """Fill extents, asking nobody."""
+        for view in self._views(extents):
+            view[:] = byte
+
+    def scribble(self, extents: str, byte: int) -> None:
+        """Fill extents again and again, until ``rest``."""
+        views = self._views(extents)
+
+        def work() -> None:
+            while not self._scribbling.is_set():
+                for view in views:
+                    view[:] = byte
+                self._scribbling.wait(0.002)
+
+        self._scribbling.clear()
+        self._scribes.append(threading.Thread(target=work, daemon=True))
+        self._scribes[-1].start()
+
+    def rest(self) -> None:
+        """End all scribbling."""
+        self._scribbling.set()
+        for scribe in self._scribes:
+            scribe.join()
+        self._scribes.clear()
+
+    def alive(self) -> bool:
+        """What the life line says."""
+        assert self._session is not None
+        return self._session.alive()
+
+    def unmap(self) -> None:
+        """Let go of the arena."""
+        self.rest()
+        assert self._arena is not None
+        self._arena.close()
+        gc.collect()
+
+    def goodbye(self) -> None:
+        """Say that copies are done, whether they are or not."""
+        assert self._session is not None
+        self._session.goodbye()
+
+    def hang_up(self) -> None:
+        """Close the life line without a word."""
+        assert self._session is not None
+        self._session.close()
+
+    def fork(self, kind: str, extents: str = "", byte: int = 0) -> int:
+        """A child that lives on: ``plain``, ``descriptor`` (keeps an inherited one) or ``map``
+        (maps it and scribbles on ``extents``); its pid.
+        """
+        parent = os.getppid()
+        ready, told = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(told)
+            os.read(ready, 1)
+            os.close(ready)
+            return child
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+        if kind == "plain":
+            self.close_descriptors()
+        views = self._child_views(extents) if kind == "map" else []
+        sys.stdin.close()
+        os.close(sys.stdout.fileno())
+        os.write(told, b"r")
+        while _is_there(parent):
+            for view in views:
+                view[:] = byte
+            signal.sigtimedwait([], 0.005)
+        os._exit(0)
+
+    def _child_views(self, extents: str) -> list[Any]:
+        assert self._session is not None
+        size = self._session.welcome.segments[0].bytes
+        memory = np.frombuffer(mmap.mmap(self._descriptors[0], size), np.uint8)
+        # mmap keeps a duplicate of the descriptor, so that this child holds the description twice.
+        self.close_descriptors()
+        return [_part(memory, record) for record in _records(extents)]
+
+    def _views(self, extents: str) -> list[Any]:
+        assert self._arena is not None
+        records = _records(extents)
+        return [_part(self._arena.view(int(one["segment"])), one) for one in records]
+
+    def _call(self, rpc: Any, request: Any) -> Any:
+        assert self._transport is not None
+        return self._transport.call(rpc, request, CALL_S)
+
+
+def _records(text: str) -> Records:
+    return np.frombuffer(bytes.fromhex(text), EXTENT_DTYPE)
+
+
+def _part(memory: Any, record: Any) -> Any:
+    start = int(record["offset"])
+    return memory[start : start + int(record["length"])]
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve commands until stdin ends."""
+    member = Member()
+    for line in sys.stdin:
+        command = json.loads(line)
+        work: Callable[..., Any] = getattr(member, command.pop("do"))
+        try:
+            answer: dict[str, Any] = {"ok": work(**command)}
+        except Exception as error:
+            answer = {"error": str(getattr(error, "reason", "")) or repr(error), "why": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    # As at a crash: nothing is said, and nothing that runs is waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
