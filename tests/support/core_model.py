@@ -98,6 +98,7 @@ class Block:
     places: list[Place]
     tokens: list[Token]
     summed: bool
+    announced: bool = False
     leases: int = 0
     pins: int = 0
 

@@ -6,15 +6,14 @@ go, drained or attached again unless a command says so.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import mmap
 import os
 import secrets
-import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ from kvhearth.url import parse_url
 from kvhearth.wire import Hello
 
 CALL_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Member:
@@ -164,7 +162,6 @@ class Member:
             os.read(ready, 1)
             os.close(ready)
             return child
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         if kind == "plain":
             self.close_descriptors()
         views = self._child_views(extents) if kind == "map" else []
@@ -174,7 +171,7 @@ class Member:
         while _is_there(parent):
             for view in views:
                 view[:] = byte
-            signal.sigtimedwait([], 0.005)
+            time.sleep(0.005)
         os._exit(0)
 
     def _child_views(self, extents: str) -> list[Any]:

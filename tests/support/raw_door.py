@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 import numpy as np
+from support.daemon import Daemon
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
-from kvhearth.errors import KVHearthError
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import cache_pb2_grpc
@@ -58,8 +59,9 @@ class RawLine:
 
     def __init__(self, path: str, timeout_s: float = CALL_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_s)
+        # A connect with a timeout would fail at once while the daemon's backlog is full.
         self._socket.connect(path)
+        self._socket.settimeout(timeout_s)
         self.descriptors: list[int] = []
 
     def __enter__(self) -> RawLine:
@@ -222,6 +224,31 @@ def half_open(path: str, count: int) -> Iterator[list[RawLine]]:
     finally:
         for line in lines:
             line.close()
+
+
+def refusals(daemon: Daemon, reason: str) -> int:
+    """How often the daemon has refused something for ``reason``."""
+    return daemon.counters().get(f"refusals{{{reason}}}", 0)
+
+
+@contextlib.contextmanager
+def refused_once(daemon: Daemon, reason: Reason, times: int = 1) -> Iterator[None]:
+    """The block makes the daemon count ``times`` refusals of this reason, and the books balance."""
+    before = refusals(daemon, reason)
+    yield
+    assert refusals(daemon, reason) == before + times
+    daemon.stats(check_books=True)
+
+
+def end_well(daemon: Daemon) -> None:
+    """Nothing is held any more, no task and no call ended in a bug, and the daemon ends with 0."""
+    daemon.wait_quiet()
+    counters = daemon.counters()
+    assert not [name for name in counters if name.startswith("task_failures{")], daemon.log_tail()
+    assert "refusals{internal}" not in counters, daemon.log_tail()
+    assert daemon.terminate() == 0, daemon.log_tail()
+    for sign in ("Traceback", "never retrieved"):
+        assert sign not in daemon.log_text(), daemon.log_tail()
 
 
 def seconds_of(work: Any) -> float:

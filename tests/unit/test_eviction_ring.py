@@ -156,6 +156,17 @@ def test_a_hand_in_a_chunk_that_empties_at_once_stands_before_the_next() -> None
     assert ring.peek_hand() == 2 * CHUNK_ENTRIES
 
 
+def test_a_hand_does_not_follow_its_chunk_into_another_ring() -> None:
+    arrays = PolicyArrays(SLOT_COUNT)
+    ring, other = FifoRing(arrays), FifoRing(arrays)
+    ring.push(np.arange(10))
+    assert ring.peek_hand() == 0
+    remove_slots(arrays, np.arange(10), (ring,))
+    other.push(np.arange(100, 110))
+    ring.push(np.arange(10))
+    assert ring.peek_hand() == 0
+
+
 def test_alternating_push_and_removal_at_a_chunk_border_moves_no_chunk() -> None:
     arrays = PolicyArrays(SLOT_COUNT)
     ring = FifoRing(arrays)

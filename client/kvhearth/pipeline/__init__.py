@@ -7,7 +7,8 @@ For engines whose scheduler and only rank are one process. Engines of several ra
 from kvhearth.pipeline.load import LoadDone, LoadPipeline, LoadTicket
 from kvhearth.pipeline.movers import Movers
 from kvhearth.pipeline.stock import Slots, Stock
-from kvhearth.pipeline.store import StoreDone, StorePipeline, StoreTicket
+from kvhearth.pipeline.store import StorePipeline
+from kvhearth.pipeline.storing import StoreDone, StoreTicket
 
 __all__ = [
     "LoadDone",

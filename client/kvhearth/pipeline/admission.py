@@ -38,9 +38,7 @@ class Admission(Generic[OutcomeT]):
     def enter(self, blocks: int, wait_s: float) -> int:
         """Let ``blocks`` in, waiting up to ``wait_s`` seconds for room; their number, or 0."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._has_room(blocks), max(wait_s, 0.0)
-            )
+            self._changed.wait_for(lambda: self._closed or self._has_room(blocks), max(wait_s, 0.0))
             if self._closed or not self._has_room(blocks):
                 return 0
             self._entered_count += 1

@@ -6,7 +6,7 @@ import importlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -148,6 +148,15 @@ class Movers:
                 return None
             return copier
 
+    def key_problem(self, kv_group: int, keys: Sequence[bytes]) -> str:
+        """Why these cannot be keys of blocks that are moved here, or empty."""
+        if kv_group not in self._kv:
+            return str(Reason.BAD_GROUP)
+        size = self._client.contract.hash_bytes
+        if not all(isinstance(key, bytes) and len(key) == size for key in keys):
+            return str(Reason.BAD_KEYS)
+        return ""
+
     def drain(self, deadline_s: float) -> bool:
         """End the copiers and let go of the arena; False if copies are still under way then.
 
@@ -176,9 +185,10 @@ class Movers:
             if not copier.close(max(until - time.monotonic(), 0.0)):
                 return False
         self._copiers.clear()
-        if self._arena is not None and self.device != "cpu":
-            if not _registrations.release(self._arena, max(until - time.monotonic(), 0.0)):
-                return False
+        registered = self._arena if self.device != "cpu" else None
+        left_s = max(until - time.monotonic(), 0.0)
+        if registered is not None and not _registrations.release(registered, left_s):
+            return False
         self._arena = None
         return True
 

@@ -101,8 +101,8 @@ class Stock:
         Args:
             kv_group: of which group; one that the stock was made for.
             count: blocks.
-            wait_s: how long to wait for all of them; once the daemon has answered meanwhile, what is
-                there is enough.
+            wait_s: how long to wait for all of them; after an answer of the daemon, what is there
+                is enough.
         """
         if self._worker.foreign:
             return self._none(kv_group)

@@ -6,20 +6,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvhearth.client import KVClient
-from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.copiers.base import BlockFailure, Done
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
-from kvhearth.model import I64, Records
+from kvhearth.model import I64
 from kvhearth.pipeline.admission import Admission
 from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank, host_or_cuda
+from kvhearth.pipeline.pages import page_numbers
 from kvhearth.pipeline.stock import Slots, Stock
+from kvhearth.pipeline.storing import StoreDone, StoreFlight, StoreJob, StoreTicket
 from kvhearth.pipeline.workers import Worker
-from kvhearth.results import CommitGroup
 
 FLIGHTS_MAX = 16
 """Batches whose copies may be under way; together they have two full batches' blocks at most."""
@@ -27,103 +27,6 @@ FLIGHTS_MAX = 16
 _SLICE_S = 0.1
 _TICK_S = 0.25
 _PAUSE_S = 0.005
-
-
-@dataclass(frozen=True)
-class StoreTicket:
-    """One submitted store.
-
-    Attributes:
-        number: unique in its pipeline, from 1.
-        kv_group: of its blocks.
-        blocks: how many.
-    """
-
-    number: int
-    kv_group: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class StoreDone:
-    """What became of a store; its pages are the engine's again. Given out once.
-
-    Attributes:
-        ticket: the store.
-        stored: blocks that were bound to their keys.
-        duplicate: blocks whose keys were bound already.
-        failed: the others; the three add up to the ticket's blocks.
-        reason: why the first of these failed (a reason of the error table or a ``BlockFailure``),
-            or empty.
-    """
-
-    ticket: StoreTicket
-    stored: int
-    duplicate: int
-    failed: int
-    reason: str = ""
-
-
-@dataclass(eq=False)
-class _Job:
-    ticket: StoreTicket
-    keys: tuple[bytes, ...]
-    pages: I64
-    parent: bytes
-    mark: object
-    submitted_at: float
-    begun: int = 0
-    stored: int = 0
-    duplicate: int = 0
-    failed: int = 0
-    reason: str = ""
-
-    @property
-    def left(self) -> int:
-        """Blocks whose copies did not begin."""
-        return len(self.keys) - self.begun
-
-    @property
-    def settled(self) -> bool:
-        """Whether every block has its outcome."""
-        return self.stored + self.duplicate + self.failed == len(self.keys)
-
-    def done(self) -> StoreDone:
-        """The outcome."""
-        return StoreDone(self.ticket, self.stored, self.duplicate, self.failed, self.reason)
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A batch whose copies are under way: blocks ``start`` and following of a job."""
-
-    job: _Job
-    start: int
-    slots: Slots
-    copier: Copier
-    ticket: Ticket
-    accounted: bool = field(default=False)
-
-    @property
-    def kv_group(self) -> int:
-        return self.job.ticket.kv_group
-
-    @property
-    def extents(self) -> Records:
-        return self.slots.extents
-
-    def commit_group(self, done: Done) -> CommitGroup:
-        """The blocks whose copies are good, as one chain.
-
-        Where a block is missing in between, its successor follows its predecessor: eviction still
-        takes the chain from its end.
-        """
-        good = np.flatnonzero(done.ok)
-        keys = [self.job.keys[self.start + index] for index in good.tolist()]
-        first = self.start + int(good[0])
-        parent = self.job.keys[first - 1] if first else self.job.parent
-        sums = None if done.checksums is None else done.checksums[good][:, None]
-        return CommitGroup(keys, self.extents[good], sums, parent)
 
 
 class StorePipeline:
@@ -172,13 +75,13 @@ class StorePipeline:
         self._movers = Movers(client, kv, copiers or host_or_cuda())
         self._stock = Stock(client, dict.fromkeys(kv, stock_blocks_max))
         self._door: Admission[StoreDone] = Admission(queue_blocks_max)
-        self._queue: deque[_Job] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._queue: deque[StoreJob] = deque()
+        self._flights: deque[StoreFlight] = deque()
         self._closing = False
         self._progress_at = -math.inf
         # What the thread has at hand, for `_recover`.
-        self._beginning: tuple[_Job, Slots | None] | None = None
-        self._ending: list[_Flight] = []
+        self._beginning: tuple[StoreJob, Slots | None] | None = None
+        self._ending: list[StoreFlight] = []
         self._worker = Worker("kvhearth-store", self._step, self._recover)
         self._changed = self._worker.changed
         self._worker.start()
@@ -231,7 +134,7 @@ class StorePipeline:
             self._client.count("store_refused", len(keys))
             self._door.leave(number, StoreDone(ticket, 0, 0, len(keys), problem))
             return ticket
-        job = _Job(ticket, keys, numbers, parent, mark, time.monotonic())
+        job = StoreJob(ticket, keys, numbers, parent, mark, time.monotonic())
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()
@@ -293,14 +196,14 @@ class StorePipeline:
         blocks = sum(len(flight.slots) for flight in self._flights)
         return len(self._flights) < FLIGHTS_MAX and blocks <= self._batch_blocks
 
-    def _begin(self, job: _Job) -> bool:
+    def _begin(self, job: StoreJob) -> bool:
         """Begin the job's next copies, or drop it; False if nothing could be done yet."""
         self._beginning = (job, None)
         begun = self._try_begin(job)
         self._beginning = None
         return begun
 
-    def _try_begin(self, job: _Job) -> bool:
+    def _try_begin(self, job: StoreJob) -> bool:
         if self._closing:
             self._drop(job, Reason.CLOSED)
             return True
@@ -320,13 +223,13 @@ class StorePipeline:
         self._drop(job, self._stock.short_reason(kv_group) or Reason.DEADLINE)
         return True
 
-    def _patience_end(self, job: _Job) -> float:
+    def _patience_end(self, job: StoreJob) -> float:
         """When the job is dropped if no slots come."""
         now = time.monotonic()
         silent_since = now - self._stock.silent_s
         return self._reserve_wait_s + min(max(job.submitted_at, self._progress_at), silent_since)
 
-    def _copy(self, job: _Job, slots: Slots) -> bool:
+    def _copy(self, job: StoreJob, slots: Slots) -> bool:
         """Begin to copy the job's next blocks into ``slots``; False if there is no arena for it."""
         copier = self._movers.copier(job.ticket.kv_group, slots.boot_id)
         if copier is None:
@@ -339,12 +242,12 @@ class StorePipeline:
             return False  # closed meanwhile, with the session
         if ticket is None:
             return False
-        self._flights.append(_Flight(job, job.begun, slots, copier, ticket))
+        self._flights.append(StoreFlight(job, job.begun, slots, copier, ticket))
         self._progress_at = time.monotonic()
         self._advance(job, len(slots))
         return True
 
-    def _advance(self, job: _Job, count: int) -> None:
+    def _advance(self, job: StoreJob, count: int) -> None:
         """The next ``count`` blocks of the head of the queue have begun, or never will."""
         job.begun += count
         if not job.left:
@@ -353,10 +256,13 @@ class StorePipeline:
 
     def _end_oldest(self) -> None:
         """Commit the oldest batch if its copies have ended, and others that have with it."""
-        ending: list[tuple[_Flight, Done]] = []
+        ending: list[tuple[StoreFlight, Done]] = []
         groups: set[int] = set()
-        while self._flights and self._flights[0].kv_group not in groups:
+        while self._flights:
             flight = self._flights[0]
+            same_session = flight.slots.session_id == (self._ending or [flight])[0].slots.session_id
+            if flight.kv_group in groups or not same_session:
+                break  # a commit has one chain of each group
             self._ending.append(flight)
             done = flight.copier.wait(flight.ticket, 0.0 if ending else _SLICE_S)
             if done is None:
@@ -369,7 +275,7 @@ class StorePipeline:
             self._commit(ending)
         self._ending.clear()
 
-    def _commit(self, ending: list[tuple[_Flight, Done]]) -> None:
+    def _commit(self, ending: list[tuple[StoreFlight, Done]]) -> None:
         boot_id, session_id = ending[0][0].slots.boot_id, ending[0][0].slots.session_id
         commits = {}
         for flight, done in ending:
@@ -390,7 +296,7 @@ class StorePipeline:
                 self._client.count("store_bytes", done.bytes)
             self._account(flight, stored, failed, reason)
 
-    def _account(self, flight: _Flight, stored: int, failed: int, reason: str) -> None:
+    def _account(self, flight: StoreFlight, stored: int, failed: int, reason: str) -> None:
         flight.accounted = True
         duplicate = len(flight.slots) - stored - failed
         self._client.count("store_blocks", stored)
@@ -401,14 +307,14 @@ class StorePipeline:
         job.duplicate += duplicate
         self._fail(job, failed, reason)
 
-    def _drop(self, job: _Job, reason: str) -> None:
+    def _drop(self, job: StoreJob, reason: str) -> None:
         """Give up on what the head of the queue has left."""
         count = job.left
         self._client.count("store_dropped", count)
         self._advance(job, count)
         self._fail(job, count, reason)
 
-    def _fail(self, job: _Job, count: int, reason: str) -> None:
+    def _fail(self, job: StoreJob, count: int, reason: str) -> None:
         """Count failed blocks, and end the job if these were its last ones."""
         if count:
             job.failed += count
@@ -432,14 +338,3 @@ class StorePipeline:
                 self._stock.give_back(job.ticket.kv_group, slots)
             if job.left:
                 self._drop(job, Reason.INTERNAL)
-
-
-def page_numbers(pages: I64 | Sequence[int]) -> I64 | None:
-    """A copy of the caller's pages, shape (n,); None if these are not integers."""
-    try:
-        numbers = np.asarray(pages)
-        if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
-            return None
-        return numbers.astype(np.int64)
-    except (TypeError, ValueError, OverflowError):
-        return None

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvhearth.contract import Contract
-from kvhearth.model import I64, Bools, Records
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
 from kvhearth_server.core.adoption import AdoptedBlocks, Adoption
 from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.table import Geometry, State
 from kvhearth_server.memory.journal import (
+    HEADER_BYTES,
     HEADER_DTYPE,
     MAGIC,
     STATE_WORDS,
@@ -29,27 +29,52 @@ from kvhearth_server.memory.journal import (
 _CHUNK_ROWS = 1 << 15
 _DENSE_ROWS = 1 << 12
 _BOUND = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
+_KEY_AT = HEADER_DTYPE.fields["key"][1]  # type: ignore[index]
+_SUM_AT = HEADER_DTYPE.fields["checksum"][1]  # type: ignore[index]
 _BUSY = (STATE_WORDS[State.RESERVED], STATE_WORDS[State.LOADING])
 
-_ROW_DTYPE = np.dtype(
-    [
-        ("slot", "<i8"),
-        ("pair", "<i8"),
-        ("sequence", "<u8"),
-        ("parent_sequence", "<u8"),
-        ("shard", "<u2"),
-        ("summed", "?"),
-        ("key", HEADER_DTYPE["key"]),
-        ("checksum", HEADER_DTYPE["checksum"]),
-    ]
-)
+
+class _Columns:
+    """What is kept of good headers, column by column.
+
+    Adopting is bound by how fast fresh memory can be touched, so no header is copied whole and
+    nothing is joined afterwards: columns are as long as there are slots, and touched as they fill.
+    """
+
+    def __init__(self, capacity: int, key_bytes_max: int) -> None:
+        self.count = 0
+        self.slot = np.empty(capacity, np.int64)
+        self.pair = np.empty(capacity, np.int32)
+        self.sequence = np.empty(capacity, np.uint64)
+        self.parent_sequence = np.empty(capacity, np.uint64)
+        self.shard = np.empty(capacity, np.uint16)
+        self.summed = np.empty(capacity, np.bool_)
+        self.checksum = np.empty((capacity, CHECKSUM_BYTES), np.uint8)
+        self.key = np.empty((capacity, key_bytes_max), np.uint8)
+
+    def add(self, rows: Records, slots: I64) -> None:
+        """Keep headers of slots; their keys are cut to the longest that the catalogue allows."""
+        span = slice(self.count, self.count + len(rows))
+        self.count = span.stop
+        self.slot[span] = slots
+        self.pair[span] = _pairs(rows)
+        self.sequence[span] = rows["sequence"]
+        self.parent_sequence[span] = rows["parent_sequence"]
+        self.shard[span] = rows["shard"]
+        self.summed[span] = rows["state"] == STATE_WORDS[State.SUMMED]
+        raw = rows.view(np.uint8).reshape(len(rows), HEADER_BYTES)
+        self.checksum[span] = raw[:, _SUM_AT : _SUM_AT + CHECKSUM_BYTES]
+        self.key[span] = raw[:, _KEY_AT : _KEY_AT + self.key.shape[1]]
+
+
+_Rows = I64 | slice
+"""Which rows of the columns, in order."""
 
 
 class _Specs:
     """What the catalogue says of each (namespace, group) pair, as arrays to index by pair code."""
 
     def __init__(self, namespaces: Namespaces, geometry: Geometry) -> None:
-        self.contracts: dict[int, Contract] = {}
         count = 1 + max((space.number for space in namespaces), default=0)
         self.known = np.zeros(count * 256, np.bool_)
         self.epoch = np.zeros(count * 256, np.int64)
@@ -58,9 +83,9 @@ class _Specs:
         self.key_bytes = np.zeros(count * 256, np.int64)
         self.slot_bytes = np.zeros(count * 256, np.int64)
         self.segment = np.zeros(count * 256, np.int64)
+        self.key_bytes_max = max((s.contract.hash_bytes for s in namespaces), default=8)
         segments = {s.tenant: i for i, s in enumerate(geometry.segments)}
         for space in namespaces:
-            self.contracts[space.number] = space.contract
             for kv_group, spec in enumerate(space.contract.groups):
                 pair = space.number * 256 + kv_group
                 self.known[pair] = space.tenant in segments
@@ -77,7 +102,6 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
     found = Adoption()
     specs = _Specs(namespaces, geometry)
     held: dict[int, list[I64]] = defaultdict(list)
-    good: list[Records] = []
     for slab, size in enumerate(journal.slab_sizes.tolist()):
         if not size:
             continue
@@ -85,7 +109,9 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             found.reasons["slab"] += 1
             continue
         found.slabs.append((slab, size))
-    reader = _Reader(found, held, good, specs, geometry)
+    capacity = sum(geometry.slab_bytes // size for _, size in found.slabs)
+    columns = _Columns(capacity, specs.key_bytes_max)
+    reader = _Reader(found, held, columns, specs, geometry)
     for slots, sizes in _chunks(found.slabs, geometry):
         span = slice(int(slots[0]), int(slots[-1]) + 1)
         dense = span.stop - span.start == len(slots)
@@ -97,8 +123,7 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             reader.sort_out(rows[used], slots[used], sizes[used])
     for number, parts in held.items():
         found.held[number] = np.concatenate(parts)
-    if good:
-        _blocks(found, specs, np.concatenate(good))
+    _blocks(found, specs, columns)
     return found
 
 
@@ -127,13 +152,13 @@ class _Reader:
         self,
         found: Adoption,
         held: dict[int, list[I64]],
-        good: list[Records],
+        columns: _Columns,
         specs: _Specs,
         geometry: Geometry,
     ) -> None:
         self._found = found
         self._held = held
-        self._good = good
+        self._columns = columns
         self._specs = specs
         self._geometry = geometry
 
@@ -164,13 +189,7 @@ class _Reader:
         whole = self._whole(rows, slots, sizes)
         if not whole.all():
             rows, slots = rows[whole], slots[whole]
-        kept = np.empty(len(rows), _ROW_DTYPE)
-        for name in ("sequence", "parent_sequence", "shard", "key", "checksum"):
-            kept[name] = rows[name]
-        kept["slot"] = slots
-        kept["pair"] = _pairs(rows)
-        kept["summed"] = rows["state"] == STATE_WORDS[State.SUMMED]
-        self._good.append(kept)
+        self._columns.add(rows, slots)
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
         """Which committed headers are undamaged and fit the catalogue; the others are dropped."""
@@ -209,64 +228,72 @@ def _drop(found: Adoption, reason: str, slots: I64) -> None:
         found.reasons[reason] += len(slots)
 
 
-def _blocks(found: Adoption, specs: _Specs, rows: Records) -> None:
+def _blocks(found: Adoption, specs: _Specs, columns: _Columns) -> None:
     """Join shards to blocks: whole when all agree in count, sequence and key."""
-    counts = np.bincount(rows["pair"])
+    pairs = columns.pair[: columns.count]
+    counts = np.bincount(pairs)
     for pair in np.flatnonzero(counts).tolist():
-        mine = rows if counts[pair] == len(rows) else rows[rows["pair"] == pair]
+        alone = counts[pair] == columns.count
+        rows: _Rows = slice(0, columns.count) if alone else np.flatnonzero(pairs == pair)
         shards = int(specs.shards[pair])
-        rank = mine["sequence"] * np.uint64(shards) + mine["shard"]
+        rank = columns.sequence[rows] * np.uint64(shards) + columns.shard[rows]
         if (rank[1:] <= rank[:-1]).any():
-            mine = mine[np.argsort(rank, kind="stable")]
+            numbers = np.arange(columns.count)[rows]
+            rows = numbers[np.argsort(rank, kind="stable")]
         if shards > 1:
-            mine = _complete(found, mine, shards)
-        blocks = mine.reshape(-1, shards)
-        width = int(specs.key_bytes[pair])
-        packed = np.ascontiguousarray(blocks["key"][:, 0]).view(np.uint8).reshape(len(blocks), -1)
-        names = np.ascontiguousarray(packed[:, :width])
-        keys: list[bytes] = names.view(f"V{width}").reshape(-1).tolist()
-        # Keys are hashes, so one word of each tells a million apart; only if two words agree are
-        # the keys themselves compared.
-        words = names.view(np.uint64)[:, 0] if width % 8 == 0 else np.zeros(len(keys), np.uint64)
-        ordered = np.sort(words)
-        if (ordered[1:] == ordered[:-1]).any():
-            blocks, keys = _newest(found, blocks, keys)
-        if len(blocks):
-            found.blocks.append(_adopted(pair, blocks, keys))
+            rows = _complete(found, columns, np.arange(columns.count)[rows], shards)
+        _adopt_pair(found, columns, rows, pair, specs)
 
 
-def _complete(found: Adoption, rows: Records, shards: int) -> Records:
-    _, starts, counts = np.unique(rows["sequence"], return_index=True, return_counts=True)
-    runs = starts[counts == shards][:, None] + np.arange(shards)
-    picked = rows[runs]
-    agree = (picked["shard"] == np.arange(shards)).all(axis=1)
-    agree &= (picked["key"] == picked["key"][:, :1]).all(axis=1)
-    kept = picked[agree].reshape(-1)
-    _drop(found, "incomplete", np.setdiff1d(rows["slot"], kept["slot"]))
+def _complete(found: Adoption, columns: _Columns, rows: I64, shards: int) -> I64:
+    """The rows of blocks that have all their shards; rows are ordered by sequence and shard."""
+    _, starts, counts = np.unique(columns.sequence[rows], return_index=True, return_counts=True)
+    runs = rows[starts[counts == shards][:, None] + np.arange(shards)]
+    agree = (columns.shard[runs] == np.arange(shards)).all(axis=1)
+    keys = columns.key[runs]
+    agree &= (keys == keys[:, :1]).all(axis=(1, 2))
+    kept = runs[agree].reshape(-1)
+    _drop(found, "incomplete", columns.slot[np.setdiff1d(rows, kept)])
     return np.asarray(kept)
 
 
-def _newest(found: Adoption, blocks: Records, keys: list[bytes]) -> tuple[Records, list[bytes]]:
-    """One block a key: after a crash between two headers an older one may still stand."""
-    last = dict(zip(keys, range(len(keys)), strict=True))
-    kept = np.sort(np.fromiter(last.values(), np.int64, len(last)))
-    others = np.setdiff1d(np.arange(len(keys)), kept)
-    _drop(found, "duplicate", blocks["slot"][others].reshape(-1).astype(np.int64))
-    return blocks[kept], [keys[i] for i in kept.tolist()]
-
-
-def _adopted(pair: int, blocks: Records, keys: list[bytes]) -> AdoptedBlocks:
-    sequences = blocks["sequence"][:, 0]
-    heads = blocks["slot"][:, 0]
-    wanted = blocks["parent_sequence"][:, 0]
+def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, specs: _Specs) -> None:
+    """Blocks of one namespace and group; ``rows`` hold all their shards, oldest block first."""
+    shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
+    slots = columns.slot[rows].reshape(-1, shards)
+    if not len(slots):
+        return
+    names = np.ascontiguousarray(columns.key[rows][::shards, :width])
+    keys: list[bytes] = names.view(f"V{width}").reshape(-1).tolist()
+    kept = _newest(names, keys)
+    if kept is not None:
+        others = np.setdiff1d(np.arange(len(keys)), kept)
+        _drop(found, "duplicate", slots[others].reshape(-1))
+    sequences = columns.sequence[rows][::shards]
+    wanted = columns.parent_sequence[rows][::shards]
     place = np.minimum(np.searchsorted(sequences, wanted), len(sequences) - 1)
-    parents = np.where(sequences[place] == wanted, heads[place], -1)
-    return AdoptedBlocks(
-        pair // 256,
-        pair % 256,
-        np.ascontiguousarray(blocks["slot"]),
-        parents.astype(np.int64),
-        keys,
-        np.asarray(blocks["summed"].all(axis=1)),
-        np.ascontiguousarray(blocks["checksum"]),
-    )
+    parents = np.where(sequences[place] == wanted, slots[place, 0], -1)
+    summed: Bools = np.asarray(columns.summed[rows].reshape(-1, shards).all(axis=1))
+    sums = columns.checksum[rows].view(f"V{CHECKSUM_BYTES}").reshape(-1, shards)
+    if kept is not None:
+        gone = slots[others, 0]
+        parents = np.where(np.isin(parents, gone), -1, parents)[kept]
+        slots, summed, sums = slots[kept], summed[kept], sums[kept]
+        keys = [keys[i] for i in kept.tolist()]
+    found.blocks.append(AdoptedBlocks(pair // 256, pair % 256, slots, parents, keys, summed, sums))
+
+
+def _newest(names: U8, keys: list[bytes]) -> I64 | None:
+    """One block a key, or None if no key occurs twice: after a crash an older one may still stand.
+
+    Keys are hashes, so one word of each tells a million apart; only if two words agree are the
+    keys themselves compared.
+    """
+    if names.shape[1] % 8 == 0:
+        words = np.sort(names.view(np.uint64)[:, 0])
+        if not (words[1:] == words[:-1]).any():
+            return None
+    last = dict(zip(keys, range(len(keys)), strict=True))
+    if len(last) == len(keys):
+        return None
+    return np.sort(np.fromiter(last.values(), np.int64, len(last)))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from kvhearth.errors import KVHearthError
 
 TEXT_CHARS_MAX = 1024
-DETAILS_MAX = 16
+DETAIL_NAME_CHARS_MAX = 64
+DETAILS_MAX = 8
 
 
 def plain_text(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
@@ -23,5 +24,5 @@ def plain_error(error: KVHearthError) -> KVHearthError:
     return KVHearthError(
         error.reason,
         plain_text(error.message),
-        **{plain_text(name): plain_text(value) for name, value in details},
+        **{plain_text(name, DETAIL_NAME_CHARS_MAX): plain_text(value) for name, value in details},
     )

@@ -17,8 +17,8 @@ SMALL_ONE_IN = 10
 """The small queue's share: the cold end is its end while it has at least a tenth of the members."""
 PROMOTE_FREQ = 1
 """Uses that carry a block from the small queue to the main one. The paper asks for two. One kept
-0.2-3 % more hits on mixes of zipf and scans: a prefix is often asked for again only a conversation's
-turn later, when the small queue has passed."""
+0.2-3 % more hits on mixes of zipf and scans: a prefix is often asked for again only a turn of the
+conversation later, when the small queue has passed."""
 
 
 class S3FifoPolicy:

@@ -28,16 +28,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._engine = engine
         self._admin_token = admin_token
 
+    def admit(self, context: Context) -> None:
+        """Raises:
+        KVHearthError: ``not_admin``.
+        """
+        given = metadata_value(context, ADMIN_TOKEN_KEY)
+        if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
+            raise KVHearthError(
+                Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
+            )
+
     async def _run(self, context: Context, work: Callable[[], Reply]) -> Reply:
-        def authorised() -> Reply:
-            given = metadata_value(context, ADMIN_TOKEN_KEY)
-            if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
-                raise KVHearthError(
-                    Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
-                )
+        def admitted() -> Reply:
+            self.admit(context)
             return work()
 
-        return await guarded(self._engine, context, authorised)
+        return await guarded(self._engine, context, admitted)
 
     async def Stats(
         self, request: admin_pb2.StatsRequest, context: Context

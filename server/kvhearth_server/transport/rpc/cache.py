@@ -16,6 +16,7 @@ from kvhearth_server.core.groups import Handed
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
 from kvhearth_server.transport.rpc.messages import (
     bitmaps,
@@ -43,6 +44,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._engine = engine
         self._verify = verify
 
+    def admit(self, context: Context) -> Session:
+        """The session of the caller's token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        return self._engine.authenticate(metadata_value(context, TOKEN_KEY))
+
     async def _run(
         self,
         context: Context,
@@ -53,7 +62,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """Authenticate, then work; ``decides``: only a scheduler may."""
 
         def authenticated() -> Reply | Awaitable[Reply]:
-            session = self._engine.authenticate(metadata_value(context, TOKEN_KEY))
+            session = self.admit(context)
             group = self._engine.core.state.group_of(session.number)
             if decides and not group.members[session.number].scheduler:
                 raise KVHearthError(

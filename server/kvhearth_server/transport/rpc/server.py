@@ -14,10 +14,9 @@ from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.cache import CacheService, Verify
 from kvhearth_server.transport.rpc.guard import MessageGuard
 
-_SERVICES = (
-    cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
-)
+_CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_SERVICES = (_CACHE, _ADMIN)
 
 
 class RpcServer:
@@ -30,13 +29,12 @@ class RpcServer:
             ("grpc.max_send_message_length", engine.shell.message_bytes_max),
             ("grpc.so_reuseport", 0),
         ]
-        self._server = grpc.aio.server(interceptors=[MessageGuard(engine)], options=options)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(engine, verify), self._server
-        )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(engine, admin_token), self._server
-        )
+        cache = CacheService(engine, verify)
+        admin = AdminService(engine, admin_token)
+        guard = MessageGuard(engine, {_CACHE: cache.admit, _ADMIN: admin.admit})
+        self._server = grpc.aio.server(interceptors=[guard], options=options)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server

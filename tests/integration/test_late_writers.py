@@ -1,0 +1,539 @@
+"""Who may still be writing: one test a rule, on real processes that do the dangerous thing.
+
+In all of them a *victim* holds slots that it goes on writing 0xEE to, and a *thief*, another
+engine, stores as much as the arena takes, again and again. Had the daemon handed one of the
+victim's slots to the thief, the thief would find 0xEE where its own bytes should be.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import Engine, contract_of, engine_of
+from support.puppet import Puppet, puppets
+
+from kvhearth.arena import ArenaMapping
+from kvhearth.copiers.host import HostCopier
+from kvhearth.layout import PagedKV
+from kvhearth.model import Records
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry
+from kvhearth_server.core.writing import CommitItem
+from kvhearth_server.memory.sums import sum_extents
+
+PAGE = 512 << 10
+SLOTS = 16
+"""Of 8 MiB."""
+SETTINGS = {"memory": "8MiB", "stock_fraction_max": 0.7, "held_fraction_max": 0.9}
+GRACE_S = 0.2
+WINDOW_S = 4 * GRACE_S
+"""How long a thief tries to get what it must not get."""
+VICTIM = contract_of(PAGE, shards=2, model="victim")
+ALONE = contract_of(PAGE, model="victim")
+THIEF = contract_of(PAGE, model="thief")
+GARBAGE = 0xEE
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon with an arena of 16 slots."""
+    with running_daemon(**SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture
+def thief(daemon: Daemon) -> Iterator[Engine]:
+    """An engine with one rank, attached."""
+    with engine_of(daemon.url(), THIEF, "thief") as engine:
+        yield engine
+
+
+def slots_of(extents: Records) -> set[int]:
+    """Slot numbers."""
+    return set(extents["slot"].reshape(-1).tolist())
+
+
+def steal(thief: Engine) -> set[int]:
+    """Store as much as one reservation gives, check every byte, and tell the slots."""
+    keys = [secrets.token_bytes(32) for _ in range(10)]
+    stored = thief.store(keys)
+    assert stored.bound, stored.reason
+    seen = thief.check(stored.bound)
+    assert (seen.bad, len(seen.right)) == ([], len(stored.bound))
+    found = thief.client.lookup({0: stored.bound})
+    thief.client.release(found.lease)
+    return slots_of(found.groups[0].extents)
+
+
+def must_not_get(thief: Engine, held: set[int]) -> None:
+    """For a while the thief gets none of these slots, however hard it tries."""
+    end = time.monotonic() + WINDOW_S
+    taken: set[int] = set()
+    while time.monotonic() < end:
+        taken |= steal(thief)
+        assert not taken & held, "a slot was reused while somebody writes to it"
+    assert len(taken) >= SLOTS - len(held) - 1, "the thief was not greedy"
+
+
+def gets(thief: Engine, wanted: set[int]) -> None:
+    """The thief gets all of these slots now."""
+    taken: set[int] = set()
+    until(lambda: taken.update(steal(thief)) or wanted <= taken, "the slots are used again")
+
+
+# -- (a) what a group holds comes back only when every member is drained ---------------------------
+
+
+@pytest.mark.parametrize("holder", ["lives on", "is stopped", "a child maps", "a child has it open"])
+def test_slots_stay_aside_while_anybody_may_write(
+    daemon: Daemon, thief: Engine, holder: str
+) -> None:
+    with puppets(2) as (scheduler, worker):
+        scheduler.attach(daemon.url(), VICTIM)
+        worker.attach(daemon.url(), VICTIM, rank=1, keep_descriptors=holder.startswith("a child"))
+        extents = scheduler.reserve(3)
+        mine = extents[1::2]
+        if holder == "a child maps":
+            worker.fork("map", mine, GARBAGE)
+        elif holder == "a child has it open":
+            worker.fork("descriptor")
+        else:
+            worker.scribble(mine, GARBAGE)
+        if holder == "is stopped":
+            worker.stop()
+        elif holder == "lives on":
+            worker.do("hang_up")
+        else:
+            worker.kill()
+        scheduler.kill()
+        until(lambda: daemon.aside_bytes() == 6 * PAGE, "the group ends")
+
+        must_not_get(thief, slots_of(extents))
+        if holder == "is stopped":
+            worker.go_on()
+            must_not_get(thief, slots_of(extents))
+        assert daemon.aside_bytes() == 6 * PAGE
+
+        worker.kill_children()
+        worker.kill()
+        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        gets(thief, slots_of(extents))
+
+
+def test_slots_come_back_only_after_the_grace() -> None:
+    with (
+        running_daemon(**SETTINGS, drain_grace_s=1.0) as daemon,
+        puppets(1) as (victim,),
+    ):
+        victim.attach(daemon.url(), ALONE)
+        victim.reserve(4)
+        victim.kill()
+        died = time.monotonic()
+        until(lambda: daemon.aside_bytes() == 4 * PAGE, "the group ends")
+        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        assert time.monotonic() - died >= 1.0
+
+
+# -- (b) a scheduler that dies first frees nothing -------------------------------------------------
+
+
+def test_a_scheduler_that_dies_first_frees_nothing(daemon: Daemon, thief: Engine) -> None:
+    with puppets(2) as (scheduler, worker):
+        scheduler.attach(daemon.url(), VICTIM)
+        worker.attach(daemon.url(), VICTIM, rank=1)
+        extents = scheduler.reserve(3)
+        worker.scribble(extents[1::2], GARBAGE)
+        scheduler.kill()
+        until(lambda: "victim/1:attached" in daemon.members(), "the worker is attached")
+        must_not_get(thief, slots_of(extents))
+        # Its life line is open all the time; the end of its copies is what counts.
+        worker.do("rest")
+        must_not_get(thief, slots_of(extents))
+        worker.do("goodbye")
+        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        gets(thief, slots_of(extents))
+
+
+# -- (c) the lock on a description of its own ------------------------------------------------------
+
+
+def lock_is_held(daemon: Daemon, index: int = 0) -> bool:
+    """Whether somebody has client byte ``index`` of the first segment, as a third process sees
+    it.
+    """
+    assert daemon.arena_dir is not None
+    layout = struct.Struct("hhqqi4x")
+    question = layout.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+    descriptor = os.open(daemon.arena_dir / "segment-0", os.O_RDWR)
+    try:
+        answer = fcntl.fcntl(descriptor, 36, question)  # F_OFD_GETLK
+    finally:
+        os.close(descriptor)
+    return bool(layout.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+@pytest.mark.parametrize("kind", ["plain", "descriptor", "map"])
+def test_the_lock_lasts_as_long_as_somebody_can_write(daemon: Daemon, kind: str) -> None:
+    with puppets(1) as (victim,):
+        victim.attach(daemon.url(), ALONE, keep_descriptors=True)
+        extents = victim.reserve(1)
+        assert lock_is_held(daemon)
+        if kind != "plain":
+            victim.fork(kind, extents, GARBAGE)
+        victim.do("close_descriptors")
+        assert lock_is_held(daemon), "closing the descriptor dropped the lock of the mapping"
+        if kind == "plain":
+            victim.fork(kind)
+        daemon.kill()
+        assert lock_is_held(daemon), "the lock ended with the daemon"
+        victim.kill()
+        if kind == "plain":
+            # It forked after the descriptors were closed, and the mapping is not inherited.
+            assert not lock_is_held(daemon)
+        else:
+            assert lock_is_held(daemon), "the lock ended although a child can write"
+            victim.kill_children()
+            until(lambda: not lock_is_held(daemon), "the lock ends with the last holder")
+
+
+# -- (d) what is a goodbye, and what is not --------------------------------------------------------
+
+
+def test_a_client_says_goodbye_only_after_its_copies(daemon: Daemon, thief: Engine) -> None:
+    copying = threading.Event()
+    victim = Engine(daemon.url(), ALONE, "victim")
+    try:
+        victim.wait_ready()
+        victim.client.add_drain(lambda _: not copying.is_set())
+        extents = victim.reserve(4).groups[0].reshape(-1)
+        arena = victim.client.arena
+        assert arena is not None
+        copying.set()
+        assert not victim.client.close(0.1)
+        _fill(arena, extents)
+        assert "victim/0:attached" in daemon.members()
+        must_not_get(thief, slots_of(extents))
+        copying.clear()
+        del arena
+    finally:
+        copying.clear()
+        victim.close()
+    until(lambda: "victim/0:attached" not in daemon.members(), "the goodbye arrives")
+    gets(thief, slots_of(extents))
+
+
+def test_a_lost_daemon_is_no_goodbye(daemon: Daemon) -> None:
+    copying = threading.Event()
+    with engine_of(daemon.url(), ALONE, "victim") as victim:
+        victim.client.add_drain(lambda _: not copying.is_set())
+        extents = victim.reserve(4).groups[0].reshape(-1)
+        arena = victim.client.arena
+        assert arena is not None
+        copying.set()
+        daemon.restart()
+        with engine_of(daemon.url(), THIEF, "thief") as thief:
+            _fill(arena, extents)
+            must_not_get(thief, slots_of(extents))
+            assert victim.client.boot_id == "", "it attached before its copies were done"
+            copying.clear()
+            del arena
+            victim.wait_ready()
+            until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+            gets(thief, slots_of(extents))
+
+
+def test_silence_is_no_goodbye(daemon: Daemon, thief: Engine) -> None:
+    with puppets(1) as (victim,):
+        victim.attach(daemon.url(), ALONE)
+        extents = victim.reserve(4)
+        victim.stop()
+        must_not_get(thief, slots_of(extents))
+        victim.go_on()
+        victim.write(extents, GARBAGE)
+        assert victim.commit([secrets.token_bytes(32) for _ in range(4)], extents) == 4
+
+
+# -- (e) after a restart what was reserved stays aside ---------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["unmaps", "is killed", "says so"])
+def test_a_successor_puts_aside_what_was_reserved(daemon: Daemon, end: str) -> None:
+    with puppets(1) as (victim,):
+        victim.attach(daemon.url(), ALONE)
+        extents = victim.reserve(4)
+        victim.scribble(extents, GARBAGE)
+        daemon.restart()
+        assert daemon.aside_bytes() == 4 * PAGE
+        assert not victim.do("alive")
+        with engine_of(daemon.url(), THIEF, "thief") as thief:
+            must_not_get(thief, slots_of(extents))
+            old = {"previous_session": victim.session, "previous_boot": victim.boot_id}
+            if end == "unmaps":
+                victim.do("unmap")
+            elif end == "is killed":
+                victim.kill()
+            else:
+                victim.attach(daemon.url(), ALONE, **old, previous_drained=False)
+                must_not_get(thief, slots_of(extents))
+                victim.do("goodbye")
+                victim.do("rest")
+                victim.attach(daemon.url(), ALONE, **old, previous_drained=True)
+            until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+            gets(thief, slots_of(extents))
+
+
+def test_what_is_aside_stays_aside_over_several_restarts(daemon: Daemon) -> None:
+    with puppets(1) as (victim,):
+        victim.attach(daemon.url(), ALONE)
+        extents = victim.reserve(4)
+        victim.scribble(extents, GARBAGE)
+        for _ in range(3):
+            daemon.restart()
+            assert daemon.aside_bytes() == 4 * PAGE
+        with engine_of(daemon.url(), THIEF, "thief") as thief:
+            must_not_get(thief, slots_of(extents))
+        victim.kill()
+        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+
+
+@pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
+def test_only_a_session_of_the_same_boot_is_declared_done(arena: bool) -> None:
+    """Session numbers of a cold start are used again: "my session 1 is done" of another boot says
+    nothing of this boot's session 1.
+    """
+    with stopped_daemon(arena=arena, **SETTINGS) as daemon, puppets(2) as (other, victim):
+        daemon.start()
+        other.attach(daemon.url(), ALONE, engine_id="other")
+        daemon.kill()
+        if arena:
+            assert daemon.arena_dir is not None
+            (daemon.arena_dir / "catalogue").unlink()
+        daemon.start()
+        victim.attach(daemon.url(), ALONE)
+        assert victim.session == other.session
+        extents = victim.reserve(4)
+        victim.scribble(extents, GARBAGE)
+        victim.do("hang_up")
+        until(lambda: daemon.aside_bytes() == 4 * PAGE, "the group ends")
+        other.attach(
+            daemon.url(),
+            ALONE,
+            engine_id="other",
+            previous_session=other.session,
+            previous_boot=other.boot_id,
+            previous_drained=True,
+        )
+        assert daemon.aside_bytes() == 4 * PAGE
+        with engine_of(daemon.url(), THIEF, "thief") as thief:
+            must_not_get(thief, slots_of(extents))
+
+
+# -- (f) (g) (j) readers ---------------------------------------------------------------------------
+
+
+class Watched:
+    """An arena that lets a test change the world after a copier asked whether the daemon lives."""
+
+    def __init__(self, arena: ArenaMapping, then: Any, *, believe: bool = False) -> None:
+        self.arena = arena
+        self.then = then
+        self.believe = believe
+        self.boot_id, self.segments = arena.boot_id, arena.segments
+        self.view, self.address = arena.view, arena.address
+        self.generations = arena.generations
+
+    def alive(self) -> bool:
+        """The truth of before the change; with ``believe``, always True: the rule is off."""
+        answer = self.arena.alive()
+        then, self.then = self.then, lambda: None
+        then()
+        return answer or self.believe
+
+
+@pytest.mark.parametrize("rule", ["on", "off"])
+def test_a_load_over_a_restart_fails(daemon: Daemon, rule: str) -> None:
+    with engine_of(daemon.url(), ALONE, "reader") as reader:
+        keys = [secrets.token_bytes(32) for _ in range(4)]
+        assert reader.store(keys).bound == keys
+        found = reader.client.lookup({0: keys})
+        extents = found.groups[0].extents.copy()
+        extents["flags"] = 0  # without checksums only the life line can tell
+
+        def restart_and_reuse() -> None:
+            daemon.restart()
+            with engine_of(daemon.url(), THIEF, "thief") as thief:
+                gets(thief, slots_of(extents))
+
+        arena = reader.client.arena
+        assert arena is not None
+        watched = Watched(arena, restart_and_reuse, believe=rule == "off")
+        done, pages = _load(watched, found.boot_id, extents)
+        reader.ranks[0].fill(keys, reader.client.epoch)
+        right = (pages[:4] == reader.ranks[0].pages[:4]).all(axis=1)
+        assert not right.any(), "the slots were not reused: this test shows nothing"
+        assert done.ok.any() == (rule == "off"), "wrong bytes are called right"
+        if rule == "on":
+            assert done.reasons == {"stale_boot": 4}
+        del arena, watched
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_load_of_evicted_blocks_fails(daemon: Daemon, thief: Engine, when: str) -> None:
+    with engine_of(daemon.url(), ALONE, "reader") as reader:
+        keys = [secrets.token_bytes(32) for _ in range(4)]
+        assert reader.store(keys).bound == keys
+        found = reader.client.lookup({0: keys})
+        extents = found.groups[0].extents.copy()
+        extents["flags"] = 0
+        reader.client.release(found.lease)  # a bug of the engine: it goes on to load
+        until(lambda: daemon.stats().leases == 0, "the lease ends")
+        arena = reader.client.arena
+        assert arena is not None
+        change = lambda: gets(thief, slots_of(extents))  # noqa: E731
+        if when == "before":
+            change()
+        watched = Watched(arena, change if when == "during" else lambda: None)
+        done, _ = _load(watched, found.boot_id, extents)
+        assert not done.ok.any()
+        assert done.reasons == {"stale_generation": 4}
+        reader.ranks[0].fill(keys, reader.client.epoch)
+        for page, one in enumerate(extents):
+            start, end = int(one["offset"]), int(one["offset"]) + PAGE
+            assert (arena.view(0)[start:end] != reader.ranks[0].pages[page]).any()
+        del arena, watched
+
+
+def test_a_worker_refuses_another_boots_extents(daemon: Daemon) -> None:
+    with engine_of(daemon.url(), ALONE, "reader") as reader:
+        keys = [secrets.token_bytes(32) for _ in range(4)]
+        assert reader.store(keys).bound == keys
+        old = reader.client.lookup({0: keys})
+        rank = reader.ranks[0]
+        daemon.restart()
+        until(lambda: reader.ready and reader.client.boot_id != old.boot_id, "it attaches again")
+        new = reader.client.lookup({0: keys})
+        rank.pages[:] = 7
+        # Old extents into a new arena, and new extents into an old one that is still mapped.
+        for boot_id, extents in (
+            (old.boot_id, old.groups[0].extents),
+            (secrets.token_hex(16), new.groups[0].extents),
+        ):
+            done = rank.load(boot_id, extents)
+            assert done is not None
+            assert done.reasons == {"stale_boot": 4}
+        assert (rank.pages == 7).all()
+        taken = reader.reserve(2)
+        done = rank.store(old.boot_id, taken.groups[0].reshape(-1))
+        assert done is not None
+        assert done.reasons == {"stale_boot": 2}
+        reader.client.abort(taken.groups, boot_id=old.boot_id)
+        reader.client.abort(taken.groups, boot_id=taken.boot_id)
+        seen = reader.check(keys)
+        assert (seen.bad, len(seen.right)) == ([], 4)
+        reader.client.release(new.lease)
+
+
+# -- (h) two daemons -------------------------------------------------------------------------------
+
+
+def test_two_daemons_never_share_an_arena(daemon: Daemon, thief: Engine) -> None:
+    keys = [secrets.token_bytes(32) for _ in range(4)]
+    assert thief.store(keys).bound == keys
+    with stopped_daemon(**SETTINGS) as second:
+        second.arena_dir, own = daemon.arena_dir, second.arena_dir
+        process = second.launch()
+        assert process.wait(30) == 3
+        assert str(daemon.arena_dir) in second.log_text()
+        second.arena_dir = own
+    seen = thief.check(keys)
+    assert (seen.bad, len(seen.right)) == ([], 4)
+
+
+# -- (i) abort -------------------------------------------------------------------------------------
+
+
+def test_an_abort_in_doubt_puts_aside_and_a_plain_one_frees(daemon: Daemon, thief: Engine) -> None:
+    with puppets(1) as (victim,):
+        victim.attach(daemon.url(), ALONE)
+        extents = victim.reserve(5)
+        assert victim.abort(extents[:1], in_doubt=False) == (1, 0)
+        gets(thief, slots_of(extents[:1]))
+        victim.scribble(extents[1:], GARBAGE)
+        assert victim.abort(extents[1:], in_doubt=True) == (0, 4)
+        assert daemon.aside_bytes() == 4 * PAGE
+        must_not_get(thief, slots_of(extents[1:]))
+        victim.do("rest")
+        assert victim.abort(extents[1:], in_doubt=False) == (4, 0)
+        gets(thief, slots_of(extents[1:]))
+
+
+# -- the same with a rule switched off -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["on", "off"])
+def test_what_happens_to_whoever_frees_too_early(rule: str) -> None:
+    """The core alone, with memory beside it. With the rule off the late write is summed with the
+    thief's block and served under a checksum that is right.
+    """
+    core = Core(Geometry.of([("t", 2 << 20)], 2 << 20, PAGE), Limits(stock_fraction_max=0.99))
+    memory = np.zeros((4, PAGE), np.uint8)
+    for session, name in ((1, "victim"), (2, "thief")):
+        contract = contract_of(PAGE, model=name)
+        core.membership.join(Joining(session, "t", name, contract, True, 0, 0, True))
+    held = core.writing.reserve(1, 11, 1, [(0, 2)]).handed[0].slots[:, 0]
+    core.membership.leave(1, finished=False)
+    if rule == "off":
+        core.membership.drained(1)
+    taken = core.writing.reserve(2, 12, 1, [(0, 2)]).handed[0]
+    memory[taken.slots[:, 0]] = 0x11
+    keys = [b"k" * 32, b"l" * 32]
+    item = CommitItem(0, keys, taken.slots, taken.generations, None, b"")
+    assert core.writing.commit(2, 1, [item])[0].all()
+    memory[held] = GARBAGE  # the victim's last write
+    extents = core.state.table.extents(taken.slots, PAGE)
+    sums = sum_extents([memory.reshape(-1)], extents).reshape(2, 1, 16)
+    assert core.writing.summed(taken.slots, taken.generations, sums) == 2
+    found = core.reading.lookup(2, 1, [KeysItem(0, keys)], 13)
+    assert found.groups[0].leased.all()
+    served = memory[found.groups[0].extents["slot"]]
+    assert (served == 0x11).all() == (rule == "on")
+    assert bool(set(held.tolist()) & slots_of(extents)) == (rule == "off")
+    core.reading.release(2, [13])
+    core.check_books()
+
+
+def _fill(arena: ArenaMapping, extents: Records) -> None:
+    for one in extents:
+        start = int(one["offset"])
+        arena.view(int(one["segment"]))[start : start + int(one["length"])] = GARBAGE
+
+
+def _load(arena: Watched, boot_id: str, extents: Records) -> tuple[Any, Any]:
+    """Load into fresh pages with a copier of its own, which compares no checksums."""
+    pages = np.zeros((len(extents), PAGE), np.uint8)
+    copier = HostCopier(PagedKV([pages]), arena, verify=False)
+    try:
+        return copier.load_now(boot_id, extents, np.arange(len(extents))), pages
+    finally:
+        copier.close()
+
+
+def test_a_puppet_ends_with_its_test() -> None:
+    with puppets(1) as (victim,):
+        pid = victim.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert isinstance(victim, Puppet)

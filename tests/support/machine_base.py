@@ -1,0 +1,447 @@
+"""The world of the core's state machine: clients that come and go, a daemon that dies, and what
+must hold after every step. The rules of reading and writing are in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.core_kit import contract, full, key, mamba, window
+from support.core_model import Block, Memory, Model, Place
+from support.core_shell import Crash, Shell, fault_hook
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import EVICTIONS
+from kvhearth_server.core.state import CoreState, Limits
+from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.memory.journal import STATE_WORDS
+
+SLAB_BYTES = 64 * 1024
+KEYS = 12
+"""A small universe of keys, the same in all namespaces, so that they meet."""
+HELD_FRACTION, STOCK_FRACTION = 0.8, 0.4
+NAMESPACES = 3
+
+CONTRACTS = [
+    contract(full(block_tokens=2)),
+    contract(full(4000, shards=2, block_tokens=2), window(5, 9000, block_tokens=2)),
+    contract(full(block_tokens=4), mamba(20000, block_tokens=4), window(3, block_tokens=2)),
+    contract(full(block_tokens=2), revision="r2"),
+]
+ENGINES = [("t0", "e0"), ("t0", "e1"), ("t1", "e0")]
+WORDS = np.array([STATE_WORDS[state] for state in sorted(State)], np.uint32)
+
+key_numbers = st.integers(0, KEYS - 1)
+some_keys = st.one_of(
+    st.integers(1, KEYS).map(lambda n: [key(i) for i in range(n)]),
+    st.lists(key_numbers.map(key), min_size=1, max_size=KEYS),
+)
+
+
+@dataclass(eq=False)
+class Client:
+    """One process: attached, or gone and perhaps still writing."""
+
+    number: int
+    record: Session
+    engine: tuple[str, str]
+    group: int
+    contract: Contract
+    rank: int
+    scheduler: bool
+    boot_id: str
+    attached: bool = True
+
+
+def survives(step: Callable[..., None]) -> Callable[..., None]:
+    """A step during which the daemon may die."""
+
+    @functools.wraps(step)
+    def run(self: MachineBase, **arguments: Any) -> None:
+        try:
+            step(self, **arguments)
+            self.sync()
+        except Crash:
+            self.come_back(torn=True)
+        self.pending = []
+
+    return run
+
+
+def overlap(one: Place, other: Place) -> bool:
+    """Whether two places share a byte."""
+    apart = one.offset + one.length <= other.offset or other.offset + other.length <= one.offset
+    return one.segment == other.segment and not apart
+
+
+class MachineBase(RuleBasedStateMachine):
+    """The daemon, its clients, the model and the invariants."""
+
+    shell: Shell
+    memory: Memory
+    geometry: Geometry
+    limits: Limits
+    tenants: list[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exits = contextlib.ExitStack()
+        self.exits.enter_context(fault_hook(self._pass_point))
+        self.fuse: int | None = None
+        self.pending: list[Block] = []
+        self.bad: Block | None = None
+        self.shrinking: int | None = None
+        self.clients: list[Client] = []
+        self.model = Model()
+        self.serial = itertools.count(1)
+        self.sums: list[tuple[Any, Any, Any]] = []
+        self.withdrawn: set[tuple[int, int]] = set()
+        self.cursor = 0
+        self.started = False
+
+    @initialize(
+        tenants=st.integers(1, 2),
+        slabs=st.integers(2, 3),
+        eviction=st.sampled_from(["s3fifo", "sieve"]),
+        quota=st.sampled_from([None, None, 60_000]),
+    )
+    def begin(self, tenants: int, slabs: int, eviction: str, quota: int | None) -> None:
+        self.tenants = [f"t{i}" for i in range(tenants)]
+        self.geometry = Geometry.of(
+            [(name, slabs * SLAB_BYTES) for name in self.tenants], SLAB_BYTES, 4096
+        )
+        self.limits = Limits(
+            held_fraction_max=HELD_FRACTION,
+            stock_fraction_max=STOCK_FRACTION,
+            keys_max=24,
+            sessions_max=6,
+            namespaces_max=NAMESPACES,
+            leases_max=3,
+            pins_max=2,
+            pin_ttl_max_s=100.0,
+            namespace_quota_bytes=quota,
+            eviction=eviction,
+        )
+        self.memory = Memory(self.geometry)
+        self.shell = Shell(self.geometry, self.limits)
+        self.cursor = self.state.events.subscribe()
+        self.started = True
+
+    # -- short names ------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        return self.shell.engine
+
+    @property
+    def core(self) -> Core:
+        return self.shell.engine.core
+
+    @property
+    def state(self) -> CoreState:
+        return self.shell.engine.core.state
+
+    def _pass_point(self, _: str) -> None:
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.fuse = None
+                raise Crash
+
+    def living(self, client: Client) -> bool:
+        """The client's session is attached and its group has not ended."""
+        group = self.state.groups.of_session(client.number)
+        return client.attached and group is not None and not group.ended
+
+    def deciders(self) -> list[Client]:
+        """Schedulers of living groups."""
+        return [c for c in self.clients if c.scheduler and self.living(c)]
+
+    def decider(self, data: st.DataObject) -> Client | None:
+        """One of them."""
+        found = self.deciders()
+        return data.draw(st.sampled_from(found), label="scheduler") if found else None
+
+    def kv_group(self, data: st.DataObject, client: Client) -> int:
+        """One of a contract's groups."""
+        return data.draw(st.integers(0, len(client.contract.groups) - 1), label="kv group")
+
+    def space(self, client: Client) -> Namespace:
+        """The namespace of a client of a living group."""
+        return self.state.namespaces.get(self.state.group_of(client.number).namespace)
+
+    def known(self, client: Client, kv_group: int, named: list[bytes]) -> list[Block | None]:
+        """The model's current block under each key."""
+        space = self.space(client)
+        found = [self.model.blocks.get((space.number, kv_group, each)) for each in named]
+        return [block if block and block.epoch == space.epoch else None for block in found]
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    @rule(data=st.data(), engine=st.sampled_from(ENGINES), made=st.sampled_from(CONTRACTS))
+    @survives
+    def attach_engine(self, data: st.DataObject, engine: tuple[str, str], made: Contract) -> None:
+        """The missing members of an engine attach, or only some of them."""
+        if engine[0] not in self.tenants:
+            return
+        here = [c for c in self.clients if c.engine == engine and self.living(c)]
+        made = here[0].contract if here else made
+        ranks = {c.rank for c in here}
+        for rank in range(made.world_size):
+            if rank not in ranks and data.draw(st.sampled_from([True, True, True, False])):
+                self._attach(engine, made, rank)
+
+    def _attach(self, engine: tuple[str, str], made: Contract, rank: int) -> None:
+        old = next(
+            (c for c in self.clients if (c.engine, c.rank, c.attached) == (engine, rank, False)),
+            None,
+        )
+        previous: dict[str, Any] = {}
+        if old is not None:
+            self._goes_quiet(old)
+            previous = {
+                "previous_boot": old.boot_id,
+                "previous_session": old.number,
+                "previous_drained": True,
+            }
+        tenant, engine_id = engine
+        try:
+            attached = self.shell.attach(
+                made, tenant, engine_id=engine_id, rank=rank, scheduler=rank == 0, **previous
+            )
+        except KVHearthError as error:
+            at_bound = {
+                Reason.TOO_MANY_SESSIONS: self.state.groups.sessions >= self.limits.sessions_max,
+                Reason.TOO_MANY_NAMESPACES: len(self.state.namespaces) >= NAMESPACES,
+            }
+            assert at_bound.get(error.reason), error
+            return
+        if old is not None:
+            assert self.engine.sessions.find(old.number) is None, "its word was not taken"
+        session = attached.session
+        boot_id = self.engine.boot_id
+        self.clients.append(
+            Client(
+                session.number, session, engine, session.group, made, rank, rank == 0, boot_id
+            )
+        )
+
+    def _goes_quiet(self, client: Client) -> None:
+        """The process writes no more, and maps nothing."""
+        self.model.quiet([client.number])
+        if client.record.lock_byte >= 0:
+            self.shell.arena.segments[client.record.segment].held.discard(client.record.lock_byte)
+        self.clients.remove(client)
+
+    @rule(data=st.data(), finished=st.booleans())
+    @survives
+    def leave(self, data: st.DataObject, finished: bool) -> None:
+        """A process closes its life line, with or without a goodbye."""
+        here = [c for c in self.clients if c.attached]
+        if not here:
+            return
+        client = data.draw(st.sampled_from(here), label="who leaves")
+        living = self.living(client)
+        client.attached = False
+        if finished:
+            self._goes_quiet(client)
+        self.engine.leave(client.record, finished=finished)
+        if living and not any(c.group == client.group and self.living(c) for c in self.clients):
+            self.model.end_group(client.group)
+
+    @rule(data=st.data())
+    @survives
+    def drained(self, data: st.DataObject) -> None:
+        """A process that left without a word is certainly gone."""
+        gone = [c for c in self.clients if not c.attached]
+        if gone:
+            self.drain(data.draw(st.sampled_from(gone), label="who is drained"))
+
+    def drain(self, client: Client) -> None:
+        """A process has ended, and the daemon has seen it."""
+        self._goes_quiet(client)
+        record = self.engine.sessions.find(client.number)
+        if record is not None:
+            self.engine.drained(record)
+
+    # -- dying ------------------------------------------------------------------------------------
+
+    @rule()
+    def kill_the_daemon(self) -> None:
+        """Between two calls."""
+        self.fuse = None
+        self.come_back(torn=False)
+
+    @rule(points=st.integers(0, 8))
+    def arm(self, points: int) -> None:
+        """The daemon will die at a point inside of one of the next calls."""
+        self.fuse = points
+
+    def come_back(self, *, torn: bool) -> None:
+        """A new daemon adopts what the dead one left; every client is a ghost to it."""
+        before, dead = self.model.blocks, self.state
+        for client in self.clients:
+            client.attached = False
+        self.shell.restart()
+        self.cursor = self.state.events.subscribe()
+        self.sums.clear()
+        self.withdrawn.clear()
+        self.model.leases.clear()
+        self.model.pins.clear()
+        for held in self.model.held:
+            held.in_doubt = True
+        self.model.blocks = self._adopted([*before.values(), *self.pending])
+        missing = set(before) - set(self.model.blocks)
+        for name in missing:
+            block = before[name]
+            gone = dead.index.find(name[0], name[1], [name[2]])[0] != block.slots[0]
+            stale = self.state.namespaces.get(name[0]).epoch != block.epoch
+            assert stale or (torn and gone), f"{block} was not adopted"
+
+    def _adopted(self, candidates: list[Block]) -> dict[tuple[int, int, bytes], Block]:
+        """The blocks that the new core has; each must be one of the candidates."""
+        found: dict[tuple[int, int, bytes], Block] = {}
+        table = self.state.table
+        by_head = {(b.namespace, b.kv_group, b.key, b.slots[0]): b for b in candidates}
+        for number, kv_group, heads in self.state.index.items():
+            for each, head in heads.items():
+                block = by_head[number, kv_group, each, head]
+                assert table.shards_of(head) == block.slots
+                assert block.epoch == self.state.namespaces.get(number).epoch
+                block.generations = table.generation[block.slots].tolist()
+                block.summed = block.announced = bool(table.state[head] == State.SUMMED)
+                block.leases = block.pins = 0
+                found[number, kv_group, each] = block
+        return found
+
+    # -- what must hold ---------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Read the events: the model learns of evictions by them, and judges them."""
+        batch = self.state.events.read(self.cursor, 1 << 20)
+        assert batch.lost == 0
+        numbers = [event.sequence for event in batch.events]
+        assert numbers == list(range(self.cursor, batch.next_sequence))
+        self.cursor = batch.next_sequence
+        for event in batch.events:
+            for each in event.keys:
+                name = (event.namespace, event.group, each)
+                if event.kind is EventKind.REMOVED:
+                    self._judge(self.model.blocks.pop(name), event.cause)
+                else:
+                    self._stored(name)
+
+    def _judge(self, block: Block, cause: str) -> None:
+        if cause in EVICTIONS:
+            assert not block.leases, f"a leased block was evicted ({cause})"
+            assert not block.pins, f"a pinned block was evicted ({cause})"
+        if cause in ("quota", "asked"):
+            assert block.namespace == self.shrinking
+        elif cause == "epoch":
+            assert block.epoch < self.state.namespaces.get(block.namespace).epoch
+        elif cause == "checksum":
+            assert block is self.bad
+        else:
+            assert cause in EVICTIONS
+
+    def _stored(self, name: tuple[int, int, bytes]) -> None:
+        waiting = [b for b in self.pending if (b.namespace, b.kv_group, b.key) == name]
+        block = self.model.blocks.get(name) or waiting[0]
+        assert not block.announced, "announced twice"
+        block.announced = True
+
+    @invariant()
+    def holds(self) -> None:
+        """After every step; first, whoever may write has written."""
+        if not self.started:
+            return
+        self.sync()
+        self._scribble()
+        self.core.check_books()
+        self._check_blocks()
+        self._check_journal()
+        for one in self.model.served:
+            same = self.state.table.generation[one.slot] == one.generation
+            if one.boot == self.shell.boots and same:
+                assert self.memory.holds(one.place, one.token), "a reader would read wrong bytes"
+        for books in self.state.ledger.segments:
+            assert books.bound <= HELD_FRACTION * books.capacity
+        for space in self.state.namespaces:
+            assert space.quota_bytes is None or space.used_bytes <= space.quota_bytes
+
+    def _scribble(self) -> None:
+        table = self.state.table
+        self.model.held = [h for h in self.model.held if h.writers or not h.in_doubt]
+        for held in self.model.held:
+            states = table.state[held.slots]
+            assert np.isin(states, (State.RESERVED, State.QUARANTINED)).all(), (
+                f"{held} was let go, and somebody may write to it"
+            )
+            for place in held.places:
+                self.memory.write(place, ("garbage", next(self.serial)))
+
+    def _check_blocks(self) -> None:
+        table, model = self.state.table, self.model
+        assert len(self.state.index) == len(model.blocks)
+        for (number, kv_group, each), block in model.blocks.items():
+            head = int(self.state.index.find(number, kv_group, [each])[0])
+            assert table.shards_of(head) == block.slots
+            assert table.generation[block.slots].tolist() == block.generations
+            summed = State.SUMMED if block.summed else State.COMMITTED
+            assert (table.state[block.slots] == summed).all()
+            assert block.announced == block.summed
+            for place, token in zip(block.places, block.tokens, strict=True):
+                assert self.memory.holds(place, token), f"wrong bytes in {block}"
+
+    def _check_journal(self) -> None:
+        """The journal says what the table says; only what was reserved under an earlier daemon
+        still says so, while the table has it in quarantine.
+        """
+        journal, table = self.engine.journal, self.state.table
+        assert journal is not None
+        assert journal.slab_sizes.tolist() == table.slab_slot_bytes.tolist()
+        words = journal.headers["state"]
+        early = (table.state == State.QUARANTINED) & (words == STATE_WORDS[State.RESERVED])
+        assert np.array_equal(words[~early], WORDS[table.state[~early]])
+
+    def teardown(self) -> None:
+        """All leave and are drained, all pins end: nothing may be left in anybody's hands."""
+        try:
+            if self.started:
+                self.fuse = None
+                self._end_everything()
+        finally:
+            self.exits.close()
+
+    def _end_everything(self) -> None:
+        for client in list(self.clients):
+            if client.attached:
+                client.attached = False
+                self.engine.leave(client.record, finished=False)
+            self.drain(client)
+        # Processes that died while they attached: the catalogue may know them, they map nothing.
+        for record in self.engine.sessions:
+            self.engine.drained(record)
+        self.engine.call(self.core.pinning.expire, 1e9)
+        self.core.check_books()
+        table = self.state.table
+        assert np.isin(table.state, (State.FREE, State.COMMITTED, State.SUMMED)).all()
+        assert not table.refs.any()
+        assert not table.pins.any()
+        assert len(self.state.groups) == 0
+        for books in self.state.ledger.segments:
+            assert books.bound == 0
