@@ -128,10 +128,13 @@ class Seen:
 
 @dataclass
 class Stored:
-    """What became of a store. ``bound``: keys that the daemon acknowledged, new or not."""
+    """What became of a store. ``bound``: keys that the daemon acknowledged, new or not;
+    ``slots``: that were written.
+    """
 
     bound: list[bytes]
     reason: str = ""
+    slots: set[int] = field(default_factory=set)
 
 
 class Engine:
@@ -193,7 +196,8 @@ class Engine:
             checksums[:, rank.number] = done.checksums
         group = CommitGroup(keys, extents, checksums if sums else None, parent)
         result = self.client.commit({0: group}, boot_id=taken.boot_id)
-        return Stored([] if result.reason else list(keys), result.reason)
+        slots = set(extents["slot"].reshape(-1).tolist())
+        return Stored([] if result.reason else list(keys), result.reason, slots)
 
     def check(self, keys: Sequence[bytes], seen: Seen | None = None) -> Seen:
         """Look ``keys`` up and compare every byte that is served; in portions, to the first

@@ -6,6 +6,7 @@ entry point too, and without the server extra it has to say so.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -94,6 +95,9 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """The console script."""
+    # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
+    # make 2 MiB of each resident. Must be set before numpy is imported.
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     sys.exit(run())
 
 

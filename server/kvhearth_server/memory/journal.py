@@ -57,11 +57,11 @@ HEADER_BYTES = HEADER_DTYPE.itemsize
 
 STATE_WORDS: dict[State, int] = {
     State.FREE: 0,
-    State.RESERVED: 0x7652_5352,
-    State.COMMITTED: 0x544D_4F43,
-    State.SUMMED: 0x9A4D_5553,
-    State.QUARANTINED: 0xE352_5551,
-    State.LOADING: 0x2D44_414F,
+    State.RESERVED: 0x74C9_DF6A,
+    State.COMMITTED: 0x119A_72D1,
+    State.SUMMED: 0xD708_20FE,
+    State.QUARANTINED: 0x17F5_E837,
+    State.LOADING: 0xF1D6_9ED6,
 }
 """How states are written; a new file is all zeros, so FREE is zero."""
 
