@@ -100,7 +100,9 @@ def gets(thief: Engine, wanted: set[int]) -> None:
 # -- (a) what a group holds comes back only when every member is drained ---------------------------
 
 
-@pytest.mark.parametrize("holder", ["lives on", "is stopped", "a child maps", "a child has it open"])
+@pytest.mark.parametrize(
+    "holder", ["lives on", "is stopped", "a child maps", "a child has it open"]
+)
 def test_slots_stay_aside_while_anybody_may_write(
     daemon: Daemon, thief: Engine, holder: str
 ) -> None:

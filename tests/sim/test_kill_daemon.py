@@ -77,7 +77,9 @@ class Notes:
     def void(self, engine: Engine) -> list[bytes]:
         """Keys that were stored under another epoch only."""
         now = self.of(engine).tried
-        return sorted({key for each in self.epochs.values() for key in each.tried if key not in now})
+        return sorted(
+            {key for each in self.epochs.values() for key in each.tried if key not in now}
+        )
 
     def __len__(self) -> int:
         return sum(len(each.tried) for each in self.epochs.values())

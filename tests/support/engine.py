@@ -160,7 +160,9 @@ class Engine:
         boots = {rank.client.boot_id for rank in self.ranks}
         return len(boots) == 1 and "" not in boots and self.client.wait_ready(0)
 
-    def wait_ready(self, timeout_s: float = 20.0, give_up: Callable[[], bool] | None = None) -> bool:
+    def wait_ready(
+        self, timeout_s: float = 20.0, give_up: Callable[[], bool] | None = None
+    ) -> bool:
         """Wait until it is; False if ``give_up()`` says so. Fails after the time."""
         end = time.monotonic() + timeout_s
         while not self.ready:

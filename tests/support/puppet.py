@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.daemon import until
+from support.nursery import nursery
 
 from kvhearth import Contract
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.version import PROTOCOL_VERSION
 
 ANSWER_S = 30.0
-TESTS = Path(__file__).resolve().parents[1]
 
 
 class PuppetError(Exception):
@@ -35,12 +34,11 @@ class Puppet:
     """One process. Kill it, stop it, or call its commands."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.puppet_main"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
-        )
+        self._door, theirs = socket.socketpair()
+        with theirs:
+            self._process = nursery().birth("support.puppet_main:serve", [theirs.fileno()])
+        self._door.settimeout(ANSWER_S)
+        self._lines = self._door.makefile("r")
         self.session = 0
         self.boot_id = ""
         self.children: list[int] = []
@@ -56,14 +54,8 @@ class Puppet:
         Raises:
             PuppetError: what it says.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = json.dumps({"do": command, **arguments}) + "\n"
-        self._process.stdin.write(line.encode())
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
-        assert ready, f"no answer to {command}"
-        answer = json.loads(self._process.stdout.readline() or '{"error": "ended", "why": ""}')
+        self._door.sendall((json.dumps({"do": command, **arguments}) + "\n").encode())
+        answer = json.loads(self._lines.readline() or '{"error": "ended", "why": ""}')
         if "error" in answer:
             raise PuppetError(answer["error"], answer["why"])
         return answer["ok"]
@@ -121,21 +113,20 @@ class Puppet:
 
     def stop(self) -> None:
         """SIGSTOP; on return the process stands still."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        self._process.send_signal(signal.SIGSTOP)
+        status = Path(f"/proc/{self.pid}/stat")
+        until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "it stands still")
 
     def go_on(self) -> None:
         """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9 the process, not its children, and wait for its end."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._lines.close()
+        self._door.close()
 
     def kill_children(self) -> None:
         """kill -9 what it forked."""

@@ -1,6 +1,6 @@
 """A member of an engine that does what it is told, also what a good client never does.
 
-It speaks JSON lines on stdin and stdout (see ``puppet.Puppet``). It has no keeper: nothing is let
+It speaks JSON lines on a socket (see ``puppet.Puppet``). It has no keeper: nothing is let
 go, drained or attached again unless a command says so.
 """
 
@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import secrets
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.arena import ArenaMapping
+from kvhearth.errors import KVHearthError
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
@@ -35,7 +36,8 @@ CALL_S = 10.0
 class Member:
     """One attached process; every public method is a command."""
 
-    def __init__(self) -> None:
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
         self._session: Session | None = None
         self._arena: ArenaMapping | None = None
         self._transport: GrpcUnixTransport | None = None
@@ -165,8 +167,7 @@ class Member:
         if kind == "plain":
             self.close_descriptors()
         views = self._child_views(extents) if kind == "map" else []
-        sys.stdin.close()
-        os.close(sys.stdout.fileno())
+        self._door.close()
         os.write(told, b"r")
         while _is_there(parent):
             for view in views:
@@ -209,21 +210,17 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def main() -> None:
-    """Serve commands until stdin ends."""
-    member = Member()
-    for line in sys.stdin:
-        command = json.loads(line)
-        work: Callable[..., Any] = getattr(member, command.pop("do"))
-        try:
-            answer: dict[str, Any] = {"ok": work(**command)}
-        except Exception as error:
-            answer = {"error": str(getattr(error, "reason", "")) or repr(error), "why": str(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    # As at a crash: nothing is said, and nothing that runs is waited for.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+def serve(number: int) -> None:
+    """Obey commands on the socket ``number`` until it ends."""
+    door = socket.socket(fileno=number)
+    member = Member(door)
+    with door.makefile("r") as lines:
+        for line in lines:
+            command = json.loads(line)
+            work: Callable[..., Any] = getattr(member, command.pop("do"))
+            try:
+                answer: dict[str, Any] = {"ok": work(**command)}
+            except (KVHearthError, OSError, AssertionError) as error:
+                reason = str(error.reason) if isinstance(error, KVHearthError) else repr(error)
+                answer = {"error": reason, "why": str(error)}
+            door.sendall((json.dumps(answer) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Both doors of the daemon spoken to by hand: frames on the attach socket, stubs without a client."""
+"""Both doors of the daemon spoken to by hand: frames on the attach socket, calls without a client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from support.daemon import Daemon
+from support.engine import Engine
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
@@ -22,14 +24,16 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import cache_pb2_grpc
 from kvhearth.proto.v1.types_pb2 import GroupCount
-from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status
+from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, rebuild_error
 from kvhearth.transports.base import TOKEN_KEY
 from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import FrameDecoder, encode_frame
 
 CALL_S = 5.0
-PAGE_BYTES = 64 * 1024
+PAGE_BYTES = 16 * 1024
+NEIGHBOUR_S = 3.0
+"""In what time a well-behaved engine stores and loads, whatever others do."""
 
 
 def raw_contract(**changes: Any) -> Contract:
@@ -41,7 +45,7 @@ def raw_contract(**changes: Any) -> Contract:
 
 
 def raw_hello(**changes: Any) -> dict[str, Any]:
-    """A good hello's message, but for the changes."""
+    """A good hello's message, but for the changes; a change to ``...`` leaves a field out."""
     message = {
         "kind": "hello",
         "protocol": PROTOCOL_VERSION,
@@ -57,10 +61,10 @@ def raw_hello(**changes: Any) -> dict[str, Any]:
 class RawLine:
     """A connection to the attach socket."""
 
-    def __init__(self, path: str, timeout_s: float = CALL_S) -> None:
+    def __init__(self, path: Path, timeout_s: float = CALL_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A connect with a timeout would fail at once while the daemon's backlog is full.
-        self._socket.connect(path)
+        self._socket.connect(str(path))
         self._socket.settimeout(timeout_s)
         self.descriptors: list[int] = []
 
@@ -77,9 +81,12 @@ class RawLine:
             os.close(descriptor)
         self.descriptors = []
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
         """Bytes as they are; a daemon that has hung up already is no failure here."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            if descriptors:
+                sent = socket.send_fds(self._socket, [data], descriptors)
+                data = data[sent:]
             self._socket.sendall(data)
 
     def half_close(self) -> None:
@@ -99,6 +106,14 @@ class RawLine:
             if messages := decoder.feed(data):
                 return messages[0]
 
+    def refusal(self) -> KVHearthError:
+        """The daemon's refusal, after which it must hang up."""
+        answer = self.answer()
+        assert answer["kind"] == "refused", answer
+        assert answer["message"]
+        assert self.ended(), "it refused, but keeps the connection"
+        return rebuild_error(answer["reason"], answer["message"], answer["details"])
+
     def ended(self) -> bool:
         """Whether the daemon hangs up, waiting for it as long as the timeout says."""
         try:
@@ -111,25 +126,16 @@ class RawLine:
         return True
 
 
-def say(path: str, data: bytes) -> dict[str, Any]:
-    """What the daemon answers to bytes, after which it must hang up if it refused them."""
-    with RawLine(path) as line:
-        line.send(data)
-        answer = line.answer()
-        assert answer["kind"] == "welcome" or line.ended()
-        return answer
-
-
-def say_hello(path: str, **changes: Any) -> dict[str, Any]:
-    """What the daemon answers to a hello with changes."""
-    return say(path, encode_frame(raw_hello(**changes)))
+def attach_path(daemon: Daemon) -> Path:
+    """The daemon's attach socket."""
+    return daemon.socket_dir / ATTACH_SOCKET
 
 
 class RawSession:
     """An attached session: its life line, and calls with its token."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        self.line = RawLine(str(folder / ATTACH_SOCKET))
+    def __init__(self, daemon: Daemon, **changes: Any) -> None:
+        self.line = RawLine(attach_path(daemon))
         self.line.send(encode_frame(raw_hello(**changes)))
         self.welcome = self.line.answer()
         assert self.welcome["kind"] == "welcome", self.welcome
@@ -137,7 +143,8 @@ class RawSession:
         self.epoch = int(self.welcome["epoch"])
         self.boot_id = str(self.welcome["boot_id"])
         self.channel = grpc.insecure_channel(
-            f"unix:{folder / GRPC_SOCKET}", options=[("grpc.use_local_subchannel_pool", 1)]
+            f"unix:{daemon.socket_dir / GRPC_SOCKET}",
+            options=[("grpc.use_local_subchannel_pool", 1)],
         )
         self._stub = cache_pb2_grpc.CacheServiceStub(self.channel)
 
@@ -167,40 +174,84 @@ class RawSession:
         except grpc.RpcError as error:
             raise refusal_of(error) from None
 
-    def reserve(self, count: int, *, group: int = 0, **changes: Any) -> Records:
-        """Reserved extents, flat, of one group."""
-        fields = {"reservation_id": new_id(), "epoch": self.epoch, **changes}
+    def send_bytes(self, path: str, data: bytes, metadata: Any = ()) -> bytes:
+        """Bytes as the request of the method ``/service/name``, and those of the answer.
+
+        Raises:
+            KVHearthError: the refusal.
+        """
+        call = self.channel.unary_unary(path)
+        try:
+            reply: bytes = call(data, timeout=CALL_S, metadata=metadata or self.metadata)
+        except grpc.RpcError as error:
+            raise refusal_of(error) from None
+        return reply
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call of this session carries."""
+        return ((TOKEN_KEY, self.token),)
+
+    def reserve(self, count: int, *, group: int = 0) -> Records:
+        """Extents, flat, of ``count`` blocks."""
         wants = [GroupCount(group=group, count=count)]
-        reply = self.call("Reserve", pb.ReserveRequest(**fields, groups=wants))
-        data = reply.groups[0].extents if reply.groups else b""
-        return np.frombuffer(data, EXTENT_DTYPE)
+        request = pb.ReserveRequest(reservation_id=new_id(), epoch=self.epoch, groups=wants)
+        return np.frombuffer(self.call("Reserve", request).groups[0].extents, EXTENT_DTYPE)
 
     def commit(self, keys: list[bytes], extents: Records, **changes: Any) -> pb.CommitResponse:
-        """Bind keys to reserved extents."""
-        group = pb.GroupCommit(
-            **{
-                "keys": b"".join(keys),
-                "slots": extents["slot"].tobytes(),
-                "generations": extents["generation"].tobytes(),
-                "checksums": bytes(16 * len(extents)),
-                **changes,
-            }
-        )
+        """Bind keys to reserved extents; the sums are those of nothing."""
+        groups = [commit_group(keys, extents, **changes)]
         reply: pb.CommitResponse = self.call(
-            "Commit", pb.CommitRequest(epoch=self.epoch, groups=[group])
+            "Commit", pb.CommitRequest(epoch=self.epoch, groups=groups)
         )
         return reply
+
+    def lookup(self, keys: list[bytes], **changes: Any) -> pb.LookupResponse:
+        """What is there of group 0."""
+        fields = {"epoch": self.epoch, "groups": [{"group": 0, "keys": b"".join(keys)}], **changes}
+        reply: pb.LookupResponse = self.call("Lookup", pb.LookupRequest(**fields))
+        return reply
+
+    def store(self, count: int) -> tuple[list[bytes], Records]:
+        """New blocks whose bytes nobody wrote."""
+        keys, extents = new_keys(count), self.reserve(count)
+        self.commit(keys, extents)
+        return keys, extents
+
+    def abort(self, extents: Records) -> pb.AbortResponse:
+        """Give reserved extents back."""
+        reply: pb.AbortResponse = self.call("Abort", pb.AbortRequest(groups=[slots_of(extents)]))
+        return reply
+
+
+def commit_group(keys: list[bytes], extents: Records, **changes: Any) -> pb.GroupCommit:
+    """One group of a commit."""
+    fields = {
+        "keys": b"".join(keys),
+        "slots": extents["slot"].tobytes(),
+        "generations": extents["generation"].tobytes(),
+        "checksums": bytes(16 * len(extents)),
+        **changes,
+    }
+    return pb.GroupCommit(**fields)
+
+
+def slots_of(extents: Records) -> dict[str, Any]:
+    """Slots and generations, as in a ``GroupSlots``."""
+    slots, generations = extents["slot"].tobytes(), extents["generation"].tobytes()
+    return {"group": 0, "slots": slots, "generations": generations}
 
 
 def refusal_of(error: grpc.RpcError) -> KVHearthError:
     """The reason that a failed call carries; the code on the wire must be that reason's."""
-    for key, value in error.trailing_metadata() or ():
+    call: Any = error
+    for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             refusal = decode_status(value)
-            assert error.code().value[0] == int(refusal.status.code)
-            assert error.details()
+            assert call.code().value[0] == int(refusal.status.code)
+            assert call.details()
             return refusal
-    raise AssertionError(f"a status without a reason: {error.code()} {error.details()}")
+    raise AssertionError(f"a status without a reason: {call.code()} {call.details()}")
 
 
 def new_id() -> int:
@@ -214,30 +265,36 @@ def new_keys(count: int, key_bytes: int = 32) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def half_open(path: str, count: int) -> Iterator[list[RawLine]]:
+def half_open(path: Path, count: int) -> Iterator[list[RawLine]]:
     """Connections that say nothing."""
-    lines: list[RawLine] = []
-    try:
-        for _ in range(count):
-            lines.append(RawLine(path))
-        yield lines
-    finally:
-        for line in lines:
-            line.close()
+    with contextlib.ExitStack() as lines:
+        yield [lines.enter_context(RawLine(path)) for _ in range(count)]
 
 
-def refusals(daemon: Daemon, reason: str) -> int:
+def refusals(daemon: Daemon, reason: Reason) -> int:
     """How often the daemon has refused something for ``reason``."""
     return daemon.counters().get(f"refusals{{{reason}}}", 0)
 
 
 @contextlib.contextmanager
-def refused_once(daemon: Daemon, reason: Reason, times: int = 1) -> Iterator[None]:
-    """The block makes the daemon count ``times`` refusals of this reason, and the books balance."""
+def refused(daemon: Daemon, reason: Reason) -> Iterator[pytest.ExceptionInfo[KVHearthError]]:
+    """The block raises a refusal with this reason; it is counted once and the books balance."""
     before = refusals(daemon, reason)
-    yield
-    assert refusals(daemon, reason) == before + times
+    with pytest.raises(KVHearthError) as caught:
+        yield caught
+    assert caught.value.reason is reason, caught.value
+    assert refusals(daemon, reason) == before + 1
     daemon.stats(check_books=True)
+
+
+def goes_on(engine: Engine) -> None:
+    """A well-behaved engine stores new blocks and loads its own bytes, in bounded time."""
+    started = time.monotonic()
+    keys = new_keys(4)
+    assert len(engine.store(keys).bound) == 4
+    seen = engine.check(keys)
+    assert (seen.right, seen.bad) == (keys, []), seen
+    assert time.monotonic() - started < NEIGHBOUR_S
 
 
 def end_well(daemon: Daemon) -> None:
@@ -249,10 +306,3 @@ def end_well(daemon: Daemon) -> None:
     assert daemon.terminate() == 0, daemon.log_tail()
     for sign in ("Traceback", "never retrieved"):
         assert sign not in daemon.log_text(), daemon.log_tail()
-
-
-def seconds_of(work: Any) -> float:
-    """How long a call takes."""
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started

@@ -26,6 +26,8 @@ CATCH_ALL_ALLOWED = frozenset(
         "client/kvhearth/session.py",
         "server/kvhearth_server/daemon.py",
         "server/kvhearth_server/engine/supervisor.py",
+        "server/kvhearth_server/transport/attach.py",
+        "server/kvhearth_server/transport/rpc/guard.py",
         # the fail-open boundary: nothing of ours reaches an engine's loop
         "client/kvhearth/caller.py",
     }

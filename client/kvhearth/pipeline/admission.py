@@ -32,14 +32,17 @@ class Admission(Generic[OutcomeT]):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is let in any more."""
+        """Whether no blocks are let in any more."""
         return self._closed
 
     def enter(self, blocks: int, wait_s: float) -> int:
-        """Let ``blocks`` in, waiting up to ``wait_s`` seconds for room; their number, or 0."""
+        """Let ``blocks`` in, waiting up to ``wait_s`` seconds for room; their number, or 0.
+
+        0 blocks are let in also when closed: they are an outcome that comes at once.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_room(blocks), max(wait_s, 0.0))
-            if self._closed or not self._has_room(blocks):
+            if (self._closed and blocks) or not self._has_room(blocks):
                 return 0
             self._entered_count += 1
             self._inside[self._entered_count] = blocks
@@ -80,7 +83,7 @@ class Admission(Generic[OutcomeT]):
             return self._changed.wait_for(lambda: not self._inside, max(deadline_s, 0.0))
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let no blocks in any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

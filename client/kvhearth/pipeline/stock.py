@@ -83,7 +83,9 @@ class Stock:
 
     @property
     def silent_s(self) -> float:
-        """For how long the daemon has given no answer to a reservation; 0 while it does."""
+        """For how long the daemon has given no answer to a reservation, or has been away; 0 while
+        it answers.
+        """
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -166,9 +168,11 @@ class Stock:
         self._short.clear()
         self._session_id = session_id
         self._pause_s = self._retry_at = 0.0
-        if not session_id:
-            refusal = self._client.refusal
-            self._note_silence(Reason.DAEMON_AWAY if refusal is None else refusal.reason)
+        if session_id:
+            # It may take as long to answer as any daemon, however long nobody was there before.
+            self._silent_since = None
+        refusal = self._client.refusal
+        self._note_silence(Reason.DAEMON_AWAY if refusal is None else refusal.reason)
 
     def _wanted(self) -> dict[int, int]:
         """What to ask for; while somebody waits, nothing for the others."""

@@ -218,7 +218,8 @@ class StorePipeline:
                 return True
             self._stock.give_back(kv_group, slots)
             time.sleep(_PAUSE_S)
-        if left_s > 0 or self._flights:
+        # Asked again: a session that has just begun starts with fresh patience.
+        if self._flights or time.monotonic() < self._patience_end(job):
             return False
         self._drop(job, self._stock.short_reason(kv_group) or Reason.DEADLINE)
         return True

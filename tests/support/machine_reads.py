@@ -1,0 +1,241 @@
+"""Rules of the core's state machine that read, keep and drop: lookup, lease, pin, epoch, evict."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from support.core_kit import refused
+from support.core_model import Block, Served, longest_hit, needed_blocks, places
+from support.machine_base import Client, MachineBase, some_keys, survives, with_engine
+
+from kvhearth.errors import Reason
+from kvhearth.model import FLAG_SUMMED
+from kvhearth_server.core.holding import hold_room, newly_held_bytes
+from kvhearth_server.core.reading import Found, KeysItem
+from kvhearth_server.core.writing import SlotsItem
+
+
+class ReadingRules(MachineBase):
+    """What is served is compared with the model; eviction may not touch what is kept."""
+
+    @with_engine
+    @rule(data=st.data(), lease_id=st.integers(0, 4))
+    def lookup(self, data: st.DataObject, lease_id: int) -> None:
+        client = self.decider(data)
+        groups = data.draw(
+            st.lists(st.integers(0, len(client.contract.groups) - 1), min_size=1, unique=True),
+            label="kv groups",
+        )
+        items = [KeysItem(kv, data.draw(some_keys)[: 24 // len(groups)]) for kv in groups]
+        mine = [name for name in self.model.leases if name[0] == client.group]
+        call = functools.partial(
+            self.engine.call,
+            self.core.reading.lookup,
+            client.number,
+            self.space(client).epoch,
+            items,
+            lease_id,
+        )
+        if lease_id and (client.group, lease_id) in self.model.leases:
+            with refused(Reason.LEASE_EXISTS):
+                call()
+        elif lease_id and len(mine) >= self.limits.leases_max:
+            with refused(Reason.TOO_MANY_LEASES):
+                call()
+        else:
+            self._compare(client, items, call(), lease_id)
+
+    def _compare(self, client: Client, items: list[KeysItem], found: Found, lease_id: int) -> None:
+        known = [self.known(client, item.kv_group, item.keys) for item in items]
+        specs = [client.contract.groups[item.kv_group] for item in items]
+        ready = [[block is not None and block.summed for block in row] for row in known]
+        best = longest_hit(list(zip(specs, ready, strict=True)))
+        if found.short is None:
+            assert found.hit_tokens == best
+        else:
+            assert (found.short, bool(lease_id)) == (Reason.HELD_CAP, True)
+            assert found.hit_tokens < best
+        withdrawn = (client.group, lease_id) in self.withdrawn
+        granted = lease_id if found.hit_tokens and not withdrawn else 0
+        assert found.lease_id == granted
+        leased: dict[Block, None] = {}
+        for one, spec, row, flags in zip(found.groups, specs, known, ready, strict=True):
+            assert one.present.tolist() == [block is not None for block in row]
+            assert one.ready.tolist() == flags
+            assert one.tiers.tolist() == one.present.tolist()
+            need = needed_blocks(spec, found.hit_tokens) if granted else set()
+            assert set(np.flatnonzero(one.leased).tolist()) == need
+            blocks = [block for i in sorted(need) if (block := row[i])]
+            self._serve(one.extents, blocks)
+            leased |= dict.fromkeys(blocks)
+        if granted:
+            for block in leased:
+                block.leases += 1
+            self.model.leases[client.group, lease_id] = list(leased)
+
+    def _serve(self, extents: Any, blocks: list[Block]) -> None:
+        """What a reader gets is what was committed."""
+        expected = [
+            shard
+            for b in blocks
+            for shard in zip(b.slots, b.generations, b.places, b.tokens, strict=True)
+        ]
+        for extent, found, (slot, generation, place, token) in zip(
+            extents, places(extents), expected, strict=True
+        ):
+            assert (int(extent["slot"]), int(extent["generation"])) == (slot, generation)
+            assert found == place
+            assert extent["flags"] & FLAG_SUMMED
+            assert extent["checksum"].tobytes() == self.memory.checksum(place)
+            self.model.served.append(Served(self.shell.boots, slot, generation, place, token))
+        del self.model.served[:-48]
+
+    @with_engine
+    @rule(data=st.data(), lease_id=st.integers(1, 4))
+    @survives
+    def release(self, data: st.DataObject, lease_id: int) -> None:
+        client = self.decider(data)
+        call = functools.partial(
+            self.engine.call, self.core.reading.release, client.number, [lease_id]
+        )
+        if (client.group, lease_id) in self.model.leases:
+            self.model.drop_lease(client.group, lease_id)
+            call()
+        else:
+            with refused(Reason.UNKNOWN_LEASE):
+                call()
+            self.withdrawn.add((client.group, lease_id))
+
+    @with_engine
+    @rule(data=st.data(), named=some_keys)
+    def touch(self, data: st.DataObject, named: list[bytes]) -> None:
+        client = self.decider(data)
+        kv_group, epoch = self.kv_group(data, client), self.space(client).epoch
+        expected = [block is not None for block in self.known(client, kv_group, named)]
+        items = [KeysItem(kv_group, named)]
+        assert self.core.reading.touch(client.number, epoch, items) == sum(expected)
+        (one,) = self.core.reading.presence(client.number, epoch, items)
+        assert one.present.tolist() == expected
+        assert not one.leased.any()
+
+    @with_engine
+    @rule(data=st.data())
+    @survives
+    def report_bad(self, data: st.DataObject) -> None:
+        """A reader found wrong bytes, and so did the daemon: the block goes, leased or not."""
+        client = self.decider(data)
+        number = self.space(client).number
+        blocks = [b for b in self.model.blocks.values() if b.namespace == number and b.summed]
+        if not blocks:
+            return
+        self.bad = block = data.draw(st.sampled_from(blocks), label="bad block")
+        shard = data.draw(st.integers(0, len(block.slots) - 1), label="shard")
+        item = SlotsItem(
+            np.array([block.slots[shard]], np.int64),
+            np.array([block.generations[shard]], np.uint32),
+        )
+        (suspect,) = self.core.reading.suspects(client.number, [item])
+        assert suspect.tolist() == block.slots
+        remove = functools.partial(
+            self.engine.call,
+            self.core.reading.remove_bad,
+            block.slots[0],
+            block.generations[0],
+            "reader",
+        )
+        assert remove()
+        assert not remove()
+
+    # -- keeping and dropping ---------------------------------------------------------------------
+
+    @with_engine
+    @rule(data=st.data(), pin_id=st.integers(1, 3), named=some_keys, ttl_s=st.sampled_from([1, 50]))
+    def pin(self, data: st.DataObject, pin_id: int, named: list[bytes], ttl_s: int) -> None:
+        client = self.decider(data)
+        kv_group, space = self.kv_group(data, client), self.space(client)
+        blocks = self.known(client, kv_group, named)
+        distinct = list(dict.fromkeys(block for block in blocks if block))
+        slots = np.array([slot for block in distinct for slot in block.slots], np.int64)
+        call = functools.partial(
+            self.engine.call,
+            self.core.pinning.pin,
+            client.number,
+            space.epoch,
+            pin_id,
+            [KeysItem(kv_group, named)],
+            ttl_s=float(ttl_s),
+            now=self.shell.now,
+        )
+        room = hold_room(self.state, self.state.group_of(client.number).segment)
+        mine = [name for name in self.model.pins if name[0] == space.number]
+        name = (space.number, pin_id)
+        if name in mine:
+            reason = Reason.PIN_EXISTS
+        elif len(mine) >= self.limits.pins_max:
+            reason = Reason.TOO_MANY_PINS
+        elif newly_held_bytes(self.state, slots) > room:
+            reason = Reason.HELD_CAP
+        else:
+            (flags,) = call()
+            assert flags.tolist() == [block is not None for block in blocks]
+            for block in distinct:
+                block.pins += 1
+            self.model.pins[name] = (self.shell.now + ttl_s, distinct)
+            return
+        with refused(reason):
+            call()
+
+    @with_engine
+    @rule(data=st.data(), pin_id=st.integers(1, 3))
+    @survives
+    def unpin(self, data: st.DataObject, pin_id: int) -> None:
+        client = self.decider(data)
+        name = (self.space(client).number, pin_id)
+        call = functools.partial(self.engine.call, self.core.pinning.unpin, client.number, [pin_id])
+        if name in self.model.pins:
+            self.model.drop_pin(name)
+            call()
+        else:
+            with refused(Reason.UNKNOWN_PIN):
+                call()
+
+    @rule(seconds=st.sampled_from([1, 50]))
+    @survives
+    def time_passes(self, seconds: int) -> None:
+        """Pins end by time; nothing else does."""
+        self.shell.now += seconds
+        over = [name for name, (end, _) in self.model.pins.items() if end <= self.shell.now]
+        for name in over:
+            self.model.drop_pin(name)
+        assert self.engine.call(self.core.pinning.expire, self.shell.now) == len(over)
+
+    @with_engine
+    @rule(data=st.data())
+    @survives
+    def bump_epoch(self, data: st.DataObject) -> None:
+        client = self.decider(data)
+        space = self.space(client)
+        epoch = space.epoch
+        with refused(Reason.STALE_EPOCH):
+            self.engine.call(self.core.bump_epoch, client.number, epoch + 1)
+        assert self.engine.call(self.core.bump_epoch, client.number, epoch) == epoch + 1
+
+    @rule(data=st.data(), keep_bytes=st.sampled_from([0, 20_000, 60_000]))
+    @survives
+    def evict(self, data: st.DataObject, keep_bytes: int) -> None:
+        """An operator shrinks a namespace."""
+        spaces = list(self.state.namespaces)
+        if not spaces:
+            return
+        space = data.draw(st.sampled_from(spaces), label="namespace")
+        self.shrinking = space.number
+        mine = [b for b in self.model.blocks.values() if b.namespace == space.number]
+        count = self.engine.call(self.core.evict, space.digest, keep_bytes)
+        self.sync()
+        left = [b for b in self.model.blocks.values() if b.namespace == space.number]
+        assert count == len(mine) - len(left)
+        assert space.used_bytes <= keep_bytes or all(b.leases or b.pins for b in left)

@@ -1,0 +1,204 @@
+"""Rules of the core's state machine that break the protocol: each must be refused for the reason
+that the documentation gives, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from support.core_kit import contract, full, key, keys, refused
+from support.core_model import Held, fingerprint
+from support.machine_base import Client, MachineBase, with_engine
+
+from kvhearth.errors import Reason
+from kvhearth.model import I64, U8, U32
+from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.writing import SlotsItem
+
+Refusal = tuple[str, Reason, Callable[[], object]]
+
+
+def commit_item(
+    held: Held,
+    *,
+    kv_group: int | None = None,
+    slots: I64 | None = None,
+    generations: U32 | None = None,
+    checksums: U8 | None = None,
+    parent: bytes = b"",
+) -> CommitItem:
+    """A commit of one block under key 0, with something wrong."""
+    return CommitItem(
+        held.kv_group if kv_group is None else kv_group,
+        keys(0),
+        np.array([held.slots], np.int64) if slots is None else slots,
+        np.array([held.generations], np.uint32) if generations is None else generations,
+        checksums,
+        parent,
+    )
+
+
+class RefusalRules(MachineBase):
+    """Clients that do not follow the protocol."""
+
+    @with_engine
+    @rule(data=st.data())
+    def break_a_rule(self, data: st.DataObject) -> None:
+        """One of the things that no client should do."""
+        client = self.decider(data)
+        wrong = [*self._wrong_keys(client), *self._wrong_pins(client), *self._wrong_joins(client)]
+        mine = [h for h in self.model.held if h.group == client.group and not h.in_doubt]
+        if mine:
+            wrong += self._wrong_slots(client, data.draw(st.sampled_from(mine), label="block"))
+        name, reason, call = data.draw(st.sampled_from(wrong), label="what is wrong")
+        before = fingerprint(self.core)
+        with refused(reason):
+            self.engine.call(call)
+        assert fingerprint(self.core) == before, f"{name} changed something"
+
+    def _wrong_keys(self, client: Client) -> Iterator[Refusal]:
+        session, epoch = client.number, self.space(client).epoch
+        none = len(client.contract.groups)
+        reading, writing = self.core.reading, self.core.writing
+        many = [KeysItem(0, [key(0)] * 25)]
+        for group in (none, -1, 255):
+            item = [KeysItem(group, keys(1))]
+            yield "lookup", Reason.BAD_GROUP, lambda i=item: reading.lookup(session, epoch, i, 0)
+            yield "touch", Reason.BAD_GROUP, lambda i=item: reading.touch(session, epoch, i)
+        twice = [KeysItem(0, keys(1)), KeysItem(0, keys(1))]
+        yield "twice", Reason.BAD_GROUP, lambda: reading.lookup(session, epoch, twice, 0)
+        yield "many", Reason.TOO_MANY_KEYS, lambda: reading.lookup(session, epoch, many, 0)
+        yield "many", Reason.TOO_MANY_KEYS, lambda: reading.touch(session, epoch, many)
+        one = [KeysItem(0, keys(1))]
+        for other in (epoch - 1, epoch + 1, 0):
+            yield "epoch", Reason.STALE_EPOCH, lambda e=other: reading.lookup(session, e, one, 0)
+            yield "epoch", Reason.STALE_EPOCH, lambda e=other: writing.reserve(session, 9, e, [])
+            yield "epoch", Reason.STALE_EPOCH, lambda e=other: writing.commit(session, e, [])
+        yield "no session", Reason.GROUP_GONE, lambda: reading.lookup(1 << 40, epoch, one, 0)
+        gone = [c for c in self.clients if not c.attached]
+        if gone:
+            number = gone[0].number
+            yield "gone", Reason.GROUP_GONE, lambda: reading.lookup(number, epoch, one, 0)
+            yield "gone", Reason.GROUP_GONE, lambda: writing.commit(number, epoch, [])
+            yield "gone", Reason.GROUP_GONE, lambda: self.core.bump_epoch(number, epoch)
+            abort = writing.abort
+            yield "gone", Reason.GROUP_GONE, lambda: abort(number, [], [1], in_doubt=False)
+        if self.state.group_of(session).complete:
+            count = [(0, 25)]
+            yield "many", Reason.TOO_MANY_KEYS, lambda: writing.reserve(session, 9, epoch, count)
+            strange = [(0, 1), (none, 1)]
+            yield "group", Reason.BAD_GROUP, lambda: writing.reserve(session, 9, epoch, strange)
+        nobody = b"\0" * 32
+        yield "namespace", Reason.UNKNOWN_NAMESPACE, lambda: self.core.evict(nobody, 0)
+
+    def _wrong_pins(self, client: Client) -> Iterator[Refusal]:
+        session, epoch = client.number, self.space(client).epoch
+        pin, one = self.core.pinning.pin, [KeysItem(0, keys(1))]
+        many = [KeysItem(0, [key(0)] * 25)]
+        for ttl in (0.0, -1.0, 101.0, float("nan"), float("inf")):
+            yield "ttl", Reason.BAD_TTL, lambda t=ttl: pin(session, epoch, 9, one, ttl_s=t, now=0.0)
+        yield "id", Reason.PIN_EXISTS, lambda: pin(session, epoch, 0, one, ttl_s=1.0, now=0.0)
+        late = epoch + 1
+        yield "epoch", Reason.STALE_EPOCH, lambda: pin(session, late, 9, one, ttl_s=1.0, now=0.0)
+        yield "many", Reason.TOO_MANY_KEYS, lambda: pin(session, epoch, 9, many, ttl_s=1.0, now=0.0)
+        unpin = self.core.pinning.unpin
+        yield "unpin", Reason.UNKNOWN_PIN, lambda: unpin(session, [77, 78])
+
+    def _wrong_joins(self, client: Client) -> Iterator[Refusal]:
+        if self.state.groups.sessions >= self.limits.sessions_max:
+            return
+        tenant, engine_id = client.engine
+        join, made = self.core.membership.join, client.contract
+        running = self.state.group_of(client.number).incarnation
+
+        def joining(**changes: Any) -> Callable[[], object]:
+            values: dict[str, Any] = {
+                "session": 1 << 41,
+                "tenant": tenant,
+                "engine_id": engine_id,
+                "contract": made,
+                "scheduler": True,
+                "rank": 0,
+                "incarnation": 0,
+                "mapped": True,
+            }
+            return lambda: join(Joining(**{**values, **changes}))
+
+        yield "scheduler", Reason.RANK_TAKEN, joining()
+        yield "rank", Reason.RANK_TAKEN, joining(scheduler=False)
+        yield "rank", Reason.BAD_MESSAGE, joining(rank=made.world_size)
+        yield "rank", Reason.BAD_MESSAGE, joining(rank=-2)
+        yield "role", Reason.BAD_MESSAGE, joining(scheduler=False, rank=-1)
+        yield "name", Reason.BAD_MESSAGE, joining(engine_id="")
+        yield "name", Reason.BAD_MESSAGE, joining(engine_id="e" * 257)
+        yield "incarnation", Reason.STALE_INCARNATION, joining(incarnation=running + 1)
+        yield "incarnation", Reason.STALE_INCARNATION, joining(engine_id="new", incarnation=1)
+        other = contract(full(block_tokens=2), revision="another")
+        yield "contract", Reason.CONTRACT_MISMATCH, joining(contract=other)
+        huge = contract(full(70_000))
+        yield "page", Reason.BAD_CONTRACT, joining(contract=huge, engine_id="new")
+
+    def _wrong_slots(self, client: Client, held: Held) -> Iterator[Refusal]:
+        session, epoch = client.number, self.space(client).epoch
+
+        def commit(*items: CommitItem) -> Callable[[], object]:
+            return lambda: self.core.writing.commit(session, epoch, list(items))
+
+        def abort(slots: list[int], generations: list[int]) -> Callable[[], object]:
+            item = SlotsItem(np.array(slots, np.int64), np.array(generations, np.uint32))
+            return lambda: self.core.writing.abort(session, [item], [], in_doubt=False)
+
+        good = commit_item(held)
+        yield "twice", Reason.BAD_EXTENTS, commit(good, good)
+        for slot in (-1, self.geometry.slot_count, (1 << 32) - 1):
+            slots = np.array([[slot, *held.slots[1:]]], np.int64)
+            yield "slot", Reason.BAD_EXTENTS, commit(commit_item(held, slots=slots))
+            yield "slot", Reason.BAD_EXTENTS, commit(good, commit_item(held, slots=slots))
+            yield "slot", Reason.BAD_EXTENTS, abort([slot], [0])
+        wide = np.array([[*held.slots, held.slots[0]]], np.int64)
+        yield "shape", Reason.BAD_EXTENTS, commit(commit_item(held, slots=wide))
+        flat = np.array([held.generations[0]], np.uint32)
+        yield "shape", Reason.BAD_EXTENTS, commit(commit_item(held, generations=flat))
+        sums = np.zeros((1, len(held.slots), 15), np.uint8)
+        yield "sums", Reason.BAD_CHECKSUMS, commit(commit_item(held, checksums=sums))
+        yield "parent", Reason.BAD_KEYS, commit(commit_item(held, parent=b"x" * 31))
+        none = len(client.contract.groups)
+        yield "group", Reason.BAD_GROUP, commit(commit_item(held, kv_group=none))
+        for change in (1, -1):
+            aged = np.array([held.generations], np.int64) + change
+            stale = aged.astype(np.uint32)
+            yield "stale", Reason.STALE_EXTENT, commit(commit_item(held, generations=stale))
+            yield "stale", Reason.STALE_EXTENT, abort(held.slots, stale[0].tolist())
+        yield from self._wrong_owners(client, held, commit, abort)
+
+    def _wrong_owners(
+        self,
+        client: Client,
+        held: Held,
+        commit: Callable[..., Callable[[], object]],
+        abort: Callable[..., Callable[[], object]],
+    ) -> Iterator[Refusal]:
+        """Slots that are somebody else's, or hold a block already."""
+        alive = {group.number for group in self.state.groups if not group.ended}
+        for other in self.model.held:
+            if other.group == client.group or other.in_doubt or other.group not in alive:
+                continue
+            if len(other.slots) == len(held.slots):
+                slots = np.array([other.slots], np.int64)
+                generations = np.array([other.generations], np.uint32)
+                item = commit_item(held, slots=slots, generations=generations)
+                yield "foreign", Reason.FOREIGN_EXTENT, commit(item)
+            yield "foreign", Reason.FOREIGN_EXTENT, abort(other.slots, other.generations)
+        for block in self.model.blocks.values():
+            if len(block.slots) == len(held.slots):
+                slots = np.array([block.slots], np.int64)
+                generations = np.array([block.generations], np.uint32)
+                item = commit_item(held, slots=slots, generations=generations)
+                yield "done", Reason.ALREADY_COMMITTED, commit(item)
+            yield "done", Reason.ALREADY_COMMITTED, abort(block.slots, block.generations)

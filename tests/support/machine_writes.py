@@ -1,0 +1,376 @@
+"""Rules of the core's state machine that write: reserve, commit, sum, abort."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from support.core_kit import key
+from support.core_model import Block, Held, places
+from support.machine_base import (
+    HELD_FRACTION,
+    KEYS,
+    STOCK_FRACTION,
+    Client,
+    MachineBase,
+    key_numbers,
+    overlap,
+    survives,
+    with_engine,
+)
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.table import State
+from kvhearth_server.core.writing import Reserved, SlotsItem
+
+RESERVATIONS = st.integers(100, 107)
+REPEAT_REFUSALS = {
+    Reason.ALREADY_COMMITTED,
+    Reason.NOT_RESERVED,
+    Reason.STALE_EXTENT,
+    Reason.FOREIGN_EXTENT,
+    Reason.BAD_EXTENTS,
+}
+"""How a message that arrives twice is refused; which one, depends on what became of its slots."""
+
+
+class WritingRules(MachineBase):
+    """Clients that follow the protocol, and messages that arrive twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_commits: list[tuple[int, CommitItem]] = []
+        self.sent_aborts: list[tuple[int, SlotsItem]] = []
+
+    # -- reserve ----------------------------------------------------------------------------------
+
+    @with_engine
+    @rule(data=st.data(), count=st.integers(1, 12), numbered=RESERVATIONS)
+    @survives
+    def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
+        client = self.decider(data)
+        self._reserve(client, self.kv_group(data, client), count, numbered)
+
+    @with_engine
+    @rule(data=st.data(), count=st.integers(1, 12), summed=st.booleans(), chained=st.booleans())
+    @survives
+    def store(self, data: st.DataObject, count: int, summed: bool, chained: bool) -> None:
+        """Reserve and commit at once: the usual way."""
+        client = self.decider(data)
+        kv_group = self.kv_group(data, client)
+        self._reserve(client, kv_group, count, next(self.serial) + 1000)
+        mine = [held for held in self._own(client) if held.kv_group == kv_group]
+        if mine:
+            first = data.draw(key_numbers, label="first key")
+            numbers = [(first + i) % KEYS for i in range(len(mine))]
+            parent = key(first - 1) if chained and first else b""
+            self._commit(client, mine, numbers, summed=summed, parent=parent)
+
+    def _reserve(self, client: Client, kv_group: int, count: int, numbered: int) -> None:
+        group, space = self.state.group_of(client.number), self.space(client)
+        again = group.reservations.get(numbered)
+        self.shrinking = space.number
+        try:
+            reserved = self.engine.call(
+                self.core.writing.reserve, client.number, numbered, space.epoch, [(kv_group, count)]
+            )
+        except KVHearthError as error:
+            self.sync()
+            self._justify(client, kv_group, error.reason, again)
+            return
+        self.sync()
+        assert group.complete
+        if again is not None:
+            assert reserved.handed == again
+            return
+        self._note_handed(client, numbered, reserved)
+        if reserved.short is not None:
+            self._justify(client, kv_group, reserved.short, None)
+        else:
+            assert sum(len(part.slots) for part in reserved.handed) == count
+
+    def _note_handed(self, client: Client, numbered: int, reserved: Reserved) -> None:
+        writers = {c.number for c in self.clients if c.group == client.group and c.attached}
+        taken = [place for held in self.model.held for place in held.places]
+        taken += [place for block in self.model.blocks.values() for place in block.places]
+        for part in reserved.handed:
+            length = client.contract.groups[part.kv_group].page_bytes
+            for slots, generations in zip(part.slots, part.generations, strict=True):
+                extents = self.state.table.extents(slots, length)
+                assert not extents["flags"].any()
+                assert not extents["checksum"].tobytes().strip(b"\0")
+                found = places(extents)
+                for place in found:
+                    assert not any(overlap(place, other) for other in taken), "handed out twice"
+                taken += found
+                self.model.held.append(
+                    Held(
+                        client.group,
+                        part.kv_group,
+                        numbered,
+                        slots.tolist(),
+                        generations.tolist(),
+                        found,
+                        set(writers),
+                    )
+                )
+
+    def _justify(self, client: Client, kv_group: int, reason: Reason, again: object) -> None:
+        """Was this bound really met, by one block more?"""
+        group, space = self.state.group_of(client.number), self.space(client)
+        spec = client.contract.groups[kv_group]
+        block = self.state.slot_bytes(spec) * spec.shards
+        books = self.state.ledger.segments[group.segment]
+        if reason is Reason.GROUP_INCOMPLETE:
+            assert not group.complete
+            return
+        assert again is None
+        if reason is Reason.STOCK_CAP:
+            held = group.stock_bytes + group.aside_bytes
+            assert held + block > STOCK_FRACTION * books.capacity
+        elif reason is Reason.HELD_CAP:
+            assert books.bound + block > HELD_FRACTION * books.capacity
+        elif reason is Reason.QUOTA_EXCEEDED:
+            assert space.quota_bytes is not None
+            assert space.used_bytes + block > space.quota_bytes
+            assert not [b for b in self._evictable() if b.namespace == space.number]
+        elif reason is Reason.NO_SPACE:
+            self._nothing_evictable(client, kv_group)
+        else:
+            raise AssertionError(reason)
+
+    def _evictable(self) -> Iterator[Block]:
+        return (b for b in self.model.blocks.values() if not b.leases and not b.pins)
+
+    def _nothing_evictable(self, client: Client, kv_group: int) -> None:
+        """No block of the size, and no slab of another one, could have been taken."""
+        spec = client.contract.groups[kv_group]
+        size, table = self.state.slot_bytes(spec), self.state.table
+        pool = self.state.pools[self.state.segment_of[client.engine[0]]]
+        assert pool.unassigned_count == 0
+        inside = range(pool.first_slab, pool.end_slab)
+        for block in self._evictable():
+            slab = block.slots[0] // self.geometry.stride
+            assert slab not in inside or table.slab_slot_bytes[slab] != size, block
+        for slab in inside:
+            if table.slab_slot_bytes[slab] != size:
+                rows = pool.slots_in(slab)
+                busy = np.isin(table.state[rows], (State.RESERVED, State.QUARANTINED))
+                busy |= (table.refs[rows] > 0) | (table.pins[rows] > 0)
+                assert busy.any(), f"slab {slab} could have been emptied"
+
+    # -- commit -----------------------------------------------------------------------------------
+
+    def _own(self, client: Client) -> list[Held]:
+        """What the scheduler may commit: everybody who may write to it is here to report."""
+        here = {c.number for c in self.clients if c.attached}
+        return [
+            held
+            for held in self.model.held
+            if held.group == client.group and not held.in_doubt and held.writers <= here
+        ]
+
+    @with_engine
+    @rule(data=st.data(), summed=st.booleans(), parent=st.none() | key_numbers.map(key))
+    @survives
+    def commit(self, data: st.DataObject, summed: bool, parent: bytes | None) -> None:
+        """Some of what is held, under any keys in any order."""
+        client = self.decider(data)
+        own = self._own(client)
+        if not own:
+            return
+        kv_group = data.draw(st.sampled_from(sorted({h.kv_group for h in own})), label="kv group")
+        mine = [held for held in own if held.kv_group == kv_group]
+        chosen = mine[: data.draw(st.integers(1, len(mine)), label="blocks")]
+        count = len(chosen)
+        numbers = data.draw(st.lists(key_numbers, min_size=count, max_size=count), label="keys")
+        self._commit(client, chosen, numbers, summed=summed, parent=parent or b"")
+
+    def _commit(
+        self, client: Client, chosen: list[Held], numbers: list[int], *, summed: bool, parent: bytes
+    ) -> None:
+        kv_group, named = chosen[0].kv_group, [key(number) for number in numbers]
+        blocks = self._write(client, chosen, named, summed=summed)
+        present = self.known(client, kv_group, named)
+        item = CommitItem(
+            kv_group,
+            named,
+            np.array([held.slots for held in chosen], np.int64),
+            np.array([held.generations for held in chosen], np.uint32),
+            self._sums(blocks) if summed else None,
+            parent,
+        )
+        self.pending = blocks
+        self.sent_commits.append((client.group, item))
+        (stored,) = self.engine.call(
+            self.core.writing.commit, client.number, self.space(client).epoch, [item]
+        )
+        expected = [
+            block is None and each not in named[:i]
+            for i, (block, each) in enumerate(zip(present, named, strict=True))
+        ]
+        assert stored.tolist() == expected
+        self.sync()
+        for block, new in zip(blocks, expected, strict=True):
+            if new:
+                self.model.blocks[block.namespace, block.kv_group, block.key] = block
+
+    def _write(
+        self, client: Client, chosen: list[Held], named: list[bytes], *, summed: bool
+    ) -> list[Block]:
+        """All ranks write their shards and report."""
+        space, blocks = self.space(client), []
+        for held, each in zip(chosen, named, strict=True):
+            tokens = [
+                (space.digest, space.epoch, held.kv_group, each, shard, next(self.serial))
+                for shard in range(len(held.places))
+            ]
+            for place, token in zip(held.places, tokens, strict=True):
+                self.memory.write(place, token)
+            held.writers = set()
+            self.model.held.remove(held)
+            blocks.append(
+                Block(
+                    space.number,
+                    held.kv_group,
+                    each,
+                    space.epoch,
+                    held.slots,
+                    held.generations,
+                    held.places,
+                    tokens,
+                    summed,
+                )
+            )
+        return blocks
+
+    def _sums(self, blocks: list[Block]) -> Any:
+        data = b"".join(self.memory.checksum(place) for b in blocks for place in b.places)
+        return np.frombuffer(data, np.uint8).reshape(len(blocks), -1, 16)
+
+    @with_engine
+    @rule(data=st.data())
+    def repeat_commit(self, data: st.DataObject) -> None:
+        """A commit that was applied arrives again."""
+        client = self.decider(data)
+        sent = [item for group, item in self.sent_commits[-8:] if group == client.group]
+        if not sent:
+            return
+        item = data.draw(st.sampled_from(sent), label="commit")
+        self._refused_again(
+            self.core.writing.commit, client.number, self.space(client).epoch, [item]
+        )
+
+    def _refused_again(self, function: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            self.engine.call(function, *arguments, **options)
+        except KVHearthError as error:
+            if error.reason not in REPEAT_REFUSALS:
+                raise
+        else:
+            raise AssertionError("a message that arrived twice was applied twice")
+
+    # -- sum --------------------------------------------------------------------------------------
+
+    @rule()
+    def start_sum(self) -> None:
+        """The daemon reads the bytes of one action's blocks on its thread."""
+        if not self.engine.to_sum:
+            return
+        action = self.engine.to_sum.popleft()
+        by_slot = {block.slots[0]: block for block in self.model.blocks.values()}
+        rows = []
+        for row, generations in enumerate(action.generations.tolist()):
+            block = by_slot.get(int(action.slots[row, 0]))
+            if block and block.generations == generations and not block.summed:
+                rows.append(row)
+        if rows:
+            sums = self._sums([by_slot[int(action.slots[row, 0])] for row in rows])
+            self.sums.append((action.slots[rows], action.generations[rows], sums))
+
+    @rule()
+    @survives
+    def finish_sum(self) -> None:
+        """And reports later; meanwhile the blocks may have gone."""
+        if not self.sums:
+            return
+        slots, generations, sums = self.sums.pop(0)
+        pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
+        live = [
+            block
+            for block in self.model.blocks.values()
+            if (block.slots, block.generations) in pairs and not block.summed
+        ]
+        done = self.engine.call(self.core.writing.summed, slots, generations, sums)
+        assert done == len(live)
+        for block in live:
+            block.summed = True
+
+    # -- abort ------------------------------------------------------------------------------------
+
+    @with_engine
+    @rule(data=st.data(), in_doubt=st.booleans())
+    @survives
+    def abort(self, data: st.DataObject, in_doubt: bool) -> None:
+        client = self.decider(data)
+        here = {c.number for c in self.clients if c.attached}
+        own = [
+            held
+            for held in self.model.held
+            if held.group == client.group and (in_doubt or held.writers <= here)
+        ]
+        if not own:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=4, unique=True))
+        items = [
+            SlotsItem(np.array(held.slots, np.int64), np.array(held.generations, np.uint32))
+            for held in chosen
+        ]
+        self._gave_back(chosen, in_doubt=in_doubt)
+        if not in_doubt:
+            self.sent_aborts += [(client.group, item) for item in items]
+        freed, aside = self.engine.call(
+            self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
+        )
+        assert (freed == 0) == in_doubt
+        assert in_doubt or aside == 0
+
+    def _gave_back(self, chosen: list[Held], *, in_doubt: bool) -> None:
+        for held in chosen:
+            held.in_doubt = True
+            if not in_doubt:
+                held.writers = set()
+                self.model.held.remove(held)
+
+    @with_engine
+    @rule(data=st.data())
+    def repeat_abort(self, data: st.DataObject) -> None:
+        """An abort that was applied arrives again, perhaps when the slots are in use again."""
+        client = self.decider(data)
+        sent = [item for group, item in self.sent_aborts[-8:] if group == client.group]
+        if not sent:
+            return
+        item = data.draw(st.sampled_from(sent), label="abort")
+        self._refused_again(self.core.writing.abort, client.number, [item], [], in_doubt=False)
+
+    @with_engine
+    @rule(data=st.data(), numbered=RESERVATIONS)
+    @survives
+    def abort_reservation(self, data: st.DataObject, numbered: int) -> None:
+        """By number: for a client that never saw the answer, so no worker was given the slots."""
+        client = self.decider(data)
+        if numbered not in self.state.group_of(client.number).reservations:
+            return
+        here = {c.number for c in self.clients if c.attached}
+        chosen = [
+            held
+            for held in self.model.held
+            if (held.group, held.reservation, held.in_doubt) == (client.group, numbered, False)
+        ]
+        if all(held.writers <= here for held in chosen):
+            self._gave_back(chosen, in_doubt=False)
+            self.engine.call(self.core.writing.abort, client.number, [], [numbered], in_doubt=False)

@@ -1,0 +1,132 @@
+"""Child processes that cost milliseconds: forked from one that has everything imported.
+
+Starting an interpreter and importing gRPC takes most of a second; tests that kill hundreds of
+processes would do little else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+ANSWER_BYTES_MAX = 1 << 12
+START_S = 60.0
+
+
+class Child:
+    """A process that the nursery forked; has what tests use of ``subprocess.Popen``."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._wait(0)
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit status, after waiting for it."""
+        status = self._wait(timeout_s)
+        if status is None:
+            raise subprocess.TimeoutExpired([str(self.pid)], timeout_s or 0)
+        return status
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.returncode is None:
+            # By descriptor: the number may be another process's by now.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def __del__(self) -> None:
+        # Not earlier: another thread may ask at this moment.
+        os.close(self._descriptor)
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None:
+            poller = select.poll()
+            poller.register(self._descriptor, select.POLLIN)
+            if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+                return None
+            self.returncode = self._nursery.bury(self)
+        return self.returncode
+
+
+class Nursery:
+    """The forking process; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.nursery_main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**environment, "PYTHONPATH": str(TESTS)},
+            )
+        self._control.settimeout(START_S)
+
+    def birth(self, run: str, files: Sequence[int] = (), **arguments: Any) -> Child:
+        """Fork a child that calls ``run`` ("module:function") with copies of the descriptors
+        ``files`` and with ``arguments``, and ends with what that returns.
+        """
+        answer = self._ask({"run": run, "arguments": arguments}, files)
+        return Child(self, answer["pid"])
+
+    def bury(self, child: Child) -> int:
+        """The exit status of a child that has ended."""
+        with self._lock:
+            if child.returncode is not None:
+                return child.returncode
+            child.returncode = self._say({"bury": child.pid}, ())["status"]
+            return child.returncode
+
+    def close(self) -> None:
+        """End it, and with it all children."""
+        self._control.close()
+        self._process.wait()
+
+    def _ask(self, request: dict[str, Any], files: Sequence[int]) -> Any:
+        with self._lock:
+            return self._say(request, files)
+
+    def _say(self, request: dict[str, Any], files: Sequence[int]) -> Any:
+        socket.send_fds(self._control, [json.dumps(request).encode()], list(files))
+        return json.loads(self._control.recv(ANSWER_BYTES_MAX))
+
+
+_nursery: Nursery | None = None
+_making = threading.Lock()
+
+
+def nursery() -> Nursery:
+    """The one of this process."""
+    global _nursery
+    with _making:
+        if _nursery is None:
+            _nursery = Nursery()
+            atexit.register(_nursery.close)
+        return _nursery

@@ -1,0 +1,87 @@
+"""A process that has everything imported and forks children on demand (see ``nursery``).
+
+It has no thread of its own and never calls gRPC, so that its children may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+
+MESSAGE_BYTES_MAX = 1 << 16
+FILES_MAX = 8
+_PR_SET_PDEATHSIG = 1
+PRELOADED = (
+    "kvhearth_server.cli.app",
+    "kvhearth_server.cli.serve",
+    "kvhearth_server.daemon",
+    "support.puppet_main",
+    "support.random_engine",
+)
+
+
+def main() -> None:
+    """Serve birth and burial requests on the socket whose number is the first argument."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        message, numbers, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, FILES_MAX)
+        if not message:
+            return
+        request = json.loads(message)
+        if "bury" in request:
+            _, status = os.waitpid(request["bury"], 0)
+            answer = {"status": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _live(request, numbers)
+            answer = {"pid": pid}
+        for number in numbers:
+            os.close(number)
+        control.sendall(json.dumps(answer).encode())
+
+
+def _live(request: dict[str, object], numbers: list[int]) -> None:
+    """A child's life; does not return."""
+    # Whatever happens here, the parent's loop must not go on in the child.
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        random.seed()
+        module, _, function = str(request["run"]).partition(":")
+        arguments = request["arguments"]
+        assert isinstance(arguments, dict)
+        found = getattr(importlib.import_module(module), function)
+        status = found(*numbers, **arguments) or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def serve_daemon(log: int, arguments: list[str], fault: str) -> int:
+    """``kvhearth serve``, as the command line runs it."""
+    from kvhearth import faults
+    from kvhearth_server.cli.app import run
+
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faults.arm(fault or None)
+    return run(["serve", *arguments])
+
+
+if __name__ == "__main__":
+    main()

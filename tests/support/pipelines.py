@@ -1,0 +1,126 @@
+"""A single-process engine on pipelines, whose pages' bytes follow from their keys."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from support.engine import content, contract_of
+
+from kvhearth import connect
+from kvhearth.client import KVClient
+from kvhearth.copiers.host import HostCopier
+from kvhearth.layout import PagedKV
+from kvhearth.pipeline import LoadDone, LoadPipeline, StoreDone, StorePipeline
+
+PAGE_BYTES = 64 * 1024
+BLOCK_TOKENS = 16
+PAGES = 512
+CONTRACT = contract_of(PAGE_BYTES)
+DONE_S = 20.0
+
+
+def new_keys(count: int) -> list[bytes]:
+    """Keys that nobody has."""
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+class GateCopier(HostCopier):
+    """Begins no store while the gate is shut; tells each store's number before it begins."""
+
+    gate = threading.Event()
+    on_store: Callable[[int], None] = staticmethod(lambda number: None)
+    stores = 0
+
+    @classmethod
+    def reset(cls) -> None:
+        """An open gate."""
+        cls.gate.set()
+        cls.on_store = staticmethod(lambda number: None)
+        cls.stores = 0
+
+    def store(self, *arguments: Any, **options: Any) -> Any:
+        cls = type(self)
+        cls.stores += 1
+        cls.on_store(cls.stores)
+        assert cls.gate.wait(DONE_S)
+        return super().store(*arguments, **options)
+
+
+class PipedEngine:
+    """Computes pages, stores them, loads them elsewhere, and compares every byte.
+
+    Pages below ``PAGES`` are written by ``compute`` and read by stores; loads go to others.
+    """
+
+    def __init__(self, client: KVClient, **store: Any) -> None:
+        self.client = client
+        self.pages = np.zeros((2 * PAGES, PAGE_BYTES), np.uint8)
+        kv = {0: PagedKV([self.pages])}
+        options = {"queue_blocks_max": 256, "stock_blocks_max": 16, "batch_blocks": 16, **store}
+        self.stores = StorePipeline(client, kv, **options)
+        self.loads = LoadPipeline(client, kv)
+        self.wrong: list[str] = []
+
+    def compute(self, keys: Sequence[bytes], first_page: int = 0) -> np.ndarray[Any, Any]:
+        """The pages of ``keys``, filled."""
+        for page, key in enumerate(keys, first_page):
+            self.pages[page] = content(key, 0, 0, PAGE_BYTES)
+        return np.arange(first_page, first_page + len(keys))
+
+    def store(self, keys: Sequence[bytes], parent: bytes = b"") -> StoreDone:
+        """Compute, store and wait."""
+        ticket = self.stores.submit(0, keys, self.compute(keys), parent, wait_s=DONE_S)
+        assert ticket is not None, "the queue stays full"
+        done = self.stores.wait(ticket, DONE_S)
+        assert done is not None, "a store hangs"
+        return done
+
+    def load(self, keys: Sequence[bytes]) -> LoadDone:
+        """Load ``keys`` (``PAGES`` at most) into pages of their own and compare what came."""
+        pages = np.arange(PAGES, PAGES + len(keys))
+        self.pages[pages] = 0
+        done = self.loads.load_now({0: (keys, pages)}, deadline_s=DONE_S)
+        assert done is not None, "a load hangs"
+        for page, key, loaded in zip(pages, keys, done.loaded[0], strict=True):
+            if loaded and not np.array_equal(self.pages[page], content(key, 0, 0, PAGE_BYTES)):
+                self.wrong.append(f"page {page} does not hold {key.hex()}")
+        return done
+
+    def loadable(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys`` load one by one, as their right bytes."""
+        return sum(int(self.load([key]).loaded[0][0]) for key in keys)
+
+    def counter(self, name: str) -> int:
+        """One of the client's counters."""
+        return self.client.counters().get(name, 0)
+
+    def close(self) -> None:
+        """End everything; nothing wrong may have been served, nothing lost."""
+        assert self.stores.close(DONE_S)
+        assert self.loads.close(DONE_S)
+        self.stores.poll()
+        self.stores.check_books()
+        self.loads.check_books()
+        assert self.client.close(DONE_S)
+        assert self.wrong == []
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+
+
+@contextlib.contextmanager
+def piped_engine(url: str, *, ready: bool = True, **store: Any) -> Iterator[PipedEngine]:
+    """An engine that is closed at the end."""
+    engine = PipedEngine(connect(url, CONTRACT, engine_id="e"), **store)
+    try:
+        assert not ready or engine.client.wait_ready(DONE_S)
+        yield engine
+    except BaseException:
+        print(engine.client.counters())
+        raise
+    finally:
+        GateCopier.gate.set()
+        engine.close()
