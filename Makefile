@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format clean
+.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format golden clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -54,6 +54,9 @@ proto: $(VENV)-proto/.ready ## generate the protocol code
 
 proto-check: $(VENV)-proto/.ready ## fail if the checked-in protocol code is not what the schema gives
 	PATH="$(abspath $(VENV)-proto/bin):$$PATH" $(VENV)-proto/bin/python -W ignore proto/gen.py --check
+
+golden: $(VENV)/.ready  ## write what is generated and checked in: docs/metrics.md, OpenAPI
+	$(BIN)/python tests/golden/generated.py
 
 check: lint types imports proto-check ## everything but the tests
 

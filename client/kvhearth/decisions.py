@@ -144,13 +144,17 @@ class Decisions:
             lambda why: Reservation("", codec.no_extents(self._contract, groups), why, why),
         )
 
-    def commit(self, groups: Mapping[int, CommitGroup], *, boot_id: str) -> CommitResult:
+    def commit(
+        self, groups: Mapping[int, CommitGroup], *, boot_id: str, epoch: int | None = None
+    ) -> CommitResult:
         """Bind keys to written slots; afterwards the extents are no longer the caller's.
 
         Args:
             groups: what all ranks have finished writing.
             boot_id: of the reservations that the extents come from. Extents of another boot are
                 dropped.
+            epoch: of the weights that computed the blocks; None for the engine's epoch now, which
+                is right only if the weights cannot have changed since.
         """
 
         def work() -> CommitResult:
@@ -163,7 +167,8 @@ class Decisions:
                         Reason.TOO_MANY_KEYS,
                         f"{sum(query.asked.values())} keys, at most {link.welcome.keys_max}",
                     )
-                request = pb.CommitRequest(epoch=self._own_epoch())
+                computed = self._own_epoch() if epoch is None else epoch
+                request = pb.CommitRequest(epoch=computed)
                 for group, item in groups.items():
                     request.groups.append(codec.pack_commit(self._contract, group, item))
                 reply = self._caller.call(link, base.COMMIT, request, self._call_s)

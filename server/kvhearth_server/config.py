@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,14 +17,29 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
 from kvhearth import faults
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.units import format_duration_s, format_size, parse_duration_s, parse_size
+from kvhearth_server.units import format_size
+from kvhearth_server.values import (
+    HttpAddress,
+    OptionalSize,
+    Seconds,
+    Shown,
+    Size,
+    TenantSetting,
+    Tenants,
+    Uids,
+    host_and_port,
+    is_loopback,
+    lower,
+    parse_tenant,
+)
+
+__all__ = ["Settings", "Shown", "TenantSetting", "load_settings", "parse_tenant"]
 
 ENV_PREFIX = "KVHEARTH_"
 CONFIG_ENV = "KVHEARTH_CONFIG"
@@ -36,103 +49,6 @@ DEFAULT_TENANT_NAME = "default"
 HUGEPAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
-
-_TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-_UID_MAX = 2**32 - 2  # the last one is the kernel's "no such uid"
-
-
-@dataclass(frozen=True)
-class TenantSetting:
-    """One tenant: who it is and how much memory is its own.
-
-    Args:
-        name: what its namespaces are digested with and its segment is called.
-        uids: the user ids whose processes attach as this tenant.
-        bytes: its segment's length, before rounding down to whole slabs.
-    """
-
-    name: str
-    uids: tuple[int, ...]
-    bytes: int
-
-
-def parse_tenant(value: object) -> TenantSetting:
-    """``NAME=UID[,UID...]:SIZE`` to a ``TenantSetting``.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    if isinstance(value, TenantSetting):
-        return value
-    name, equals, rest = str(value).partition("=")
-    uids, colon, size = rest.rpartition(":")
-    if not equals or not colon:
-        raise ValueError(f"{value!r} is not a tenant; write NAME=UID[,UID...]:SIZE: a=1000:8GiB")
-    if _TENANT_NAME.fullmatch(name) is None:
-        raise ValueError(f"tenant name {name!r}: use at most 63 of a-z 0-9 - _")
-    return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids.split(",")), parse_size(size))
-
-
-def _parse_uid(value: object) -> int:
-    text = str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or int(text) > _UID_MAX:
-        raise ValueError(f"{value!r} is not a user id; write its number (id -u NAME)")
-    return int(text)
-
-
-def _items(value: object, separators: str) -> list[object]:
-    """A list setting from a YAML list, repeated flags, or one separated text (environment)."""
-    parts = list(value) if isinstance(value, list | tuple) else [value]
-    found: list[object] = []
-    for part in parts:
-        found += re.split(separators, part.strip()) if isinstance(part, str) else [part]
-    return [part for part in found if part != ""]
-
-
-def _parse_tenants(value: object) -> tuple[TenantSetting, ...]:
-    return tuple(parse_tenant(item) for item in _items(value, r"[;\s]+"))
-
-
-def _parse_uids(value: object) -> tuple[int, ...]:
-    return tuple(_parse_uid(item) for item in _items(value, r"[,;\s]+"))
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How help and sample files show a setting.
-
-    Args:
-        metavar: what stands for its value.
-        format: writes its default.
-    """
-
-    metavar: str
-    format: Callable[[Any], str]
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Shown("SIZE", format_size)]
-OptionalSize = Annotated[
-    int | None,
-    BeforeValidator(lambda value: None if value is None else parse_size(value)),
-    Shown("SIZE", format_size),
-]
-Seconds = Annotated[
-    float,
-    BeforeValidator(parse_duration_s),
-    Field(ge=0, allow_inf_nan=False),
-    Shown("DURATION", format_duration_s),
-]
-Tenants = Annotated[
-    tuple[TenantSetting, ...],
-    NoDecode,
-    BeforeValidator(_parse_tenants),
-    Shown("NAME=UID[,UID...]:SIZE", str),
-]
-Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown("UID", str)]
 
 
 class Settings(BaseSettings):
@@ -207,7 +123,16 @@ class Settings(BaseSettings):
     verify_adopted: bool = Field(
         True, description="Sum every adopted block before it is first served after a restart."
     )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
+    http: HttpAddress = Field(
+        "127.0.0.1:9460",
+        description="Where metrics, probes and operators' HTTP are served: HOST:PORT (port 0: any "
+        "free one), or off.",
+    )
+    http_insecure: bool = Field(
+        False,
+        description="Serve HTTP on an address that other machines may reach; it is not encrypted.",
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
         Field("info", description="Least level that is logged.")
     )
     log_format: Literal["auto", "json", "console"] = Field(
@@ -244,6 +169,12 @@ class Settings(BaseSettings):
             problems.append(
                 f"stock_fraction_max: {self.stock_fraction_max} is more than held_fraction_max "
                 f"({self.held_fraction_max}); lower it"
+            )
+        address = self.http_address
+        if address and not self.http_insecure and not is_loopback(address[0]):
+            problems.append(
+                f"http: other machines may reach {self.http}; give a loopback address such as "
+                "127.0.0.1:9460, or say http_insecure"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -300,6 +231,11 @@ class Settings(BaseSettings):
     def grpc_socket(self) -> Path:
         """Where decisions are asked for."""
         return self.socket_dir / GRPC_SOCKET_NAME
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of HTTP; None if it is off."""
+        return host_and_port(self.http)
 
     @property
     def memory_bytes(self) -> int:

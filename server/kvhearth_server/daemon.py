@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_TOKEN_FILE
@@ -20,12 +21,17 @@ from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
 from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import PopulateBar
 from kvhearth_server.transport.attach import AttachServer
 from kvhearth_server.transport.peers import Tenancy
 from kvhearth_server.transport.rpc.server import RpcServer
+from kvhearth_server.values import HTTP_OFF
+
+if TYPE_CHECKING:
+    from kvhearth_server.transport.web.server import WebServer
 
 _log = get_logger("kvhearth.daemon")
 
@@ -59,13 +65,19 @@ async def _serve(settings: Settings, arena: Arena) -> int:
     admin_token = secrets.token_hex(32)
     rpc = RpcServer(engine, background.verify_blocks, admin_token)
     attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
+    web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
     await rpc.start(settings.grpc_socket)
     attach.start(settings.attach_socket, supervisor)
-    _say_ready(settings, engine)
+    if web is not None:
+        await web.start()
+    _say_ready(settings, engine, web)
+    _tell_systemd(supervisor)
     await stopping.wait()
     await _drain(settings, engine, background, rpc)
+    if web is not None:
+        await web.stop()
     await attach.stop()
     await supervisor.stop()
     background.close()
@@ -82,6 +94,7 @@ async def _drain(
     bound.
     """
     engine.draining = True
+    notify.notify(notify.STOPPING)
     _log.info("draining", timeout_s=settings.drain_timeout_s)
     await rpc.not_serving()
     try:
@@ -159,6 +172,19 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
         ) from None
 
 
+def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
+    """HTTP with its address taken, None where it is off; only then is it worth importing.
+
+    Raises:
+        KVHearthError: ``socket_unusable``.
+    """
+    if settings.http_address is None:
+        return None
+    from kvhearth_server.transport.web.server import WebServer
+
+    return WebServer(settings, engine, admin_token)
+
+
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
@@ -169,7 +195,7 @@ def _answers(path: Path) -> bool:
         return True
 
 
-def _say_ready(settings: Settings, engine: Engine) -> None:
+def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
     for note in engine.arena.notes:
         _log.warning("arena", note=note)
     segments = engine.arena.segments
@@ -182,4 +208,11 @@ def _say_ready(settings: Settings, engine: Engine) -> None:
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),
         grpc=str(settings.grpc_socket),
+        http=web.address if web else HTTP_OFF,
     )
+
+
+def _tell_systemd(supervisor: Supervisor) -> None:
+    notify.notify(notify.READY)
+    if pause_s := notify.watchdog_s():
+        supervisor.spawn("watchdog", lambda: notify.keep_watchdog(pause_s))

@@ -50,7 +50,8 @@ class Served:
         self.log_path = folder / "log"
         self.url = f"kvhearth+unix://{folder / 's'}?lookup_ms=5000&call_ms=20000"
         command = [sys.executable, "-m", "kvhearth_server.cli.app", "serve"]
-        command += ["--socket-dir", str(folder / "s"), "--log-format", "json", *flags]
+        command += ["--socket-dir", str(folder / "s"), "--log-format", "json"]
+        command += ["--http", "off", *flags]
         self.started = time.monotonic()
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

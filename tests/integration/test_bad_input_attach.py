@@ -1,13 +1,12 @@
-"""What bad input on the attach socket of a real daemon gets: a reason, a count, and nothing more."""
+"""Bad input on the attach socket of a real daemon: a reason, a count, and nothing more."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,15 @@ from support.raw_door import (
     RawLine,
     RawSession,
     attach_path,
+    drop,
     end_well,
+    fat_contract,
     goes_on,
-    half_open,
     raw_contract,
     raw_hello,
     refused,
-    refusals,
+    say,
+    seats,
 )
 
 from kvhearth.contract import GroupKind, GroupSpec
@@ -54,13 +55,6 @@ def neighbour(daemon: Daemon) -> Iterator[Engine]:
 def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
     yield
     goes_on(neighbour)
-
-
-def say(daemon: Daemon, data: bytes) -> None:
-    """Bytes to the daemon; raises what it refuses them with."""
-    with RawLine(attach_path(daemon)) as line:
-        line.send(data)
-        raise line.refusal()
 
 
 def frame(body: bytes) -> bytes:
@@ -281,13 +275,6 @@ def test_a_contract_that_grows_when_it_is_written_out(daemon: Daemon) -> None:
     assert "canonical JSON" in caught.value.message
 
 
-def fat_contract(number: int, letter: str = "\U0001f525") -> dict[str, Any]:
-    """A good contract as long as its fields allow."""
-    names = ("model", "revision", "layout", "model_dtype", "quantization")
-    names += ("hash_algorithm", "hash_seed", "rope_digest")
-    return changed(**dict.fromkeys(names, letter * 1024), draft_model=str(number))
-
-
 # -- what the state refuses ----------------------------------------------------------------------
 
 
@@ -368,7 +355,7 @@ def test_bad_bytes_on_a_life_line_end_the_session(daemon: Daemon, name: str) -> 
         raise session.line.refusal()
     with refused(daemon, Reason.UNKNOWN_TOKEN):
         session.call("Heartbeat", pb.HeartbeatRequest())
-    assert session.welcome["session"] not in [s.session for s in sessions(daemon) if s.attached]
+    assert session.welcome["session"] not in [s.session for s in seats(daemon) if s.attached]
     drop(daemon, session)
 
 
@@ -377,124 +364,6 @@ def test_half_a_frame_on_a_life_line_is_no_end(daemon: Daemon) -> None:
         session.line.send(encode_frame({"kind": "bye"})[:-1])
         for _ in range(3):
             session.call("Heartbeat", pb.HeartbeatRequest())
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-    """One line of ``ListSessions``."""
-
-    session: int
-    attached: bool
-
-
-def sessions(daemon: Daemon) -> list[Seat]:
-    from kvhearth.proto.v1 import admin_pb2
-
-    request = admin_pb2.ListSessionsRequest()
-    reply = daemon.admin(lambda stub, metadata: stub.ListSessions(request, metadata=metadata))
-    return [Seat(one.session, one.state == "attached") for one in reply.sessions]
-
-
-def drop(daemon: Daemon, session: RawSession) -> None:
-    """This process lives on, so only its next hello tells that the session's copies are done."""
-    number, boot_id = session.welcome["session"], session.boot_id
-    session.close(bye=False)
-    said = {"previous_session": number, "previous_boot": boot_id, "previous_drained": True}
-    RawSession(daemon, **said).close()
-    until(lambda: number not in [seat.session for seat in sessions(daemon)], "it is drained")
-
-
-# -- bounds --------------------------------------------------------------------------------------
-
-
-def test_hundreds_of_silent_connections(daemon: Daemon) -> None:
-    count = daemon.descriptor_count()
-    before = refusals(daemon, Reason.DEADLINE)
-    with half_open(attach_path(daemon), 300) as lines:
-        RawSession(daemon).close()
-        assert daemon.descriptor_count() - count < 150
-        assert all(line.refusal().reason is Reason.DEADLINE for line in lines)
-    assert refusals(daemon, Reason.DEADLINE) == before + 300
-    until(lambda: daemon.descriptor_count() <= count, "all descriptors are closed")
-
-
-def test_out_of_descriptors_and_back(daemon: Daemon) -> None:
-    import resource
-
-    count = daemon.descriptor_count()
-    old = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (count + 20, old[1]))
-    try:
-        with half_open(attach_path(daemon), 60):
-            RawSession(daemon).close()
-    finally:
-        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, old)
-    until(lambda: daemon.descriptor_count() <= count, "all descriptors are closed")
-    assert "cannot accept" in daemon.log_text()
-
-
-def test_sessions_are_bounded() -> None:
-    with running_daemon(arena=False, sessions_max=3) as daemon:
-        held = [RawSession(daemon) for _ in range(3)]
-        for _ in range(3):
-            with refused(daemon, Reason.TOO_MANY_SESSIONS):
-                say(daemon, encode_frame(raw_hello()))
-        held.pop().close()
-        until(lambda: daemon.stats().sessions == 2, "one left")
-        held.append(RawSession(daemon))
-        for session in held:
-            session.close()
-        end_well(daemon)
-
-
-def test_namespaces_are_bounded() -> None:
-    def name(number: int) -> dict[str, Any]:
-        return {"contract": raw_contract(model=f"m{number}").to_json()}
-
-    with running_daemon(arena=False, namespaces_max=2) as daemon:
-        full, empty = RawSession(daemon, **name(0)), RawSession(daemon, **name(1), map_arena=True)
-        full.store(2)
-        with refused(daemon, Reason.TOO_MANY_NAMESPACES):
-            say(daemon, encode_frame(raw_hello(**name(2))))
-        full.close()
-        empty.line.close()
-        until(lambda: daemon.stats().sessions == 0, "both left")
-        # What is empty makes place, even if a member of its last group may still write somewhere.
-        with RawSession(daemon, **name(2)) as third:
-            assert len(sessions(daemon)) == 2
-            with refused(daemon, Reason.TOO_MANY_NAMESPACES):
-                say(daemon, encode_frame(raw_hello(**name(3))))
-            assert third.welcome["epoch"] == 1
-        with RawSession(daemon, **name(0)) as again:
-            assert again.welcome["namespace"] == full.welcome["namespace"]
-        drop(daemon, empty)
-        end_well(daemon)
-
-
-def test_the_durable_catalogue_is_bounded() -> None:
-    """Contracts as long as they may be fill 4 MiB with far fewer namespaces than the limit."""
-
-    def full(number: int) -> Callable[[], RawSession]:
-        # An umlaut is six bytes there: these texts are 50 KiB in canonical form.
-        contract = json.dumps(fat_contract(number, "\u00fc"))
-        return lambda: RawSession(daemon, contract=contract)
-
-    with running_daemon(arena=True, memory="64MiB") as daemon:
-        held = []
-        with pytest.raises(AssertionError, match="too_many_namespaces"):
-            while len(held) < 200:
-                held.append(full(len(held))())
-        assert len(held) > 10
-        with engine_of(daemon.url(), contract_of(PAGE_BYTES), "ordinary") as engine:
-            goes_on(engine)
-            for session in held:
-                session.close()
-            until(lambda: daemon.stats().sessions == 1, "all left")
-            full(1000)().close()
-            daemon.restart()
-            engine.wait_ready()
-            goes_on(engine)
-        end_well(daemon)
 
 
 def test_what_the_wire_says_is_no_namespace_of_its_own(daemon: Daemon) -> None:

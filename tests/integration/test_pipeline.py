@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,52 +120,6 @@ def test_four_times_the_arena_back_to_back_drops_nothing(daemon: Daemon) -> None
         loaded = engine.load(last)
         assert loaded.loaded[0].sum() * BLOCK_TOKENS == loaded.hit_tokens == loaded.usable_tokens
     assert daemon.stats().segments[0].committed_bytes <= 16 << 20
-
-
-# -- a daemon that is full ---------------------------------------------------------------------
-
-
-def test_a_store_waits_for_room_and_is_not_dropped_at_once(daemon: Daemon) -> None:
-    with piped_engine(daemon.url(), reserve_wait_s=15.0, stock_blocks_max=8) as engine:
-        keys = new_keys(192)
-        assert engine.store(keys).stored == 192
-        leases = []
-        while True:  # lease until the cap
-            found = engine.client.lookup({0: keys})
-            assert found.lease is not None
-            leases.append(found.lease)
-            if found.lease_short or len(leases) > 1:
-                break
-        more = new_keys(64)
-        ticket = engine.stores.submit(0, more, engine.compute(more))
-        assert ticket is not None
-        early = engine.stores.wait(ticket, 0.4)
-        assert early is None, early
-        for lease in leases:
-            engine.client.release(lease)
-        done = engine.stores.wait(ticket, DONE_S)
-        assert done is not None
-        assert (done.stored, done.reason) == (64, "")
-        assert engine.counter("store_dropped") == 0
-
-
-def test_a_store_that_gets_no_room_is_dropped_with_the_reason(daemon: Daemon) -> None:
-    with piped_engine(daemon.url(), reserve_wait_s=0.3, stock_blocks_max=8) as engine:
-        keys = new_keys(192)
-        assert engine.store(keys).stored == 192
-        found = engine.client.lookup({0: keys})
-        more = new_keys(64)
-        started = time.monotonic()
-        done = engine.store(more)
-        assert 0.3 <= time.monotonic() - started < 5
-        assert done.reason in (Reason.HELD_CAP, Reason.NO_SPACE, Reason.STOCK_CAP)
-        assert done.failed > 0
-        assert done.stored + done.failed == 64
-        assert engine.counter("store_dropped") == done.failed
-        # What was kept is the chain's beginning.
-        assert engine.load(more).usable_tokens == done.stored * BLOCK_TOKENS
-        engine.client.release(found.lease)
-        until(lambda: engine.store(new_keys(8)).stored == 8, "stores go on")
 
 
 # -- a daemon that dies ------------------------------------------------------------------------
@@ -351,6 +309,40 @@ def test_a_thread_that_fails_goes_on(daemon: Daemon) -> None:
         assert engine.store(new_keys(20)).stored == 20
 
 
+# -- weights that change -----------------------------------------------------------------------
+
+
+def test_blocks_of_old_weights_are_not_kept_under_the_new_epoch(daemon: Daemon) -> None:
+    GateCopier.gate.clear()
+    with piped_engine(daemon.url(), copiers=GateCopier) as engine:
+        keys = new_keys(64)  # the first batches are under way, the last have not begun
+        ticket = engine.stores.submit(0, keys, engine.compute(keys))
+        assert ticket is not None
+        until(lambda: GateCopier.stores, "the first batch begins")
+        assert engine.client.bump_epoch() > 0
+        GateCopier.gate.set()
+        done = engine.stores.wait(ticket, DONE_S)
+        assert done is not None
+        assert (done.stored, done.failed, done.reason) == (0, 64, Reason.STALE_EPOCH)
+        assert engine.load(keys).hit_tokens == 0
+        assert engine.store(keys).stored == 64
+        assert engine.load(keys).usable_tokens == 64 * BLOCK_TOKENS
+
+
+def test_a_load_that_began_with_old_weights_is_a_miss(daemon: Daemon) -> None:
+    with piped_engine(daemon.url()) as engine:
+        keys = new_keys(200)
+        assert engine.store(keys[:150]).stored == 150
+        ticket = engine.loads.submit({0: (keys, np.arange(PAGES, PAGES + 200))})
+        assert engine.client.bump_epoch() > 0
+        assert ticket is not None
+        done = engine.loads.wait(ticket, DONE_S)
+        assert done is not None
+        if done.reason:  # else it had ended before the bump
+            assert (done.reason, done.usable_tokens) == (Reason.STALE_EPOCH, 0)
+            assert not done.loaded[0].any()
+
+
 # -- the end -----------------------------------------------------------------------------------
 
 
@@ -369,6 +361,35 @@ def test_close_fails_what_has_not_begun(daemon: Daemon) -> None:
         assert done.stored in (16, 32)
         late = engine.store(new_keys(1))
         assert (late.failed, late.reason) == (1, Reason.CLOSED)
+
+
+def test_a_process_that_just_ends_is_cleaned_up_after(daemon: Daemon) -> None:
+    script = """
+        import secrets, sys
+        import numpy as np
+        from support.engine import contract_of
+        from kvhearth import connect
+        from kvhearth.layout import PagedKV
+        from kvhearth.pipeline import LoadPipeline, StorePipeline
+        client = connect(sys.argv[1], contract_of(65536), engine_id="e")
+        assert client.wait_ready(20)
+        kv = {0: PagedKV([np.zeros((64, 65536), np.uint8)])}
+        stores = StorePipeline(client, kv, queue_blocks_max=640, stock_blocks_max=32)
+        loads = LoadPipeline(client, kv)
+        for _ in range(10):
+            keys = [secrets.token_bytes(32) for _ in range(64)]
+            assert stores.submit(0, keys, range(64)) and loads.submit({0: (keys, range(64))})
+        print("ends")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), daemon.url()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
 def test_a_client_that_closes_first_ends_the_stores(daemon: Daemon) -> None:

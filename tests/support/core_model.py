@@ -67,7 +67,7 @@ class Memory:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Held:
     """One block's worth of slots that a client was handed and has not given back.
 
@@ -84,8 +84,11 @@ class Held:
     writers: set[int]
     in_doubt: bool = False
 
+    def __repr__(self) -> str:
+        return f"<slots {self.slots} at {self.generations} held by group {self.group}>"
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class Block:
     """One block that was committed, and is neither evicted nor replaced."""
 
@@ -101,6 +104,10 @@ class Block:
     announced: bool = False
     leases: int = 0
     pins: int = 0
+
+    def __repr__(self) -> str:
+        name = f"{self.namespace}/{self.kv_group}/{int.from_bytes(self.key)}"
+        return f"<block {name} of epoch {self.epoch} in {self.slots} at {self.generations}>"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ SMALL = {
     "drain_grace_s": "0.2",
     "drain_grace_no_pidfd_s": "0.4",
     "log_format": "json",
+    "http": "off",
 }
 """Settings of a daemon that starts quickly on any machine."""
 
@@ -102,9 +103,8 @@ class Daemon:
         end = time.monotonic() + READY_S
         while not self._answers(process.pid):
             if process.poll() is not None:
-                assert fault and self.exit_code == -signal.SIGKILL, (
-                    f"the daemon ended with {self.exit_code}\n{self.log_tail()}"
-                )
+                ended = f"the daemon ended with {self.exit_code}\n{self.log_tail()}"
+                assert (bool(fault), self.exit_code) == (True, -signal.SIGKILL), ended
                 return False
             assert time.monotonic() < end, f"the daemon does not come up\n{self.log_tail()}"
             time.sleep(0.005)

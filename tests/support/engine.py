@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.arena import ArenaMapping
 from kvhearth.client import KVClient
-from kvhearth.copiers.base import Done
+from kvhearth.copiers.base import Ticket
 from kvhearth.copiers.host import HostCopier
 from kvhearth.layout import PagedKV
 from kvhearth.model import U8, Bools, Records
@@ -42,8 +43,44 @@ def content(key: bytes, shard: int, epoch: int, size: int) -> U8:
     return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(size), np.uint8)
 
 
+class RankLike(Protocol):
+    """What an engine asks of a rank, here or in another process."""
+
+    number: int
+
+    @property
+    def boot_id(self) -> str:
+        """That it is attached to, or empty."""
+
+    def store(
+        self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
+    ) -> Copied | None:
+        """Write the shards of ``keys`` into ``extents`` (n,); None while no arena is mapped."""
+
+    def load(
+        self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
+    ) -> Copied | None:
+        """Load ``extents`` and compare them; otherwise as ``store``."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+@dataclass
+class Copied:
+    """Of a copy of n shards: which are ok; of a load which of those are wrong, of a store their
+    sums. ``alive``: the daemon lived on after it.
+    """
+
+    ok: Bools
+    wrong: Bools
+    checksums: U8
+    reasons: dict[str, int]
+    alive: bool
+
+
 class Rank:
-    """One rank: its client, its pages, and a copier of the boot that it is attached to."""
+    """One rank in this process: client, pages, and a copier of the boot that is attached to."""
 
     def __init__(self, client: KVClient, number: int, page_bytes: int) -> None:
         self.client = client
@@ -53,6 +90,11 @@ class Rank:
         self._arena: ArenaMapping | None = None
         self._copier: HostCopier | None = None
         client.add_drain(self._drain)
+
+    @property
+    def boot_id(self) -> str:
+        """See ``RankLike``."""
+        return self.client.boot_id
 
     def fill(self, keys: Sequence[bytes], epoch: int) -> None:
         """Compute the pages of ``keys``."""
@@ -67,17 +109,27 @@ class Rank:
             [not np.array_equal(page, content(k, self.number, epoch, size)) for k, page in pairs]
         )
 
-    def store(self, boot_id: str, extents: Records) -> Done | None:
-        """Pages 0, 1, ... into ``extents`` (n,); None while no arena is mapped."""
-        return self._copy(lambda copier, at: copier.store(boot_id, at, extents), len(extents))
+    def store(
+        self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
+    ) -> Copied | None:
+        """See ``RankLike``."""
+        self.fill(keys, epoch)
+        copier = self.copier()
+        if copier is None:
+            return None
+        return self._wait(copier, copier.store(boot_id, np.arange(len(keys)), extents))
 
-    def load(self, boot_id: str, extents: Records) -> Done | None:
-        """``extents`` into pages 0, 1, ...; None while no arena is mapped."""
-        return self._copy(lambda copier, at: copier.load(boot_id, extents, at), len(extents))
-
-    def alive(self) -> bool:
-        """Whether the daemon that the last copy was with still lives."""
-        return self._arena is not None and self._arena.alive()
+    def load(
+        self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
+    ) -> Copied | None:
+        """See ``RankLike``."""
+        self.pages[:] = 0
+        copier = self.copier()
+        if copier is None:
+            return None
+        copied = self._wait(copier, copier.load(boot_id, extents, np.arange(len(keys))))
+        copied.wrong = self.wrong(keys, epoch) & copied.ok
+        return copied
 
     def close(self) -> None:
         """Let go; fails if copies do not drain."""
@@ -89,22 +141,28 @@ class Rank:
             self._copier = self._arena = None
         assert closed, "copies did not drain"
 
-    def _copy(self, submit: Callable[[HostCopier, np.ndarray], object], count: int) -> Done | None:
-        copier = self._fresh()
-        if copier is None:
-            return None
-        ticket = submit(copier, np.arange(count))
-        done = copier.wait(ticket, COPY_S)  # type: ignore[arg-type]
-        assert done is not None, "a copy hangs"
-        return done
-
-    def _fresh(self) -> HostCopier | None:
+    def copier(self) -> HostCopier | None:
+        """Of the boot that is attached to now; None while no arena is mapped."""
         arena = self.client.arena
         if arena is not None and arena is not self._arena:
             if self._copier is not None:
                 self._copier.close()
             self._copier, self._arena = HostCopier(self._kv, arena), arena
         return self._copier
+
+    def _wait(self, copier: HostCopier, ticket: Ticket | None) -> Copied:
+        assert ticket is not None, "the copier's queue is full"
+        done = copier.wait(ticket, COPY_S)
+        assert done is not None, "a copy hangs"
+        nothing = np.zeros(len(done.ok), np.bool_)
+        sums = np.zeros((len(done.ok), 16), np.uint8)
+        return Copied(
+            done.ok,
+            nothing,
+            sums if done.checksums is None else done.checksums,
+            done.reasons,
+            self._arena is not None and self._arena.alive(),
+        )
 
     def _drain(self, deadline_s: float) -> bool:
         return self._copier is None or self._copier.drain(deadline_s)
@@ -138,26 +196,28 @@ class Stored:
 
 
 class Engine:
-    """One engine of the contract's world size."""
+    """One engine of the contract's world size.
 
-    def __init__(self, url: str, contract: Contract, engine_id: str) -> None:
+    Args:
+        others: ranks 1 and up; by default they are in this process, too.
+    """
+
+    def __init__(
+        self, url: str, contract: Contract, engine_id: str, others: Sequence[RankLike] | None = None
+    ) -> None:
         self.contract = contract
         self.engine_id = engine_id
-        self.page_bytes = contract.groups[0].page_bytes
-        self.ranks = [
-            Rank(
-                connect(url, contract, engine_id=engine_id, scheduler=number == 0, rank=number),
-                number,
-                self.page_bytes,
-            )
-            for number in range(contract.world_size)
-        ]
-        self.client = self.ranks[0].client
+        self.scheduler = rank_of(url, contract, engine_id, 0)
+        self.client = self.scheduler.client
+        if others is None:
+            numbers = range(1, contract.world_size)
+            others = [rank_of(url, contract, engine_id, number) for number in numbers]
+        self.ranks: list[RankLike] = [self.scheduler, *others]
 
     @property
     def ready(self) -> bool:
         """Whether all ranks are attached to one boot."""
-        boots = {rank.client.boot_id for rank in self.ranks}
+        boots = {rank.boot_id for rank in self.ranks}
         return len(boots) == 1 and "" not in boots and self.client.wait_ready(0)
 
     def wait_ready(
@@ -170,7 +230,7 @@ class Engine:
                 return False
             assert time.monotonic() < end, (
                 f"{self.engine_id} does not attach: {self.client.refusal}, "
-                f"{[rank.client.counters() for rank in self.ranks]}"
+                f"{[rank.boot_id for rank in self.ranks]}, {self.client.counters()}"
             )
             self.client.wait_ready(0.02)
             time.sleep(0.005)
@@ -190,8 +250,7 @@ class Engine:
             return Stored([], taken.reason or taken.short_reason)
         checksums = np.zeros((*extents.shape, 16), np.uint8)
         for rank in self.ranks:
-            rank.fill(keys, epoch)
-            done = rank.store(taken.boot_id, extents[:, rank.number])
+            done = rank.store(taken.boot_id, keys, epoch, extents[:, rank.number])
             if done is None or not done.ok.all():
                 self.client.abort({0: extents}, boot_id=taken.boot_id)
                 return Stored([], "copy")
@@ -236,22 +295,20 @@ class Engine:
         good = np.ones(len(keys), np.bool_)
         failed = np.zeros(len(keys), np.bool_)
         for rank in self.ranks:
-            rank.pages[:] = 0
-            done = rank.load(found.boot_id, extents[:, rank.number])
+            done = rank.load(found.boot_id, keys, epoch, extents[:, rank.number])
             if done is None:
                 good[:] = False
                 continue
             seen.failed.update(done.reasons)
             # A successor of a daemon that died meanwhile may reuse slots: that is no late writer.
-            if done.reasons.get("checksum_mismatch") and rank.alive():
+            if done.reasons.get("checksum_mismatch") and done.alive:
                 seen.bad.append(f"{self.engine_id}: only a checksum saved {done.reasons}")
-            wrong = rank.wrong(keys, epoch) & done.ok
-            for position in np.flatnonzero(wrong).tolist():
+            for position in np.flatnonzero(done.wrong).tolist():
                 seen.bad.append(
                     f"{self.engine_id}: served a wrong byte of {keys[position].hex()[:16]} shard "
                     f"{rank.number} epoch {epoch} boot {found.boot_id} {extents[position]}"
                 )
-            good &= done.ok & ~wrong
+            good &= done.ok & ~done.wrong
             failed |= ~done.ok
         bad = extents[failed]
         self.client.release(found.lease, bad if len(bad) else None)
@@ -265,6 +322,12 @@ class Engine:
         """End all ranks' sessions."""
         for rank in reversed(self.ranks):
             rank.close()
+
+
+def rank_of(url: str, contract: Contract, engine_id: str, number: int) -> Rank:
+    """A rank in this process; number 0 is the scheduler, too."""
+    client = connect(url, contract, engine_id=engine_id, scheduler=number == 0, rank=number)
+    return Rank(client, number, contract.groups[0].page_bytes)
 
 
 def _portions(keys: Sequence[bytes]) -> Iterator[list[bytes]]:

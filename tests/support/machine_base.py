@@ -7,9 +7,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.memory.journal import STATE_WORDS
 
-SLAB_BYTES = 64 * 1024
+SLAB_BYTES = 32 * 1024
 KEYS = 12
 """A small universe of keys, the same in all namespaces, so that they meet."""
 HELD_FRACTION, STOCK_FRACTION = 0.8, 0.4
@@ -51,7 +51,11 @@ CONTRACTS = [
 ENGINES = [("t0", "e0"), ("t0", "e1"), ("t1", "e0")]
 WORDS = np.array([STATE_WORDS[state] for state in sorted(State)], np.uint32)
 
+T = TypeVar("T")
+
 key_numbers = st.integers(0, KEYS - 1)
+starts = st.sampled_from([0, 0, 0, 1, 2, 3, 6])
+mostly = st.sampled_from([True, True, True, False])
 some_keys = st.one_of(
     st.integers(1, KEYS).map(lambda n: [key(i) for i in range(n)]),
     st.lists(key_numbers.map(key), min_size=1, max_size=KEYS),
@@ -92,6 +96,11 @@ def survives(step: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def pick(data: st.DataObject, items: Sequence[T], label: str) -> T:
+    """One of the items, drawn by its index, so that a failing example stays readable."""
+    return items[data.draw(st.integers(0, len(items) - 1), label=label)]
+
+
 def overlap(one: Place, other: Place) -> bool:
     """Whether two places share a byte."""
     apart = one.offset + one.length <= other.offset or other.offset + other.length <= one.offset
@@ -122,12 +131,14 @@ class MachineBase(RuleBasedStateMachine):
         self.withdrawn: set[tuple[int, int]] = set()
         self.cursor = 0
         self.started = False
+        self.quiet_steps = 0
+        """Steps since the daemon came up."""
 
     @initialize(
         tenants=st.integers(1, 2),
-        slabs=st.integers(2, 3),
+        slabs=st.integers(2, 4),
         eviction=st.sampled_from(["s3fifo", "sieve"]),
-        quota=st.sampled_from([None, None, 60_000]),
+        quota=st.sampled_from([None, None, 40_000]),
     )
     def begin(self, tenants: int, slabs: int, eviction: str, quota: int | None) -> None:
         self.tenants = [f"t{i}" for i in range(tenants)]
@@ -187,7 +198,7 @@ class MachineBase(RuleBasedStateMachine):
 
     def decider(self, data: st.DataObject) -> Client:
         """One of them."""
-        return data.draw(st.sampled_from(self.deciders()), label="scheduler")
+        return pick(data, self.deciders(), "scheduler")
 
     def kv_group(self, data: st.DataObject, client: Client) -> int:
         """One of a contract's groups."""
@@ -205,6 +216,7 @@ class MachineBase(RuleBasedStateMachine):
 
     # -- coming and going -------------------------------------------------------------------------
 
+    @precondition(lambda self: not self.deciders() or self.quiet_steps % 4 == 0)
     @rule(
         engine=st.sampled_from(ENGINES),
         made=st.sampled_from(CONTRACTS),
@@ -264,7 +276,7 @@ class MachineBase(RuleBasedStateMachine):
             self.shell.arena.segments[client.record.segment].held.discard(client.record.lock_byte)
         self.clients.remove(client)
 
-    @precondition(lambda self: len(self.clients) > 1)
+    @precondition(lambda self: len(self.model.blocks) > 4)
     @rule(data=st.data(), finished=st.booleans())
     @survives
     def leave(self, data: st.DataObject, finished: bool) -> None:
@@ -272,7 +284,7 @@ class MachineBase(RuleBasedStateMachine):
         here = [c for c in self.clients if c.attached]
         if not here:
             return
-        client = data.draw(st.sampled_from(here), label="who leaves")
+        client = pick(data, here, "who leaves")
         living = self.living(client)
         client.attached = False
         if finished:
@@ -281,13 +293,12 @@ class MachineBase(RuleBasedStateMachine):
         if living and not any(c.group == client.group and self.living(c) for c in self.clients):
             self.model.end_group(client.group)
 
+    @precondition(lambda self: any(not client.attached for client in self.clients))
     @rule(data=st.data())
     @survives
     def drained(self, data: st.DataObject) -> None:
         """A process that left without a word is certainly gone."""
-        gone = [c for c in self.clients if not c.attached]
-        if gone:
-            self.drain(data.draw(st.sampled_from(gone), label="who is drained"))
+        self.drain(pick(data, [c for c in self.clients if not c.attached], "who is drained"))
 
     def drain(self, client: Client) -> None:
         """A process has ended, and the daemon has seen it."""
@@ -298,14 +309,14 @@ class MachineBase(RuleBasedStateMachine):
 
     # -- dying ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.model.blocks) > 3)
+    @precondition(lambda self: len(self.model.blocks) > 6 and self.quiet_steps > 15)
     @rule()
     def kill_the_daemon(self) -> None:
         """Between two calls."""
         self.fuse = None
         self.come_back(torn=False)
 
-    @precondition(lambda self: self.fuse is None and len(self.model.blocks) > 2)
+    @precondition(lambda self: self.fuse is None and self.quiet_steps > 10)
     @rule(points=st.integers(0, 12))
     def arm(self, points: int) -> None:
         """The daemon will die at a point inside of one of the next calls."""
@@ -313,6 +324,7 @@ class MachineBase(RuleBasedStateMachine):
 
     def come_back(self, *, torn: bool) -> None:
         """A new daemon adopts what the dead one left; every client is a ghost to it."""
+        self.quiet_steps = 0
         before, dead = self.model.blocks, self.state
         for client in self.clients:
             client.attached = False
@@ -389,6 +401,7 @@ class MachineBase(RuleBasedStateMachine):
         """After every step; first, whoever may write has written."""
         if not self.started:
             return
+        self.quiet_steps += 1
         self.sync()
         self._scribble()
         self.core.check_books()

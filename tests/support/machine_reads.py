@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 from support.core_kit import refused
 from support.core_model import Block, Served, longest_hit, needed_blocks, places
-from support.machine_base import Client, MachineBase, some_keys, survives, with_engine
+from support.machine_base import KEYS, Client, MachineBase, pick, some_keys, survives, with_engine
 
 from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED
@@ -22,15 +22,21 @@ from kvhearth_server.core.writing import SlotsItem
 class ReadingRules(MachineBase):
     """What is served is compared with the model; eviction may not touch what is kept."""
 
+    @precondition(lambda self: self.model.blocks)
     @with_engine
-    @rule(data=st.data(), lease_id=st.integers(0, 4))
-    def lookup(self, data: st.DataObject, lease_id: int) -> None:
+    @rule(data=st.data(), lease_ids=st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    def lookup(self, data: st.DataObject, lease_ids: list[int]) -> None:
+        """Of one group, of some or of all."""
         client = self.decider(data)
-        groups = data.draw(
-            st.lists(st.integers(0, len(client.contract.groups) - 1), min_size=1, unique=True),
-            label="kv groups",
-        )
-        items = [KeysItem(kv, data.draw(some_keys)[: 24 // len(groups)]) for kv in groups]
+        count = len(client.contract.groups)
+        for lease_id in lease_ids:
+            first = data.draw(st.integers(0, count - 1), label="first kv group")
+            groups = range(first, data.draw(st.integers(first + 1, count), label="end"))
+            keys_max = self.limits.keys_max // len(groups)
+            items = [KeysItem(kv, data.draw(some_keys)[:keys_max]) for kv in groups]
+            self._lookup(client, items, lease_id)
+
+    def _lookup(self, client: Client, items: list[KeysItem], lease_id: int) -> None:
         mine = [name for name in self.model.leases if name[0] == client.group]
         call = functools.partial(
             self.engine.call,
@@ -94,6 +100,7 @@ class ReadingRules(MachineBase):
             self.model.served.append(Served(self.shell.boots, slot, generation, place, token))
         del self.model.served[:-48]
 
+    @precondition(lambda self: self.model.leases or len(self.model.blocks) > 8)
     @with_engine
     @rule(data=st.data(), lease_id=st.integers(1, 4))
     @survives
@@ -110,6 +117,7 @@ class ReadingRules(MachineBase):
                 call()
             self.withdrawn.add((client.group, lease_id))
 
+    @precondition(lambda self: self.model.blocks)
     @with_engine
     @rule(data=st.data(), named=some_keys)
     def touch(self, data: st.DataObject, named: list[bytes]) -> None:
@@ -122,6 +130,7 @@ class ReadingRules(MachineBase):
         assert one.present.tolist() == expected
         assert not one.leased.any()
 
+    @precondition(lambda self: self.model.blocks)
     @with_engine
     @rule(data=st.data())
     @survives
@@ -132,7 +141,7 @@ class ReadingRules(MachineBase):
         blocks = [b for b in self.model.blocks.values() if b.namespace == number and b.summed]
         if not blocks:
             return
-        self.bad = block = data.draw(st.sampled_from(blocks), label="bad block")
+        self.bad = block = pick(data, blocks, "bad block")
         shard = data.draw(st.integers(0, len(block.slots) - 1), label="shard")
         item = SlotsItem(
             np.array([block.slots[shard]], np.int64),
@@ -152,6 +161,7 @@ class ReadingRules(MachineBase):
 
     # -- keeping and dropping ---------------------------------------------------------------------
 
+    @precondition(lambda self: self.model.blocks)
     @with_engine
     @rule(data=st.data(), pin_id=st.integers(1, 3), named=some_keys, ttl_s=st.sampled_from([1, 50]))
     def pin(self, data: st.DataObject, pin_id: int, named: list[bytes], ttl_s: int) -> None:
@@ -189,6 +199,7 @@ class ReadingRules(MachineBase):
         with refused(reason):
             call()
 
+    @precondition(lambda self: self.model.pins or len(self.model.blocks) > 8)
     @with_engine
     @rule(data=st.data(), pin_id=st.integers(1, 3))
     @survives
@@ -203,6 +214,7 @@ class ReadingRules(MachineBase):
             with refused(Reason.UNKNOWN_PIN):
                 call()
 
+    @precondition(lambda self: self.model.pins)
     @rule(seconds=st.sampled_from([1, 50]))
     @survives
     def time_passes(self, seconds: int) -> None:
@@ -213,6 +225,7 @@ class ReadingRules(MachineBase):
             self.model.drop_pin(name)
         assert self.engine.call(self.core.pinning.expire, self.shell.now) == len(over)
 
+    @precondition(lambda self: len(self.model.blocks) > 4)
     @with_engine
     @rule(data=st.data())
     @survives
@@ -224,14 +237,15 @@ class ReadingRules(MachineBase):
             self.engine.call(self.core.bump_epoch, client.number, epoch + 1)
         assert self.engine.call(self.core.bump_epoch, client.number, epoch) == epoch + 1
 
+    @precondition(lambda self: len(self.model.blocks) > KEYS // 2)
     @rule(data=st.data(), keep_bytes=st.sampled_from([0, 20_000, 60_000]))
     @survives
     def evict(self, data: st.DataObject, keep_bytes: int) -> None:
         """An operator shrinks a namespace."""
-        spaces = list(self.state.namespaces)
+        spaces = {space.number: space for space in self.state.namespaces}
         if not spaces:
             return
-        space = data.draw(st.sampled_from(spaces), label="namespace")
+        space = spaces[data.draw(st.sampled_from(sorted(spaces)), label="namespace")]
         self.shrinking = space.number
         mine = [b for b in self.model.blocks.values() if b.namespace == space.number]
         count = self.engine.call(self.core.evict, space.digest, keep_bytes)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 from support.core_kit import contract, full, key, keys, refused
 from support.core_model import Held, fingerprint
-from support.machine_base import Client, MachineBase, with_engine
+from support.machine_base import Client, MachineBase, pick, with_engine
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64, U8, U32
@@ -47,6 +47,7 @@ def commit_item(
 class RefusalRules(MachineBase):
     """Clients that do not follow the protocol."""
 
+    @precondition(lambda self: self.quiet_steps % 3 == 0)
     @with_engine
     @rule(data=st.data())
     def break_a_rule(self, data: st.DataObject) -> None:
@@ -55,8 +56,8 @@ class RefusalRules(MachineBase):
         wrong = [*self._wrong_keys(client), *self._wrong_pins(client), *self._wrong_joins(client)]
         mine = [h for h in self.model.held if h.group == client.group and not h.in_doubt]
         if mine:
-            wrong += self._wrong_slots(client, data.draw(st.sampled_from(mine), label="block"))
-        name, reason, call = data.draw(st.sampled_from(wrong), label="what is wrong")
+            wrong += self._wrong_slots(client, pick(data, mine, "block"))
+        name, reason, call = pick(data, wrong, "what is wrong")
         before = fingerprint(self.core)
         with refused(reason):
             self.engine.call(call)

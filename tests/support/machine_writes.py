@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 from support.core_kit import key
 from support.core_model import Block, Held, places
 from support.machine_base import (
@@ -17,7 +17,10 @@ from support.machine_base import (
     Client,
     MachineBase,
     key_numbers,
+    mostly,
     overlap,
+    pick,
+    starts,
     survives,
     with_engine,
 )
@@ -49,26 +52,28 @@ class WritingRules(MachineBase):
     # -- reserve ----------------------------------------------------------------------------------
 
     @with_engine
-    @rule(data=st.data(), count=st.integers(1, 12), numbered=RESERVATIONS)
+    @rule(data=st.data(), count=st.integers(1, 8), numbered=RESERVATIONS)
     @survives
     def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
         client = self.decider(data)
         self._reserve(client, self.kv_group(data, client), count, numbered)
 
     @with_engine
-    @rule(data=st.data(), count=st.integers(1, 12), summed=st.booleans(), chained=st.booleans())
+    @rule(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3))
     @survives
-    def store(self, data: st.DataObject, count: int, summed: bool, chained: bool) -> None:
-        """Reserve and commit at once: the usual way."""
+    def store(self, data: st.DataObject, counts: list[int]) -> None:
+        """Reserve and commit at once, runs of keys: the usual way."""
         client = self.decider(data)
         kv_group = self.kv_group(data, client)
-        self._reserve(client, kv_group, count, next(self.serial) + 1000)
-        mine = [held for held in self._own(client) if held.kv_group == kv_group]
-        if mine:
-            first = data.draw(key_numbers, label="first key")
-            numbers = [(first + i) % KEYS for i in range(len(mine))]
-            parent = key(first - 1) if chained and first else b""
-            self._commit(client, mine, numbers, summed=summed, parent=parent)
+        first, summed = data.draw(starts, label="first key"), data.draw(mostly, label="summed")
+        for count in counts:
+            self._reserve(client, kv_group, count, next(self.serial) + 1000)
+            mine = [held for held in self._own(client) if held.kv_group == kv_group]
+            if mine:
+                numbers = [(first + i) % KEYS for i in range(len(mine))]
+                parent = key(first - 1) if first else b""
+                self._commit(client, mine, numbers, summed=summed, parent=parent)
+                first = (first + len(mine)) % KEYS
 
     def _reserve(self, client: Client, kv_group: int, count: int, numbered: int) -> None:
         group, space = self.state.group_of(client.number), self.space(client)
@@ -174,6 +179,7 @@ class WritingRules(MachineBase):
             if held.group == client.group and not held.in_doubt and held.writers <= here
         ]
 
+    @precondition(lambda self: self.model.held)
     @with_engine
     @rule(data=st.data(), summed=st.booleans(), parent=st.none() | key_numbers.map(key))
     @survives
@@ -252,6 +258,7 @@ class WritingRules(MachineBase):
         data = b"".join(self.memory.checksum(place) for b in blocks for place in b.places)
         return np.frombuffer(data, np.uint8).reshape(len(blocks), -1, 16)
 
+    @precondition(lambda self: self.sent_commits)
     @with_engine
     @rule(data=st.data())
     def repeat_commit(self, data: st.DataObject) -> None:
@@ -260,7 +267,7 @@ class WritingRules(MachineBase):
         sent = [item for group, item in self.sent_commits[-8:] if group == client.group]
         if not sent:
             return
-        item = data.draw(st.sampled_from(sent), label="commit")
+        item = pick(data, sent, "commit")
         self._refused_again(
             self.core.writing.commit, client.number, self.space(client).epoch, [item]
         )
@@ -276,11 +283,10 @@ class WritingRules(MachineBase):
 
     # -- sum --------------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.engine.to_sum)
     @rule()
     def start_sum(self) -> None:
         """The daemon reads the bytes of one action's blocks on its thread."""
-        if not self.engine.to_sum:
-            return
         action = self.engine.to_sum.popleft()
         by_slot = {block.slots[0]: block for block in self.model.blocks.values()}
         rows = []
@@ -292,12 +298,11 @@ class WritingRules(MachineBase):
             sums = self._sums([by_slot[int(action.slots[row, 0])] for row in rows])
             self.sums.append((action.slots[rows], action.generations[rows], sums))
 
+    @precondition(lambda self: self.sums)
     @rule()
     @survives
     def finish_sum(self) -> None:
         """And reports later; meanwhile the blocks may have gone."""
-        if not self.sums:
-            return
         slots, generations, sums = self.sums.pop(0)
         pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
         live = [
@@ -312,6 +317,7 @@ class WritingRules(MachineBase):
 
     # -- abort ------------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.model.held)
     @with_engine
     @rule(data=st.data(), in_doubt=st.booleans())
     @survives
@@ -325,7 +331,8 @@ class WritingRules(MachineBase):
         ]
         if not own:
             return
-        chosen = data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=4, unique=True))
+        indices = st.lists(st.integers(0, len(own) - 1), min_size=1, max_size=4, unique=True)
+        chosen = [own[index] for index in data.draw(indices, label="blocks")]
         items = [
             SlotsItem(np.array(held.slots, np.int64), np.array(held.generations, np.uint32))
             for held in chosen
@@ -346,6 +353,7 @@ class WritingRules(MachineBase):
                 held.writers = set()
                 self.model.held.remove(held)
 
+    @precondition(lambda self: self.sent_aborts)
     @with_engine
     @rule(data=st.data())
     def repeat_abort(self, data: st.DataObject) -> None:
@@ -354,9 +362,10 @@ class WritingRules(MachineBase):
         sent = [item for group, item in self.sent_aborts[-8:] if group == client.group]
         if not sent:
             return
-        item = data.draw(st.sampled_from(sent), label="abort")
+        item = pick(data, sent, "abort")
         self._refused_again(self.core.writing.abort, client.number, [item], [], in_doubt=False)
 
+    @precondition(lambda self: self.model.held)
     @with_engine
     @rule(data=st.data(), numbered=RESERVATIONS)
     @survives

@@ -64,7 +64,7 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
         assert isinstance(arguments, dict)
         found = getattr(importlib.import_module(module), function)
         status = found(*numbers, **arguments) or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a process's main: told, and the end
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):

@@ -1,1 +1,316 @@
-"""x"""
+"""Random engine processes that die anywhere: of one process, or a scheduler and a second rank.
+
+Both are forked by the nursery. What must never happen goes to ``report``, counts of what did to
+``tally``; both files are appended to at once, because the next moment may be the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from support.engine import Copied, Engine, Rank, Seen, contract_of, rank_of
+
+from kvhearth import faults
+from kvhearth.model import EXTENT_DTYPE, Records
+
+KEYS = 120
+"""Keys of a model, which all its engines share."""
+ANSWER_S = 30.0
+LATE_S = 0.3
+"""How long a rank goes on writing after its scheduler died."""
+GARBAGE = 0xEE
+CLIENT_FAULTS = (
+    "copier.store_block",
+    "copier.store_done",
+    "copier.load_block",
+    "copier.load_done",
+)
+
+
+def key_of(model: str, number: int) -> bytes:
+    """A key that all engines of a model know."""
+    return hashlib.sha256(f"{model} {number}".encode()).digest()
+
+
+class WorkerGoneError(Exception):
+    """The other process of this engine has ended."""
+
+
+class Diary:
+    """Appends lines to the two files."""
+
+    def __init__(self, report: str, tally: str) -> None:
+        self._report = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._tally = os.open(tally, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def bad(self, text: str) -> None:
+        """What must not happen."""
+        os.write(self._report, f"{text}\n".encode())
+
+    def count(self, what: str, amount: int) -> None:
+        """What happened."""
+        if amount:
+            os.write(self._tally, f"{what} {amount}\n".encode())
+
+    def note(self, seen: Seen) -> None:
+        """The outcome of a check."""
+        for text in seen.bad:
+            self.bad(text)
+        self.count("right", len(seen.right))
+        for reason, amount in seen.failed.items():
+            self.count(f"failed_{reason}", amount)
+
+
+class FarRank:
+    """Rank 1 in another process, which the scheduler tells what to copy; see ``Worker``."""
+
+    number = 1
+
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
+        self._lines = door.makefile("r")
+        door.settimeout(ANSWER_S)
+
+    @property
+    def boot_id(self) -> str:
+        """See ``RankLike``."""
+        return str(self._ask({"do": "boot"}))
+
+    def store(self, boot_id: str, keys: list[bytes], epoch: int, extents: Records) -> Copied | None:
+        """See ``RankLike``."""
+        return self._copy("store", boot_id, keys, epoch, extents)
+
+    def load(self, boot_id: str, keys: list[bytes], epoch: int, extents: Records) -> Copied | None:
+        """See ``RankLike``."""
+        return self._copy("load", boot_id, keys, epoch, extents)
+
+    def close(self) -> None:
+        """Let the other process end."""
+        self._lines.close()
+        self._door.close()
+
+    def _copy(
+        self, do: str, boot_id: str, keys: list[bytes], epoch: int, extents: Records
+    ) -> Copied | None:
+        answer = self._ask(
+            {
+                "do": do,
+                "pid": os.getpid(),
+                "boot_id": boot_id,
+                "keys": [key.hex() for key in keys],
+                "epoch": epoch,
+                "extents": np.ascontiguousarray(extents).tobytes().hex(),
+            }
+        )
+        if answer is None:
+            return None
+        sums = np.frombuffer(bytes.fromhex(answer["checksums"]), np.uint8).reshape(-1, 16)
+        ok, wrong = np.array(answer["ok"], np.bool_), np.array(answer["wrong"], np.bool_)
+        return Copied(ok, wrong, sums, answer["reasons"], answer["alive"])
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        try:
+            self._door.sendall((json.dumps(request) + "\n").encode())
+            line = self._lines.readline()
+        except ConnectionError:
+            line = ""
+        if not line:
+            raise WorkerGoneError
+        return json.loads(line)
+
+
+class Worker:
+    """Rank 1: does what the scheduler's process says. When that dies, it goes on writing to what
+    it was last told to store to, as a GPU would.
+    """
+
+    def __init__(self, rank: Rank, door: socket.socket, diary: Diary, dice: random.Random) -> None:
+        self._rank = rank
+        self._door = door
+        self._diary = diary
+        self._dice = dice
+        self._late = threading.Event()
+        self._last: Records | None = None
+        rank.client.add_drain(lambda _: not self._late.is_set())
+
+    def serve(self) -> None:
+        """Until the scheduler's process ends."""
+        with self._door.makefile("r") as lines:
+            try:
+                for line in lines:
+                    answer = self._obey(json.loads(line))
+                    self._door.sendall((json.dumps(answer) + "\n").encode())
+                    self._last = None
+            except ConnectionError:
+                pass
+        if self._last is not None:
+            self._write_late(self._last)
+
+    def _obey(self, request: dict[str, Any]) -> Any:
+        if request["do"] == "boot":
+            return self._rank.boot_id
+        keys = [bytes.fromhex(key) for key in request["keys"]]
+        extents = np.frombuffer(bytes.fromhex(request["extents"]), EXTENT_DTYPE)
+        where = (request["boot_id"], keys, request["epoch"], extents)
+        if request["do"] == "store":
+            if self._rank.boot_id == request["boot_id"]:
+                self._last = extents
+                if self._dice.random() < 0.04:
+                    os.kill(request["pid"], signal.SIGKILL)
+            copied = self._rank.store(*where)
+        else:
+            copied = self._rank.load(*where)
+        if copied is None:
+            return None
+        return {
+            "ok": copied.ok.tolist(),
+            "wrong": copied.wrong.tolist(),
+            "checksums": copied.checksums.tobytes().hex(),
+            "reasons": copied.reasons,
+            "alive": copied.alive,
+        }
+
+    def _write_late(self, extents: Records) -> None:
+        """The dangerous thing: write without asking, while the session is said to be undrained."""
+        arena = self._rank.client.arena
+        self._late.set()
+        # Only an arena that was still held when the drain was barred may be written to.
+        if arena is None or self._rank.client.arena is not arena:
+            self._late.clear()
+            return
+        end = time.monotonic() + self._dice.uniform(0, LATE_S)
+        while time.monotonic() < end:
+            for one in extents:
+                start = int(one["offset"])
+                arena.view(int(one["segment"]))[start : start + int(one["length"])] = GARBAGE
+            time.sleep(0.001)
+        self._diary.count("late_writes", len(extents))
+        del arena
+        self._late.clear()
+
+
+class RandomLife:
+    """What the scheduler's process does until it ends in one way or another."""
+
+    def __init__(self, engine: Engine, model: str, diary: Diary, dice: random.Random) -> None:
+        self._engine = engine
+        self._model = model
+        self._diary = diary
+        self._dice = dice
+
+    def live(self, life_s: float) -> None:
+        """Act until the time is over."""
+        end = time.monotonic() + life_s
+        while time.monotonic() < end:
+            if not self._engine.ready:
+                # The daemon or a rank is away: a while of misses, or an end.
+                self._engine.client.wait_ready(0.05)
+                time.sleep(0.005)
+                self._diary.note(self._engine.check(self._keys(4)))
+                self._diary.count(f"waits_{self._model}", 1)
+                continue
+            self._act()
+
+    def _keys(self, count: int) -> list[bytes]:
+        numbers = self._dice.sample(range(KEYS), count)
+        return [key_of(self._model, number) for number in numbers]
+
+    def _act(self) -> None:
+        engine, dice = self._engine, self._dice
+        choice = dice.random()
+        if choice < 0.45:
+            keys = self._keys(dice.randint(1, 16))
+            stored = engine.store(keys, sums=dice.random() < 0.6, parent=self._keys(1)[0])
+            self._diary.count(f"stored_{self._model}", len(stored.bound))
+        elif choice < 0.8:
+            self._diary.note(engine.check(self._keys(dice.randint(1, 24))))
+        elif choice < 0.9:
+            taken = engine.reserve(dice.randint(1, 8))
+            if dice.random() < 0.6:
+                engine.client.abort(
+                    taken.groups, boot_id=taken.boot_id, in_doubt=dice.random() < 0.5
+                )
+        elif choice < 0.95:
+            engine.pin(self._keys(4), 0.3)
+        else:
+            # A lease that is never given back.
+            engine.client.lookup({0: self._keys(4)})
+
+
+def scheduler(
+    door: int,
+    *,
+    url: str,
+    name: str,
+    model: str,
+    page_bytes: int,
+    shards: int,
+    far: bool,
+    seed: int,
+    report: str,
+    tally: str,
+) -> int:
+    """Main of the process with the scheduler and rank 0; rank 1 is in it, too, unless ``far``."""
+    _quiet()
+    dice = random.Random(seed)
+    diary = Diary(report, tally)
+    contract = contract_of(page_bytes, shards=shards, model=model)
+    others = [FarRank(socket.socket(fileno=door))] if far else None
+    engine = Engine(url, contract, name, others)
+    if dice.random() < 0.3:
+        faults.arm(f"{dice.choice(CLIENT_FAULTS)}:{dice.randint(1, 40)}")
+    try:
+        RandomLife(engine, model, diary, dice).live(dice.uniform(0.05, 2.0))
+    except WorkerGoneError:
+        # What it was writing to is in doubt, and so is everything else: the group's end says so.
+        diary.count("workers_lost", 1)
+    return _end(dice, engine)
+
+
+def worker(
+    door: int,
+    *,
+    url: str,
+    name: str,
+    model: str,
+    page_bytes: int,
+    shards: int,
+    seed: int,
+    report: str,
+    tally: str,
+) -> int:
+    """Main of the process with rank 1."""
+    _quiet()
+    dice = random.Random(seed + 1)
+    contract = contract_of(page_bytes, shards=shards, model=model)
+    rank = rank_of(url, contract, name, 1)
+    if dice.random() < 0.3:
+        faults.arm(f"{dice.choice(CLIENT_FAULTS)}:{dice.randint(1, 40)}")
+    Worker(rank, socket.socket(fileno=door), Diary(report, tally), dice).serve()
+    return _end(dice, rank)
+
+
+def _end(dice: random.Random, what: Engine | Rank) -> int:
+    """Close, end without a word, or die."""
+    choice = dice.random()
+    if choice < 0.4:
+        what.close()
+    elif choice < 0.7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def _quiet() -> None:
+    """Hundreds of clients tell of hundreds of deaths."""
+    logging.getLogger("kvhearth").addHandler(logging.NullHandler())
+    logging.getLogger("kvhearth").propagate = False

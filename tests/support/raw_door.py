@@ -1,9 +1,11 @@
-"""Both doors of the daemon spoken to by hand: frames on the attach socket, calls without a client."""
+"""Both doors of the daemon spoken to by hand: frames, and calls without a client."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
+import json
 import os
 import secrets
 import socket
@@ -15,14 +17,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.daemon import Daemon
+from support.daemon import Daemon, until
 from support.engine import Engine
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
+from kvhearth.proto.v1 import admin_pb2, cache_pb2_grpc
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.proto.v1 import cache_pb2_grpc
 from kvhearth.proto.v1.types_pb2 import GroupCount
 from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, rebuild_error
 from kvhearth.transports.base import TOKEN_KEY
@@ -110,9 +112,8 @@ class RawLine:
         """The daemon's refusal, after which it must hang up."""
         answer = self.answer()
         assert answer["kind"] == "refused", answer
-        assert answer["message"]
         assert self.ended(), "it refused, but keeps the connection"
-        return rebuild_error(answer["reason"], answer["message"], answer["details"])
+        return _refusal(answer)
 
     def ended(self) -> bool:
         """Whether the daemon hangs up, waiting for it as long as the timeout says."""
@@ -126,19 +127,30 @@ class RawLine:
         return True
 
 
+def _refusal(answer: dict[str, Any]) -> KVHearthError:
+    assert answer["message"]
+    return rebuild_error(answer["reason"], answer["message"], answer["details"])
+
+
 def attach_path(daemon: Daemon) -> Path:
     """The daemon's attach socket."""
     return daemon.socket_dir / ATTACH_SOCKET
 
 
 class RawSession:
-    """An attached session: its life line, and calls with its token."""
+    """An attached session: its life line, and calls with its token.
+
+    Raises:
+        KVHearthError: the refusal.
+    """
 
     def __init__(self, daemon: Daemon, **changes: Any) -> None:
         self.line = RawLine(attach_path(daemon))
         self.line.send(encode_frame(raw_hello(**changes)))
         self.welcome = self.line.answer()
-        assert self.welcome["kind"] == "welcome", self.welcome
+        if self.welcome["kind"] == "refused":
+            self.line.close()
+            raise _refusal(self.welcome)
         self.token = str(self.welcome["token"])
         self.epoch = int(self.welcome["epoch"])
         self.boot_id = str(self.welcome["boot_id"])
@@ -198,7 +210,7 @@ class RawSession:
         request = pb.ReserveRequest(reservation_id=new_id(), epoch=self.epoch, groups=wants)
         return np.frombuffer(self.call("Reserve", request).groups[0].extents, EXTENT_DTYPE)
 
-    def commit(self, keys: list[bytes], extents: Records, **changes: Any) -> pb.CommitResponse:
+    def commit(self, keys: list[bytes], extents: Records, /, **changes: Any) -> pb.CommitResponse:
         """Bind keys to reserved extents; the sums are those of nothing."""
         groups = [commit_group(keys, extents, **changes)]
         reply: pb.CommitResponse = self.call(
@@ -224,7 +236,7 @@ class RawSession:
         return reply
 
 
-def commit_group(keys: list[bytes], extents: Records, **changes: Any) -> pb.GroupCommit:
+def commit_group(keys: list[bytes], extents: Records, /, **changes: Any) -> pb.GroupCommit:
     """One group of a commit."""
     fields = {
         "keys": b"".join(keys),
@@ -262,6 +274,45 @@ def new_id() -> int:
 def new_keys(count: int, key_bytes: int = 32) -> list[bytes]:
     """Keys that nobody has."""
     return [os.urandom(key_bytes) for _ in range(count)]
+
+
+def say(daemon: Daemon, data: bytes) -> None:
+    """Bytes to the daemon; raises what it refuses them with."""
+    with RawLine(attach_path(daemon)) as line:
+        line.send(data)
+        raise line.refusal()
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """One line of ``ListSessions``."""
+
+    session: int
+    attached: bool
+
+
+def seats(daemon: Daemon) -> list[Seat]:
+    """Members of all groups."""
+    request = admin_pb2.ListSessionsRequest()
+    reply = daemon.admin(lambda stub, metadata: stub.ListSessions(request, metadata=metadata))
+    return [Seat(one.session, one.state == "attached") for one in reply.sessions]
+
+
+def drop(daemon: Daemon, session: RawSession) -> None:
+    """This process lives on, so only its next hello tells that the session's copies are done."""
+    number, boot_id = session.welcome["session"], session.boot_id
+    session.close(bye=False)
+    said = {"previous_session": number, "previous_boot": boot_id, "previous_drained": True}
+    RawSession(daemon, **said).close()
+    until(lambda: number not in [seat.session for seat in seats(daemon)], "it is drained")
+
+
+def fat_contract(number: int, letter: str = "\U0001f525") -> dict[str, Any]:
+    """A good contract as long as its fields allow."""
+    names = ("model", "revision", "layout", "model_dtype", "quantization")
+    names += ("hash_algorithm", "hash_seed", "rope_digest")
+    good = json.loads(raw_contract().to_json())
+    return {**good, **dict.fromkeys(names, letter * 1024), "draft_model": str(number)}
 
 
 @contextlib.contextmanager

@@ -150,8 +150,8 @@ class HostCopier:
 
     def _now(self, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done:
         pages, extents = own_arrays(pages, extents)
-        self._book.require_open()
-        return self._run(_Job(Ticket(0, kind, len(extents)), boot_id, pages, extents))
+        with self._book.unticketed():
+            return self._run(_Job(Ticket(0, kind, len(extents)), boot_id, pages, extents))
 
     def _main(self) -> None:
         while (job := self._queue.get()) is not None:

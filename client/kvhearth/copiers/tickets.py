@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 from kvhearth.copiers.base import CopyKind, Done, Ticket
 from kvhearth.errors import KVHearthError, Reason
@@ -26,6 +28,7 @@ class TicketBook:
         self._finished: dict[int, Done] = {}
         self._opened_count = 0
         self._claimed_count = 0
+        self._unticketed_count = 0
         self._closed = False
 
     def open(self, kind: CopyKind, count: int, wait_s: float) -> Ticket | None:
@@ -83,7 +86,9 @@ class TicketBook:
     def wait_idle(self, deadline_s: float) -> bool:
         """Whether nothing is under way, waiting up to ``deadline_s`` seconds for it."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, max(deadline_s, 0.0))
+            return self._changed.wait_for(
+                lambda: not self._pending and not self._unticketed_count, max(deadline_s, 0.0)
+            )
 
     def close(self) -> None:
         """Open no more tickets."""
@@ -91,14 +96,22 @@ class TicketBook:
             self._closed = True
             self._changed.notify_all()
 
-    def require_open(self) -> None:
-        """Refuse if closed.
+    @contextlib.contextmanager
+    def unticketed(self) -> Iterator[None]:
+        """A batch that runs in its caller's thread, without a ticket; ``wait_idle`` waits for it.
 
         Raises:
             KVHearthError: ``closed``.
         """
         with self._changed:
             self._require_open()
+            self._unticketed_count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._unticketed_count -= 1
+                self._changed.notify_all()
 
     def check_books(self) -> None:
         """Raise AssertionError with the numbers if tickets were lost or bounds passed."""

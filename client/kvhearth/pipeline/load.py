@@ -77,6 +77,7 @@ class _Job:
     ticket: LoadTicket
     groups: dict[int, tuple[tuple[bytes, ...], I64]]
     prefetch: bool
+    epoch: int
     mark: object
     cancelled: bool = False
 
@@ -106,8 +107,8 @@ class LoadPipeline:
     """Looks up, copies and verifies the blocks of requests, on a thread of its own.
 
     The pages of a load are untouchable from ``submit`` until its ``LoadDone``. No method raises,
-    none waits longer than it says; a daemon that is away is a miss at once. Thread-safe. In a
-    forked child it takes nothing.
+    none waits longer than it says; a daemon that is away is a miss at once, and so is a load during
+    which the weights were bumped. Thread-safe. In a forked child it takes nothing.
 
     Args:
         client: a scheduler and rank 0 in one process, with the arena mapped.
@@ -239,7 +240,7 @@ class LoadPipeline:
         if not number:
             self._client.count("load_throttled", blocks)
             return None
-        job = _Job(LoadTicket(number, blocks), own, prefetch, mark)
+        job = _Job(LoadTicket(number, blocks), own, prefetch, self._client.epoch, mark)
         if problem:
             self._client.count("load_refused", blocks)
             self._door.leave(number, _missed(job.ticket, groups, problem))
@@ -339,12 +340,15 @@ class LoadPipeline:
         """Give the lease back, tell what was wrong, and end the load."""
         job, reason, copied_bytes = flight.job, flight.reason, 0
         loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in job.groups.items()}
+        same_weights = job.epoch == self._client.epoch
+        if not same_weights:
+            reason = Reason.STALE_EPOCH
         bad = {}
         failed = 0
         for part in flight.parts:
             done = part.done
             assert done is not None, "a load ends after its copies"
-            loaded[part.kv_group][part.positions] = done.ok
+            loaded[part.kv_group][part.positions] = done.ok & same_weights
             copied_bytes += done.bytes
             failed += int(np.count_nonzero(~done.ok))
             reason = reason or next(iter(done.reasons), "")
@@ -352,10 +356,9 @@ class LoadPipeline:
                 # The daemon sums them itself before it believes it.
                 bad[part.kv_group] = part.extents[~done.ok]
         self._client.release(flight.found.lease, bad=bad or None)
+        hit_tokens = flight.found.hit_tokens if same_weights else 0
         specs = self._client.contract.groups
-        usable = usable_tokens(
-            [(specs[g], flags) for g, flags in loaded.items()], flight.found.hit_tokens
-        )
+        usable = usable_tokens([(specs[g], flags) for g, flags in loaded.items()], hit_tokens)
         self._client.count("load_blocks", sum(int(flags.sum()) for flags in loaded.values()))
         self._client.count("load_failed", failed)
         self._client.count("load_bytes", copied_bytes)
@@ -364,7 +367,7 @@ class LoadPipeline:
             job.ticket.number,
             LoadDone(
                 job.ticket,
-                flight.found.hit_tokens,
+                hit_tokens,
                 usable,
                 loaded,
                 str(reason),

@@ -65,9 +65,10 @@ class Stock:
                 )
         self._client = client
         self._blocks_max = dict(blocks_max)
-        self._held: dict[int, Records] = {
+        self._empty: dict[int, Records] = {
             kv_group: np.empty((0, specs[kv_group].shards), EXTENT_DTYPE) for kv_group in blocks_max
         }
+        self._held = dict(self._empty)
         self._waiting = dict.fromkeys(blocks_max, 0)
         self._short: dict[int, str] = {}
         self._session_id = ""
@@ -107,14 +108,14 @@ class Stock:
                 is enough.
         """
         if self._worker.foreign:
-            return self._none(kv_group)
+            return Slots("", "", self._empty[kv_group])
         count = min(count, self._blocks_max[kv_group])
         with self._changed:
             self._follow_session()
             if wait_s > 0 and len(self._held[kv_group]) < count:
                 self._wait(kv_group, count, wait_s)
             if self._worker.stopping:
-                return self._none(kv_group)
+                return Slots("", "", self._empty[kv_group])
             held = self._held[kv_group]
             self._held[kv_group] = held[count:]
             if len(self._held[kv_group]) <= self._low(kv_group):
@@ -210,7 +211,7 @@ class Stock:
         for kv_group, asked in want.items():
             extents = groups[kv_group]
             gained += len(extents)
-            self._held[kv_group] = np.concatenate((self._held[kv_group], extents))
+            self._held[kv_group] = _in_place_order(self._held[kv_group], extents)
             self._short[kv_group] = short_reason if len(extents) < asked else ""
         if not short_reason:
             self._pause_s = self._retry_at = 0.0
@@ -218,7 +219,10 @@ class Stock:
         starved = [g for g in want if self._waiting[g] and not len(self._held[g])]
         if starved:
             self._give_back_idle([g for g in self._held if not self._waiting[g]])
-        if gained:
+        if short_reason == Reason.STOCK_CAP:
+            # Only slots that leave our own hands change that: `nudge` ends the pause.
+            self._pause_s = _PAUSE_MAX_S
+        elif gained:
             self._pause_s = 0.0
         self._back_off()
 
@@ -266,6 +270,9 @@ class Stock:
     def _low(self, kv_group: int) -> int:
         return self._blocks_max[kv_group] // 2
 
-    def _none(self, kv_group: int) -> Slots:
-        shards = self._client.contract.groups[kv_group].shards
-        return Slots("", "", np.empty((0, shards), EXTENT_DTYPE))
+
+def _in_place_order(held: Records, more: Records) -> Records:
+    """Both, side by side as they lie in memory: neighbours are copied by one call."""
+    every: Records = np.concatenate((held, more))
+    first = every[:, 0]
+    return every[np.lexsort((first["offset"], first["segment"]))]

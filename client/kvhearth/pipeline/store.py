@@ -35,7 +35,9 @@ class StorePipeline:
     A page must stay unchanged from ``submit`` until the ``StoreDone`` of its ticket. No method
     raises, none waits longer than it says. A daemon that is full or away costs the engine nothing
     but blocks that are not kept: a store waits up to ``reserve_wait_s`` for slots, during which a
-    full queue makes ``submit`` return None. Thread-safe. In a forked child it takes nothing.
+    full queue makes ``submit`` return None. Blocks of weights that were bumped meanwhile are not
+    kept, nor those submitted before the first attach, when the epoch is not known. Thread-safe. In
+    a forked child it takes nothing.
 
     Args:
         client: a scheduler and rank 0 in one process, with the arena mapped.
@@ -134,7 +136,8 @@ class StorePipeline:
             self._client.count("store_refused", len(keys))
             self._door.leave(number, StoreDone(ticket, 0, 0, len(keys), problem))
             return ticket
-        job = StoreJob(ticket, keys, numbers, parent, mark, time.monotonic())
+        epoch = self._client.epoch
+        job = StoreJob(ticket, keys, numbers, parent, epoch, mark, time.monotonic())
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()
@@ -207,6 +210,9 @@ class StorePipeline:
         if self._closing:
             self._drop(job, Reason.CLOSED)
             return True
+        if job.epoch != self._client.epoch:
+            self._drop(job, Reason.STALE_EPOCH)
+            return True
         kv_group = job.ticket.kv_group
         left_s = self._patience_end(job) - time.monotonic()
         # With copies under way, ending them is the better use of the time.
@@ -261,8 +267,7 @@ class StorePipeline:
         groups: set[int] = set()
         while self._flights:
             flight = self._flights[0]
-            same_session = flight.slots.session_id == (self._ending or [flight])[0].slots.session_id
-            if flight.kv_group in groups or not same_session:
+            if flight.kv_group in groups or (self._ending and not flight.fits(self._ending[0])):
                 break  # a commit has one chain of each group
             self._ending.append(flight)
             done = flight.copier.wait(flight.ticket, 0.0 if ending else _SLICE_S)
@@ -277,7 +282,8 @@ class StorePipeline:
         self._ending.clear()
 
     def _commit(self, ending: list[tuple[StoreFlight, Done]]) -> None:
-        boot_id, session_id = ending[0][0].slots.boot_id, ending[0][0].slots.session_id
+        first = ending[0][0]
+        boot_id, session_id = first.slots.boot_id, first.slots.session_id
         commits = {}
         for flight, done in ending:
             if not done.ok.all():
@@ -285,7 +291,10 @@ class StorePipeline:
                 self._stock.give_back(flight.kv_group, bad)
             if done.ok.any():
                 commits[flight.kv_group] = flight.commit_group(done)
-        result = self._client.commit(commits, boot_id=boot_id) if commits else None
+        result = None
+        if commits:
+            # The epoch of the submission: these are not the blocks of weights that came since.
+            result = self._client.commit(commits, boot_id=boot_id, epoch=first.job.epoch)
         self._stock.nudge()
         for flight, done in ending:
             good = int(np.count_nonzero(done.ok))

@@ -55,6 +55,7 @@ class StoreJob:
     keys: tuple[bytes, ...]
     pages: I64
     parent: bytes
+    epoch: int
     mark: object
     submitted_at: float
     begun: int = 0
@@ -98,6 +99,10 @@ class StoreFlight:
     def extents(self) -> Records:
         """(n, 1): what the blocks are copied to."""
         return self.slots.extents
+
+    def fits(self, other: StoreFlight) -> bool:
+        """Whether both may be committed by one call."""
+        return (self.slots.session_id, self.job.epoch) == (other.slots.session_id, other.job.epoch)
 
     def commit_group(self, done: Done) -> CommitGroup:
         """The blocks whose copies are good, as one chain.

@@ -175,6 +175,7 @@ class Demo:
             *("-m", "kvhearth_server.cli.app", "serve"),
             *("--socket-dir", str(self._sockets)),
             *("--memory", self._memory),
+            *("--http", "off"),
             *("--arena-dir", str(self._arena_dir)),
         ]
         started = time.monotonic()

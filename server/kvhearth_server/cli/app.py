@@ -31,13 +31,17 @@ EXIT_CODES = {
 
 SERVER_EXTRA = frozenset(
     {
+        "fastapi",
         "grpc_health",
         "grpc_reflection",
+        "prometheus_client",
         "pydantic",
         "pydantic_settings",
         "rich",
         "structlog",
+        "starlette",
         "typer",
+        "uvicorn",
         "yaml",
     }
 )
@@ -52,17 +56,45 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import serve, version
+    from kvhearth_server.cli import (
+        config,
+        doctor,
+        drain,
+        evict,
+        explain,
+        health,
+        leases,
+        ls,
+        serve,
+        sessions,
+        stats,
+        top,
+        version,
+    )
 
     app = typer.Typer(
         name="kvhearth",
         help="Keeps the KV cache of LLM inference engines warm.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
-    app.command("version")(version.version)
+    settings = typer.Typer(help="Show, sample or check settings.", no_args_is_help=True)
+    settings.command("show", epilog=config.SHOW_EPILOG)(config.show)
+    settings.command("sample", epilog=config.SAMPLE_EPILOG)(config.sample)
+    settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
+    app.add_typer(settings, name="config")
+    app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+    app.command("health", epilog=health.EPILOG)(health.health)
+    app.command("stat", epilog=stats.EPILOG)(stats.stat)
+    app.command("top", epilog=top.EPILOG)(top.top)
+    app.command("ls", epilog=ls.EPILOG)(ls.ls)
+    app.command("sessions", epilog=sessions.EPILOG)(sessions.sessions)
+    app.command("leases", epilog=leases.EPILOG)(leases.leases)
+    app.command("explain", epilog=explain.EPILOG)(explain.explain)
+    app.command("evict", epilog=evict.EPILOG)(evict.evict)
+    app.command("drain", epilog=drain.EPILOG)(drain.drain)
+    app.command("version", epilog=version.EPILOG)(version.version)
     return app
 
 

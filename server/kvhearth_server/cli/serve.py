@@ -31,7 +31,8 @@ def _help(field: FieldInfo) -> str:
     return f"{field.description} (default {default})"
 
 
-def _metavar(field: FieldInfo) -> str:
+def metavar(field: FieldInfo) -> str:
+    """What stands for a setting's value."""
     shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
     if shown is not None:
         return shown.metavar
@@ -54,7 +55,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     option = typer.Option(
         kebab,
         help=_help(field),
-        metavar=None if field.annotation is bool else _metavar(field),
+        metavar=None if field.annotation is bool else metavar(field),
         show_default=False,  # Settings has it; here every flag is unset until given
     )
     return inspect.Parameter(

@@ -5,8 +5,15 @@ from __future__ import annotations
 import typer
 
 from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth_server.cli.options import AsJson
+from kvhearth_server.cli.output import say_json
+
+EPILOG = "Example: kvhearth version --json"
 
 
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the versions of this distribution and of its protocol."""
-    typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")
+    if as_json:
+        say_json({"version": __version__, "protocol": PROTOCOL_VERSION})
+    else:
+        typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")

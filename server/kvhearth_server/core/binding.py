@@ -139,6 +139,7 @@ class Binder:
             )
         )
         state.count("stored_blocks", len(slots))
+        state.count("stored_bytes", slots.size * spec.page_bytes)
         if summed:
             state.count("summed_blocks", len(slots))
             state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")

@@ -12,6 +12,7 @@ from kvhearth_server.core.actions import Catalogue
 from kvhearth_server.core.books import check_books
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.membership import Membership
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.pinning import Pinning
 from kvhearth_server.core.reading import Reading
 from kvhearth_server.core.state import CoreState, Limits, require
@@ -45,6 +46,21 @@ class Core:
         self.state.actions.append(Catalogue())
         return epoch
 
+    def bump_namespace(self, digest: bytes, expected: int | None = None) -> int:
+        """``bump_epoch`` by an operator, who names the namespace; returns the new epoch.
+
+        Args:
+            expected: refuse unless this is the current epoch; None bumps whatever it is.
+
+        Raises:
+            KVHearthError: ``unknown_namespace``, ``stale_epoch``.
+        """
+        namespace = self._named(digest)
+        current = namespace.epoch if expected is None else expected
+        epoch = self.state.namespaces.bump(namespace, current)
+        self.state.actions.append(Catalogue())
+        return epoch
+
     def evict(self, digest: bytes, keep_bytes: int) -> int:
         """Remove blocks of a namespace, coldest first, until it uses ``keep_bytes``; returns how
         many.
@@ -52,10 +68,13 @@ class Core:
         Raises:
             KVHearthError: ``unknown_namespace``.
         """
+        return self.evictor.shrink(self._named(digest), keep_bytes, "asked")
+
+    def _named(self, digest: bytes) -> Namespace:
         namespace = self.state.namespaces.find(digest)
         require(namespace, Reason.UNKNOWN_NAMESPACE, f"no namespace {digest.hex()}")
         assert namespace is not None
-        return self.evictor.shrink(namespace, keep_bytes, "asked")
+        return namespace
 
     def check_books(self) -> None:
         """Recount everything; see ``books.check_books``."""

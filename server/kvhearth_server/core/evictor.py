@@ -49,12 +49,15 @@ class Evictor:
         evicted.
         """
         evicted = 0
-        while namespace.used_bytes > used_bytes_max:
-            policies = list(self._state.policies.of_namespace(namespace.number))
-            heads = self._pick(policies, 32)
+        state = self._state
+        largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
+        while (excess := namespace.used_bytes - used_bytes_max) > 0:
+            # As many as are certainly needed: in batches, but not one block too many.
+            policies = list(state.policies.of_namespace(namespace.number))
+            heads = self._pick(policies, min(32, -(-excess // max(largest, 1))))
             if not len(heads):
                 break
-            forget_blocks(self._state, heads, cause)
+            forget_blocks(state, heads, cause)
             evicted += len(heads)
         return evicted
 

@@ -56,7 +56,7 @@ class Group:
 
     ``stock_bytes`` are its RESERVED slots; ``aside_bytes`` what was put aside (QUARANTINED) because
     a member may still write to it. ``handed`` holds arrays of slots that may be in either state;
-    see ``held_slots``.
+    see ``held_slots``. ``leased_at`` is when each of ``leases`` was granted.
     """
 
     number: int
@@ -74,6 +74,7 @@ class Group:
     handed_count: int = 0
     reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
     leases: dict[int, I64] = field(default_factory=dict)
+    leased_at: dict[int, float] = field(default_factory=dict)
     released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property

@@ -59,5 +59,6 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     slots = group.leases.pop(lease_id, None)
     if slots is None:
         return False
+    del group.leased_at[lease_id]
     let_go(state, group.segment, slots)
     return True

@@ -25,6 +25,8 @@ class Namespace:
 
 
 NUMBER_MAX = 0xFFFF
+CONTRACT_BYTES_MAX = 4 << 20
+"""Bytes of all contracts together, so that the durable catalogue always has room for them."""
 
 
 class Namespaces:
@@ -36,7 +38,11 @@ class Namespaces:
         self._by_digest: dict[bytes, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
         self._next = 1
+        self._contract_bytes = 0
         self.version = 0
+        self.epoch_floor = 1
+        """Where a new namespace starts: above every forgotten one's epoch, so that an engine which
+        comes back with old weights does not find its old epoch current again."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -61,14 +67,14 @@ class Namespaces:
         digest = namespace_digest(tenant, contract)
         if found := self._by_digest.get(digest):
             return found
-        if len(self._by_number) >= self._count_max and not self.forget_one():
-            raise KVHearthError(
-                Reason.TOO_MANY_NAMESPACES,
-                f"{len(self._by_number)} namespaces are in use; evict one or raise namespaces_max",
-            )
-        made = Namespace(
-            self._free_number(), digest, tenant, contract, quota_bytes=self._quota_bytes
-        )
+        while not self._has_room(contract):
+            if not self.forget_one():
+                raise KVHearthError(
+                    Reason.TOO_MANY_NAMESPACES,
+                    f"{len(self)} namespaces are in use; evict one or raise namespaces_max",
+                )
+        number, epoch = self._free_number(), self.epoch_floor
+        made = Namespace(number, digest, tenant, contract, epoch, self._quota_bytes)
         self._add(made)
         self.version += 1
         return made
@@ -104,9 +110,14 @@ class Namespaces:
         ]
         return sorted(pairs, key=lambda pair: (len(pair[1]), pair[0].number))[:count_max]
 
+    def _has_room(self, contract: Contract) -> bool:
+        size = self._contract_bytes + len(contract.to_json())
+        return len(self._by_number) < self._count_max and size <= CONTRACT_BYTES_MAX
+
     def _add(self, namespace: Namespace) -> None:
         self._by_digest[namespace.digest] = namespace
         self._by_number[namespace.number] = namespace
+        self._contract_bytes += len(namespace.contract.to_json())
         self._next = max(self._next, namespace.number + 1)
 
     def _free_number(self) -> int:
@@ -125,6 +136,8 @@ class Namespaces:
             if not space.blocks and not space.groups and not space.used_bytes:
                 del self._by_number[space.number]
                 del self._by_digest[space.digest]
+                self._contract_bytes -= len(space.contract.to_json())
+                self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
                 self.version += 1
                 return True
         return False

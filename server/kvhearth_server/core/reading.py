@@ -66,11 +66,20 @@ class Reading:
     def __init__(self, state: CoreState) -> None:
         self._state = state
 
-    def lookup(self, session: int, epoch: int, items: list[KeysItem], lease_id: int) -> Found:
+    def lookup(
+        self,
+        session: int,
+        epoch: int,
+        items: list[KeysItem],
+        lease_id: int,
+        *,
+        now: float = 0.0,
+    ) -> Found:
         """Which blocks are there, how far they reach, and a lease on what a load needs.
 
         Args:
             lease_id: the client's name for the lease; 0 asks for none.
+            now: what the lease's age is counted from.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
@@ -94,12 +103,14 @@ class Reading:
         if lease_id and hit and not withdrawn:
             hold(state, group.segment, slots)
             group.leases[lease_id] = slots
+            group.leased_at[lease_id] = now
             state.count("leased_keys", sum(need.end - need.first for need in needs))
+            pages = [one.spec.page_bytes for one in seen]
+            extents = [len(one.extents) for one in groups]
+            state.count("leased_bytes", sum(map(int.__mul__, extents, pages)))
             granted = lease_id
-        asked = sum(len(item.keys) for item in items)
         state.count("lookups")
-        state.count("lookup_keys", asked)
-        state.count("hit_keys", sum(int(one.ready.sum()) for one in seen))
+        self._count_keys(seen)
         return Found(granted, hit, groups, short)
 
     def presence(self, session: int, epoch: int, items: list[KeysItem]) -> list[Presence]:
@@ -185,6 +196,18 @@ class Reading:
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
+
+    def _count_keys(self, seen: list[_Seen]) -> None:
+        """Each key asked for is a hit, or a miss for one reason."""
+        count = self._state.count
+        for one in seen:
+            asked, found = len(one.heads), int(np.count_nonzero(one.heads >= 0))
+            current, ready = np.count_nonzero(one.present), np.count_nonzero(one.ready)
+            count("lookup_keys", asked)
+            count("hit_keys", int(ready))
+            count("miss_keys", asked - found, "absent")
+            count("miss_keys", found - int(current), "epoch")
+            count("miss_keys", int(current - ready), "not_summed")
 
     def _check_lease(self, group: Group, lease_id: int) -> None:
         require(

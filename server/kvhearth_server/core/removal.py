@@ -58,4 +58,6 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
         state.actions.append(Mark(aside, State.QUARANTINED))
     state.free_slots(segment, slots[~read])
     state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
+    if cause in EVICTIONS:
+        state.evicted_at.append(table.used_at[heads])
     state.events.append(EventKind.REMOVED, number, kv_group, keys, cause=cause)

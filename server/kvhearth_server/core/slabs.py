@@ -65,6 +65,13 @@ class SlabPool:
         """Slabs that no slot size holds."""
         return len(self._unassigned)
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest slot that could be taken without evicting anything."""
+        if self._unassigned:
+            return self._slab_bytes
+        return max((size for size, found in self._classes.items() if found.count), default=0)
+
     def free_count(self, slot_bytes: int) -> int:
         """Free slots of a size, without taking another slab."""
         found = self._classes.get(slot_bytes)

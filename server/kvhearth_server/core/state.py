@@ -62,6 +62,7 @@ class CoreState:
         self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.events = EventLog()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.evicted_at: list[U32] = []
         self.clock = 0
         self.sequence = 0
         self.loosened = 0
@@ -83,6 +84,11 @@ class CoreState:
         """Counters (name, label) since the last call."""
         counts, self.counts = self.counts, Counter()
         return counts
+
+    def take_evicted(self) -> list[U32]:
+        """Logical times of last use of the blocks evicted since the last call."""
+        evicted, self.evicted_at = self.evicted_at, []
+        return evicted
 
     def count(self, name: str, amount: int = 1, label: str = "") -> None:
         """Count something for the shell's metrics."""

@@ -184,7 +184,8 @@ class SlotTable:
         records["length"] = length
         records["generation"] = self.generation[flat]
         summed = self.state[flat] == State.SUMMED
-        records["checksum"] = self.checksum[flat]
+        # A reserved slot still has its last block's sum in the table; nobody is told that one.
+        records["checksum"][summed] = self.checksum[flat[summed]]
         verify = np.where(self.flags[flat] & FLAG_VERIFY, FLAG_VERIFY, 0)
         records["flags"] = np.where(summed, FLAG_SUMMED | verify, 0)
         return records

@@ -46,8 +46,6 @@ class Background:
     def start(self) -> None:
         """Start all tasks; call on the loop."""
         self._engine.wake = self._work.set
-        if self._engine.to_sum:
-            self._work.set()
         self._supervisor.spawn("sum", self._sum_forever)
         self._supervisor.spawn("watch", self._watch_forever)
         self._supervisor.spawn("pins", self._expire_forever)
@@ -67,6 +65,9 @@ class Background:
 
     async def _sum_forever(self) -> None:
         engine = self._engine
+        if engine.to_sum:
+            # A failure cleared the event and left work behind: nothing else may come to set it.
+            self._work.set()
         while True:
             self._idle.set()
             await self._work.wait()
@@ -215,4 +216,5 @@ class Background:
         engine = self._engine
         while True:
             engine.call(engine.core.pinning.expire, engine.now())
+            engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)

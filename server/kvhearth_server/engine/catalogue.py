@@ -20,6 +20,7 @@ def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dic
         "complete": True,
         "boot_id": boot_id,
         "next_session": sessions.next_number,
+        "epoch_floor": state.namespaces.epoch_floor,
         "namespaces": [
             {
                 "number": space.number,
@@ -59,11 +60,12 @@ def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
         KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
     """
     try:
+        state.namespaces.epoch_floor = int(content["epoch_floor"])
         for entry in content["namespaces"]:
             if entry["tenant"] in state.segment_of:
                 contract = Contract.from_json(entry["contract"])
                 state.namespaces.restore(entry["number"], entry["tenant"], contract, entry["epoch"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, KVHearthError) as error:
         raise _damaged(error) from None
 
 

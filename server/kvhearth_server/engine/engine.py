@@ -8,7 +8,6 @@ loop (see ``background``).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -23,7 +22,6 @@ from kvhearth.contract import (
     CONTRACT_JSON_BYTES_MAX,
     KEY_BYTES_MAX,
     Contract,
-    namespace_digest,
 )
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
@@ -36,17 +34,18 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.state import Limits, require
+from kvhearth_server.engine.ages import TickClock
 from kvhearth_server.engine.catalogue import catalogue_content, restore_groups, restore_namespaces
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.memory.adopt import read_journal
-from kvhearth_server.memory.arena import CATALOGUE_BYTES_MAX, Arena
+from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.reported import Reported
+from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
 
 _MESSAGE_FRAME_BYTES = 4096
 """What a message may have beside its keys and extents."""
-_CATALOGUE_SPACES_BYTES = CATALOGUE_BYTES_MAX * 3 // 4
-"""Up to where new namespaces may fill the catalogue; the rest is for sessions that come later."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +92,10 @@ class Engine:
         self.core = Core(arena.plan.geometry, limits, arena.generations.array)
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()
+        self.timings = CallTimings()
+        self.reported = Reported()
+        self.ticks = TickClock(self.started_at)
+        self.eviction_ages = Histogram(AGE_BOUNDS)
         self.to_sum: deque[Sum] = deque()
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.wake: Callable[[], None] = lambda: None
@@ -141,7 +144,13 @@ class Engine:
             )
         require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
         contract = Contract.from_json(hello.contract)
-        self._check_room(tenant, contract)
+        # Escapes can make this form longer than what came; a successor must be able to read it.
+        text_bytes = len(contract.to_json())
+        require(
+            text_bytes <= CONTRACT_JSON_BYTES_MAX,
+            Reason.BAD_CONTRACT,
+            f"its canonical JSON has {text_bytes} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
+        )
         self._previous(hello, tenant)
         number, token = self.sessions.issue()
         segment = self.core.state.segment_of[tenant]
@@ -167,6 +176,8 @@ class Engine:
                 number, tenant, segment, token, peer, lock_byte, joined.group.number, self.boot_id
             )
             self.sessions.add(session)
+            if hello.previous_boot == self.boot_id:
+                self.reported.follow(number, hello.previous_session)
             # The peer's pidfd stays the caller's until it has the session.
             undo.callback(self.sessions.forget, session)
             self._write_catalogue()
@@ -198,31 +209,6 @@ class Engine:
         room = self.shell.message_bytes_max - _MESSAGE_FRAME_BYTES
         return max(1, min(self.limits.keys_max, room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)))
 
-    def _check_room(self, tenant: str, contract: Contract) -> None:
-        """Refuse a new contract that the durable catalogue could not hold, before it is part of the
-        state that is written there for everybody.
-        """
-        text = contract.to_json()
-        # Escapes can make this form longer than what came; a successor must be able to read it.
-        require(
-            len(text) <= CONTRACT_JSON_BYTES_MAX,
-            Reason.BAD_CONTRACT,
-            f"its canonical JSON has {len(text)} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
-        )
-        spaces = self.core.state.namespaces
-        if not self.arena.durable or spaces.find(namespace_digest(tenant, contract)):
-            return
-        while (size := self._catalogue_bytes() + 2 * len(text)) > _CATALOGUE_SPACES_BYTES:
-            require(
-                spaces.forget_one(),
-                Reason.TOO_MANY_NAMESPACES,
-                f"the catalogue of namespaces would have {size} bytes, at most "
-                f"{_CATALOGUE_SPACES_BYTES}; evict a namespace or shorten the contract's texts",
-            )
-
-    def _catalogue_bytes(self) -> int:
-        return len(json.dumps(catalogue_content(self.core.state, self.sessions, self.boot_id)))
-
     def leave(self, session: Session, *, finished: bool) -> None:
         """The session's life line closed; ``finished``: it had said goodbye, its copies done."""
         if session.gone:
@@ -231,14 +217,18 @@ class Engine:
         self.counters.add("sessions_closed")
         self.call(self.core.membership.leave, session.number, finished=finished)
         if finished or session.lock_byte < 0:
-            self.sessions.drop(session)
+            self._drop(session)
         self._write_catalogue()
 
     def drained(self, session: Session) -> None:
         """A session that left can certainly not write any more."""
         self.call(self.core.membership.drained, session.number)
-        self.sessions.drop(session)
+        self._drop(session)
         self._write_catalogue()
+
+    def _drop(self, session: Session) -> None:
+        self.sessions.drop(session)
+        self.reported.forget(session.number)
 
     def _previous(self, hello: Hello, tenant: str) -> None:
         """A client that attaches again says whether its copies under its old session are done."""
@@ -254,12 +244,12 @@ class Engine:
         taken = self.sessions.lock_bytes(segment)
         for index in range(4 * self.limits.sessions_max):
             if index not in taken and not mapped.client_byte_held(index):
-                generations = self._generations_copy()
-                try:
-                    return index, [mapped.lock_client_byte(index), generations]
-                except BaseException:
-                    os.close(generations)
-                    raise
+                with contextlib.ExitStack() as undo:
+                    generations = self._generations_copy()
+                    undo.callback(os.close, generations)
+                    descriptors = [mapped.lock_client_byte(index), generations]
+                    undo.pop_all()
+                return index, descriptors
         raise KVHearthError(
             Reason.TOO_MANY_SESSIONS,
             "every lock byte is held by a process that still maps the arena",
@@ -276,6 +266,9 @@ class Engine:
             self._do(action)
         for (name, label), amount in state.take_counts().items():
             self.counters.add(name, amount, label)
+        for used_at in state.take_evicted():
+            for age_s in self.ticks.ages_s(used_at, self.now()).tolist():
+                self.eviction_ages.observe(age_s)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Sum):

@@ -22,7 +22,8 @@ from kvhearth_server.memory.pages import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 CATALOGUE_FORMAT = 1
-CATALOGUE_BYTES_MAX = 4 << 20
+CATALOGUE_BYTES_MAX = 12 << 20
+"""Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
 _PAGE_ROUND = 2 << 20
 
 Progress = Callable[[str, int, int], None]

@@ -47,11 +47,18 @@ TABLE: Mapping[str, Counter] = {
     "lookups": Counter("Lookups answered."),
     "lookup_keys": Counter("Keys asked for in lookups."),
     "hit_keys": Counter("Keys asked for in lookups that were present."),
+    "miss_keys": Counter(
+        "Keys asked for in lookups that were not there to be served.",
+        "reason",
+        frozenset({"absent", "epoch", "not_summed"}),
+    ),
     "leased_keys": Counter("Blocks leased to readers."),
+    "leased_bytes": Counter("Bytes leased to readers."),
     "reserves": Counter("Reservations answered."),
     "reserved_slots": Counter("Slots handed out for writing."),
     "commits": Counter("Commits answered."),
     "stored_blocks": Counter("Blocks that became visible."),
+    "stored_bytes": Counter("Bytes of blocks that became visible."),
     "duplicate_blocks": Counter("Committed blocks whose key was there already."),
     "aborts": Counter("Aborts answered."),
     "aborted_slots": Counter("Reserved slots given back unwritten."),
@@ -122,6 +129,11 @@ class Counters:
                 for (each, value), count in self._counts.items()
                 if each == name and label in (None, value)
             )
+
+    def values(self) -> dict[tuple[str, str], int]:
+        """All counters by name and label value (empty for a counter without)."""
+        with self._lock:
+            return dict(self._counts)
 
     def snapshot(self) -> dict[str, int]:
         """All counts by ``name`` or ``name{label value}``; a label not seen yet is missing."""

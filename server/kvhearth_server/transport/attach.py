@@ -24,6 +24,7 @@ from kvhearth_server.transport.plain import plain_error
 _READ_BYTES = 64 * 1024
 _BACKLOG = 128
 _HANDSHAKES_MAX = 64
+_ACCEPT_AGAIN_S = 0.001
 _ACCEPT_PAUSE_S = 0.05
 _REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
@@ -67,16 +68,19 @@ class AttachServer:
     async def _accept_forever(self) -> None:
         loop = asyncio.get_running_loop()
         assert self._socket is not None
+        told = False
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:
                 # Out of descriptors, most likely. Silent peers have some; failing here would leave
                 # the door shut for the supervisor's ever longer pauses.
-                _log.warning("cannot accept", error=str(error))
-                self._hurry()
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                if not told:
+                    _log.warning("cannot accept", error=str(error))
+                told = True
+                await asyncio.sleep(_ACCEPT_AGAIN_S if self._hurry() else _ACCEPT_PAUSE_S)
                 continue
+            told = False
             connection.setblocking(False)
             task = loop.create_task(self._serve(connection))
             self._connections.add(task)
@@ -136,14 +140,16 @@ class AttachServer:
             self._hurry()
         self._silent[deadline] = uid
 
-    def _hurry(self) -> None:
-        """End the oldest handshake of the user who has the most of them."""
+    def _hurry(self) -> bool:
+        """End the oldest handshake of the user who has the most of them; False if there is none."""
         for uid, _ in Counter(self._silent.values()).most_common(1):
             oldest = next(deadline for deadline, its in self._silent.items() if its == uid)
             del self._silent[oldest]
             # One that is over already has its task about to run.
             if not oldest.expired():
                 oldest.reschedule(asyncio.get_running_loop().time())
+            return True
+        return False
 
     async def _welcome(self, connection: socket.socket, attached: Attached) -> None:
         try:

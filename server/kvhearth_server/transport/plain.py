@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from kvhearth.errors import KVHearthError
 
-TEXT_CHARS_MAX = 1024
-DETAIL_NAME_CHARS_MAX = 64
-DETAILS_MAX = 8
+TEXT_BYTES_MAX = 1024
+DETAIL_NAME_BYTES_MAX = 64
+DETAILS_MAX = 4
 
 
-def plain_text(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
-    """``text`` cut to ``chars_max`` characters, half surrogate pairs written as escapes."""
-    return text[:chars_max].encode("utf-8", "backslashreplace").decode()[:chars_max]
+def plain_text(text: str, bytes_max: int = TEXT_BYTES_MAX) -> str:
+    """``text`` cut to ``bytes_max`` bytes of UTF-8, half surrogate pairs written as escapes."""
+    data = text[:bytes_max].encode("utf-8", "backslashreplace")
+    return data[:bytes_max].decode("utf-8", "ignore")
 
 
 def plain_error(error: KVHearthError) -> KVHearthError:
@@ -24,5 +25,5 @@ def plain_error(error: KVHearthError) -> KVHearthError:
     return KVHearthError(
         error.reason,
         plain_text(error.message),
-        **{plain_text(name, DETAIL_NAME_CHARS_MAX): plain_text(value) for name, value in details},
+        **{plain_text(name, DETAIL_NAME_BYTES_MAX): plain_text(value) for name, value in details},
     )

@@ -355,6 +355,165 @@ class ExplainContractResponse(google.protobuf.message.Message):
 global___ExplainContractResponse = ExplainContractResponse
 
 @typing.final
+class ListLeasesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListLeasesRequest = ListLeasesRequest
+
+@typing.final
+class LeaseInfo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    OLDEST_S_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    engine_id: builtins.str
+    incarnation: builtins.int
+    namespace: builtins.str
+    leases: builtins.int
+    slots: builtins.int
+    """Slots and bytes count once for each lease on them."""
+    bytes: builtins.int
+    oldest_s: builtins.float
+    """Age of the oldest lease."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        namespace: builtins.str = ...,
+        leases: builtins.int = ...,
+        slots: builtins.int = ...,
+        bytes: builtins.int = ...,
+        oldest_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "leases", b"leases", "namespace", b"namespace", "oldest_s", b"oldest_s", "slots", b"slots", "tenant", b"tenant"]) -> None: ...
+
+global___LeaseInfo = LeaseInfo
+
+@typing.final
+class ListLeasesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    boot_id: builtins.str
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LeaseInfo]:
+        """Only groups that hold a lease."""
+
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.str = ...,
+        groups: collections.abc.Iterable[global___LeaseInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "groups", b"groups"]) -> None: ...
+
+global___ListLeasesResponse = ListLeasesResponse
+
+@typing.final
+class ExplainKeyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key"]) -> None: ...
+
+global___ExplainKeyRequest = ExplainKeyRequest
+
+@typing.final
+class KeyPlace(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    NAMESPACE_EPOCH_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    SHARD_BYTES_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    SERVED_FIELD_NUMBER: builtins.int
+    WHY_NOT_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    tenant: builtins.str
+    group: builtins.int
+    """KV group of the namespace's contract."""
+    state: builtins.str
+    """State of the block's slots, as in the life of a block."""
+    tier: builtins.str
+    epoch: builtins.int
+    """Weights epoch of the block and of its namespace; a block of another epoch is stale."""
+    namespace_epoch: builtins.int
+    leases: builtins.int
+    pins: builtins.int
+    shard_bytes: builtins.int
+    """Bytes of one shard."""
+    shards: builtins.int
+    served: builtins.bool
+    why_not: builtins.str
+    """What keeps the block from being served, in words; empty if nothing does."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        tenant: builtins.str = ...,
+        group: builtins.int = ...,
+        state: builtins.str = ...,
+        tier: builtins.str = ...,
+        epoch: builtins.int = ...,
+        namespace_epoch: builtins.int = ...,
+        leases: builtins.int = ...,
+        pins: builtins.int = ...,
+        shard_bytes: builtins.int = ...,
+        shards: builtins.int = ...,
+        served: builtins.bool = ...,
+        why_not: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "leases", b"leases", "namespace", b"namespace", "namespace_epoch", b"namespace_epoch", "pins", b"pins", "served", b"served", "shard_bytes", b"shard_bytes", "shards", b"shards", "state", b"state", "tenant", b"tenant", "tier", b"tier", "why_not", b"why_not"]) -> None: ...
+
+global___KeyPlace = KeyPlace
+
+@typing.final
+class ExplainKeyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
+    boot_id: builtins.str
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeyPlace]: ...
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.str = ...,
+        places: collections.abc.Iterable[global___KeyPlace] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "places", b"places"]) -> None: ...
+
+global___ExplainKeyResponse = ExplainKeyResponse
+
+@typing.final
 class EvictRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

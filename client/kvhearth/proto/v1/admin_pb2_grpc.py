@@ -56,6 +56,16 @@ class AdminServiceStub(object):
                 request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractRequest.SerializeToString,
                 response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractResponse.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/kvhearth.proto.v1.AdminService/ListLeases',
+                request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.ExplainKey = channel.unary_unary(
+                '/kvhearth.proto.v1.AdminService/ExplainKey',
+                request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyRequest.SerializeToString,
+                response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/kvhearth.proto.v1.AdminService/Evict',
                 request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
@@ -98,6 +108,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLeases(self, request, context):
+        """What readers hold, by group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainKey(self, request, context):
+        """Where a key is: in which namespaces and KV groups, and whether it would be served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Removes blocks of a namespace: all, or down to a number of bytes.
         """
@@ -134,6 +158,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExplainContract,
                     request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractRequest.FromString,
                     response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesRequest.FromString,
+                    response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ExplainKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainKey,
+                    request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyRequest.FromString,
+                    response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -256,6 +290,60 @@ class AdminService(object):
             '/kvhearth.proto.v1.AdminService/ExplainContract',
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractRequest.SerializeToString,
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainContractResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhearth.proto.v1.AdminService/ListLeases',
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesRequest.SerializeToString,
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhearth.proto.v1.AdminService/ExplainKey',
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyRequest.SerializeToString,
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ExplainKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,18 @@ class AdminServiceStub:
     ]
     """Tells in which fields a contract differs from the namespaces that exist."""
 
+    ListLeases: grpc.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ListLeasesRequest,
+        kvhearth.proto.v1.admin_pb2.ListLeasesResponse,
+    ]
+    """What readers hold, by group."""
+
+    ExplainKey: grpc.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ExplainKeyRequest,
+        kvhearth.proto.v1.admin_pb2.ExplainKeyResponse,
+    ]
+    """Where a key is: in which namespaces and KV groups, and whether it would be served."""
+
     Evict: grpc.UnaryUnaryMultiCallable[
         kvhearth.proto.v1.admin_pb2.EvictRequest,
         kvhearth.proto.v1.admin_pb2.EvictResponse,
@@ -81,6 +93,18 @@ class AdminServiceAsyncStub:
         kvhearth.proto.v1.admin_pb2.ExplainContractResponse,
     ]
     """Tells in which fields a contract differs from the namespaces that exist."""
+
+    ListLeases: grpc.aio.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ListLeasesRequest,
+        kvhearth.proto.v1.admin_pb2.ListLeasesResponse,
+    ]
+    """What readers hold, by group."""
+
+    ExplainKey: grpc.aio.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ExplainKeyRequest,
+        kvhearth.proto.v1.admin_pb2.ExplainKeyResponse,
+    ]
+    """Where a key is: in which namespaces and KV groups, and whether it would be served."""
 
     Evict: grpc.aio.UnaryUnaryMultiCallable[
         kvhearth.proto.v1.admin_pb2.EvictRequest,
@@ -127,6 +151,22 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvhearth.proto.v1.admin_pb2.ExplainContractResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.ExplainContractResponse]]:
         """Tells in which fields a contract differs from the namespaces that exist."""
+
+    @abc.abstractmethod
+    def ListLeases(
+        self,
+        request: kvhearth.proto.v1.admin_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvhearth.proto.v1.admin_pb2.ListLeasesResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.ListLeasesResponse]]:
+        """What readers hold, by group."""
+
+    @abc.abstractmethod
+    def ExplainKey(
+        self,
+        request: kvhearth.proto.v1.admin_pb2.ExplainKeyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvhearth.proto.v1.admin_pb2.ExplainKeyResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.ExplainKeyResponse]]:
+        """Where a key is: in which namespaces and KV groups, and whether it would be served."""
 
     @abc.abstractmethod
     def Evict(

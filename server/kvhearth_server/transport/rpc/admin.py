@@ -15,6 +15,7 @@ from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
+from kvhearth_server.transport.rpc.insights import key_reply, leases_reply
 
 ADMIN_TOKEN_KEY = "kvhearth-admin-token"
 
@@ -131,6 +132,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 namespaces=[_info(space) for space in self._engine.core.state.namespaces],
             ),
         )
+
+    async def ListLeases(
+        self, request: admin_pb2.ListLeasesRequest, context: Context
+    ) -> admin_pb2.ListLeasesResponse:
+        return await self._run(context, lambda: leases_reply(self._engine))
+
+    async def ExplainKey(
+        self, request: admin_pb2.ExplainKeyRequest, context: Context
+    ) -> admin_pb2.ExplainKeyResponse:
+        return await self._run(context, lambda: key_reply(self._engine, request.key))
 
     async def ExplainContract(
         self, request: admin_pb2.ExplainContractRequest, context: Context

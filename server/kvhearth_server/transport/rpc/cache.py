@@ -83,6 +83,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 f"{len(request.counters)} counters, at most {COUNTERS_PER_HEARTBEAT_MAX}",
             )
             group = self._engine.core.state.group_of(caller[0])
+            self._engine.reported.note(caller[0], request.counters)
             return cache_pb2.HeartbeatResponse(
                 boot_id=self._engine.boot_id,
                 epoch=caller[2].epoch,
@@ -101,7 +102,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             session, contract, _ = caller
             items = keys_items(contract, request.groups, engine.keys_max(contract))
             found = engine.call(
-                engine.core.reading.lookup, session, request.epoch, items, request.lease_id
+                engine.core.reading.lookup,
+                session,
+                request.epoch,
+                items,
+                request.lease_id,
+                now=engine.now(),
             )
             return cache_pb2.LookupResponse(
                 boot_id=engine.boot_id,

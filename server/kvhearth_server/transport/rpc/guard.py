@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.statuses import STATUS_DETAILS_KEY, encode_status
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.transport.plain import plain_error
+from kvhearth_server.transport.plain import plain_error, plain_text
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -20,6 +21,11 @@ Context = Any
 """grpc.aio.ServicerContext; its type parameters differ from stub to stub."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_MESSAGE_BYTES_MAX = 512
+"""Of gRPC's own message. It may triple on the wire, and a peer drops an answer with more than 8 KiB
+of such headers; the details carry the text too.
+"""
+
 _log = get_logger("kvhearth.rpc")
 
 
@@ -51,7 +57,8 @@ async def guarded(
         refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
     engine.counters.add("refusals", 1, str(refusal.reason))
     trailing = ((STATUS_DETAILS_KEY, encode_status(refusal)),)
-    await context.abort(_CODES[int(refusal.status.code)], refusal.message, trailing)
+    text = plain_text(refusal.message, _MESSAGE_BYTES_MAX)
+    await context.abort(_CODES[int(refusal.status.code)], text, trailing)
     raise AssertionError("abort returned") from refusal
 
 
@@ -84,11 +91,12 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             if found is None or found.unary_unary is None:
                 return found
             service = method.split("/")[1]
-            wrapped = self._wrap(found, self._admit.get(service, _everybody))
+            admit = self._admit.get(service, _everybody)
+            wrapped = self._wrap(method.rpartition("/")[2], found, admit)
             self._handlers[method] = wrapped
         return wrapped
 
-    def _wrap(self, handler: Any, admit: Callable[[Context], object]) -> Any:
+    def _wrap(self, method: str, handler: Any, admit: Callable[[Context], object]) -> Any:
         parse, work, engine = handler.request_deserializer, handler.unary_unary, self._engine
 
         async def run(data: bytes, context: Context) -> Any:
@@ -104,7 +112,15 @@ class MessageGuard(grpc.aio.ServerInterceptor):
             request = await guarded(engine, context, parsed)
             return await work(request, context)
 
-        return grpc.unary_unary_rpc_method_handler(run, None, handler.response_serializer)
+        async def timed(data: bytes, context: Context) -> Any:
+            began = time.perf_counter()
+            try:
+                return await run(data, context)
+            finally:
+                code = context.code() or grpc.StatusCode.OK
+                engine.timings.observe(method, code.name, time.perf_counter() - began)
+
+        return grpc.unary_unary_rpc_method_handler(timed, None, handler.response_serializer)
 
 
 def _everybody(_: Context) -> None:

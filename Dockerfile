@@ -1,0 +1,27 @@
+# The daemon: no torch, no CUDA, no compiler, no root. deploy/docker/rootfs.py follows these stages
+# without a container engine, and tests/integration/test_rootfs.py runs the daemon from the result.
+ARG PYTHON_VERSION=3.12
+
+FROM python:${PYTHON_VERSION}-slim AS builder
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY client ./client
+COPY server ./server
+COPY deploy/docker/install.sh ./deploy/docker/install.sh
+RUN ./deploy/docker/install.sh /src /image
+
+FROM python:${PYTHON_VERSION}-slim
+LABEL org.opencontainers.image.title="kvhearth" \
+      org.opencontainers.image.description="A daemon that keeps the KV caches of LLM inference engines warm" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=builder /image/opt/kvhearth /opt/kvhearth
+COPY --from=builder --chown=65532:65532 /image/run/kvhearth /run/kvhearth
+COPY --from=builder --chown=65532:65532 /image/arena /arena
+ENV PATH=/opt/kvhearth/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 65532:65532
+EXPOSE 9460
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["kvhearth", "health"]
+ENTRYPOINT ["kvhearth"]
+CMD ["serve"]

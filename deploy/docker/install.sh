@@ -1,0 +1,46 @@
+#!/bin/sh
+# Everything that the image holds beside its base, put into IMAGE. The Dockerfile's builder and
+# rootfs.py both run this file, so what is tested without a container engine is what an image gets.
+#
+#   install.sh SOURCE IMAGE [PYTHON]
+#
+# SOURCE: a checkout (pyproject.toml, README.md, LICENSE, client, server). IMAGE: a directory that
+# becomes the image's /. PYTHON: what builds; the image runs /usr/local/bin/python3 of its version.
+set -eu
+source=$1
+image=$2
+python=${3:-python3}
+target=$image/opt/kvhearth
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_DIR=1
+
+# The wheel: hatchling, in an environment of its own that pip makes.
+"$python" -m pip --quiet wheel --no-deps --wheel-dir "$work" "$source"
+wheel=$(echo "$work"/kvhearth-*.whl)
+
+# A virtual environment without pip: nothing in the image installs anything.
+mkdir -p "$image/opt"
+"$python" -m venv --without-pip --symlinks "$target"
+"$python" -m pip --quiet --python "$target/bin/python3" install --only-binary :all: "${wheel}[server]"
+
+# Not needed to run: tests, stubs, headers, static libraries.
+find "$target/lib" -depth -type d \( -name tests -o -name include \) -exec rm -rf {} +
+find "$target/lib" -type f \( -name '*.pyi' -o -name '*.a' -o -name '*.pxd' -o -name '*.h' \) -delete
+
+# It was made below IMAGE and will run at /opt/kvhearth.
+rm -f "$target"/bin/python* "$target"/bin/activate* "$target"/bin/Activate*
+ln -s /usr/local/bin/python3 "$target/bin/python3"
+ln -s python3 "$target/bin/python"
+echo 'home = /usr/local/bin
+include-system-site-packages = false' > "$target/pyvenv.cfg"
+for script in "$target"/bin/*; do
+  if [ -f "$script" ] && [ ! -L "$script" ]; then
+    sed -i '1s|^#!.*python.*|#!/opt/kvhearth/bin/python3|' "$script"
+  fi
+done
+
+# All that the daemon writes to: its sockets, and the place for a hugetlbfs or tmpfs of the host.
+mkdir -p "$image/run/kvhearth" "$image/arena"
+chmod 0755 "$image/run/kvhearth"
+chmod 0700 "$image/arena"

@@ -1,0 +1,222 @@
+"""The Dockerfile's stages without a container engine: a root directory that the daemon runs from.
+
+``rootfs.py ROOT`` reads the Dockerfile beside it: it copies what the builder's COPY lines name (and
+nothing else), runs the builder's one RUN line, and copies into ROOT what the last stage takes from
+it. In place of the base image ROOT gets the interpreter that runs this file, its standard library
+and the shared libraries that are needed: no shell, no tools. What a container engine keeps beside
+an image (user, environment, command) goes to ``ROOT.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALLER = "./deploy/docker/install.sh"
+MOUNT_POINTS = ("proc", "dev", "sys", "tmp", "etc", "run")
+STDLIB_LEFT_OUT = (
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "_tkinter*"),
+    *("turtledemo", "ensurepip", "lib2to3", "config-*", "*.a"),
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: ``COPY``, its ``--name=value`` options and the rest of its words."""
+
+    name: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """What follows the options."""
+        return [word for word in shlex.split(self.text) if not word.startswith("--")]
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of COPY: ``from`` and ``chown``."""
+        found = re.findall(r"--(\w+)=(\S+)", self.text)
+        return {str(name): str(value) for name, value in found}
+
+
+@dataclass
+class Stage:
+    """One stage: what ``FROM`` calls it, and its instructions after that."""
+
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def each(self, name: str) -> list[Instruction]:
+        """Its instructions of one name."""
+        return [one for one in self.instructions if one.name == name]
+
+    def words(self, name: str) -> list[str]:
+        """The words of the last instruction of that name, in either form; empty if there is none.
+
+        ``HEALTHCHECK`` gives its command.
+        """
+        found = self.each(name)
+        if not found:
+            return []
+        bracket = found[-1].text.find("[")
+        text = found[-1].text
+        return list(json.loads(text[bracket:])) if bracket >= 0 else shlex.split(text)
+
+
+def stages_of(dockerfile: str) -> list[Stage]:
+    """The stages of a Dockerfile; comments are dropped and continued lines joined."""
+    lines = [line for line in dockerfile.splitlines() if not line.lstrip().startswith("#")]
+    stages: list[Stage] = []
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        name, _, text = line.strip().partition(" ")
+        if name == "FROM":
+            _, _, alias = text.partition(" AS ")
+            stages.append(Stage(alias.strip()))
+        elif name and stages:
+            stages[-1].instructions.append(Instruction(name, text.strip()))
+    return stages
+
+
+def build(root: Path, repository: Path = REPOSITORY) -> None:
+    """Make ``root`` and ``root``.json from the Dockerfile of ``repository``.
+
+    Raises:
+        ValueError: the Dockerfile says something that this file does not follow.
+        subprocess.CalledProcessError: the wheel cannot be built or installed.
+    """
+    builder, final = stages_of((repository / "Dockerfile").read_text(encoding="utf-8"))
+    if final.each("RUN"):
+        raise ValueError("the last stage has a RUN line; put it into deploy/docker/install.sh")
+    root.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="kvhearth-image-") as folder:
+        source, image = Path(folder, "src"), Path(folder, "image")
+        _run_builder(builder, repository, source, image)
+        for copy in final.each("COPY"):
+            taken, target = copy.words
+            if copy.options.get("from") != builder.name or not taken.startswith("/image/"):
+                raise ValueError(f"the last stage copies from elsewhere: {copy.text}")
+            place = root / target.lstrip("/")
+            shutil.copytree(image / taken.removeprefix("/image/"), place, symlinks=True)
+            _give(place, copy.options.get("chown", ""))
+    _lay_base(root)
+    root.with_suffix(".json").write_text(json.dumps(_config(final), indent=2), encoding="utf-8")
+
+
+def _run_builder(builder: Stage, repository: Path, source: Path, image: Path) -> None:
+    for copy in builder.each("COPY"):
+        *taken, target = copy.words
+        for name in taken:
+            many = len(taken) > 1 or target.endswith("/")
+            place = source / target / Path(name).name if many else source / target
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if (repository / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+                shutil.copytree(repository / name, place, ignore=ignored)
+            else:
+                shutil.copy2(repository / name, place)
+    commands = [run.words for run in builder.each("RUN")]
+    if commands != [[INSTALLER, "/src", "/image"]]:
+        raise ValueError(f"the builder may run only {INSTALLER} /src /image, not {commands}")
+    words = [INSTALLER, str(source), str(image), sys.executable]
+    subprocess.run(words, cwd=source, check=True, env=_pip_environment())
+
+
+def _pip_environment() -> dict[str, str]:
+    """Without what a virtual environment or a test run set for Python; pip's settings stay."""
+    return {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def _give(place: Path, owner: str) -> None:
+    """To the owner that COPY names, where that is possible: only root may."""
+    if owner and os.geteuid() == 0:
+        uid, _, gid = owner.partition(":")
+        os.chown(place, int(uid), int(gid))
+
+
+def _config(final: Stage) -> dict[str, object]:
+    environment = dict(
+        word.split("=", 1) for one in final.each("ENV") for word in shlex.split(one.text)
+    )
+    return {
+        "user": final.words("USER")[0],
+        "environment": environment,
+        "entrypoint": final.words("ENTRYPOINT"),
+        "command": final.words("CMD"),
+        "healthcheck": final.words("HEALTHCHECK"),
+    }
+
+
+def _lay_base(root: Path) -> None:
+    """The place of ``FROM python``: /usr/local/bin/python3 and what it loads."""
+    for name in MOUNT_POINTS:
+        (root / name).mkdir(exist_ok=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    programs = root / "usr/local/bin"
+    programs.mkdir(parents=True)
+    interpreter = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    shutil.copy2(interpreter, programs / version)
+    (programs / "python3").symlink_to(version)
+    library = root / "usr/local/lib" / version
+    left_out = shutil.ignore_patterns("__pycache__", *STDLIB_LEFT_OUT)
+    shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=left_out, symlinks=False)
+    words = [sys.executable, "-m", "compileall", "-q", "-j0", str(library)]
+    subprocess.run(words, check=True, env=_pip_environment())
+    folders = {_place_library(root, path) for path in _needed([root / "usr", root / "opt"])}
+    (root / "etc/ld.so.conf").write_text("".join(f"{one}\n" for one in sorted(folders)))
+    loader = shutil.which("ldconfig") or "/sbin/ldconfig"
+    subprocess.run([loader, "-r", str(root)], check=True)
+
+
+def _needed(trees: Iterable[Path]) -> Iterator[Path]:
+    """The shared libraries outside the trees that programs and libraries in them load."""
+    trees = list(trees)
+    loading = [
+        str(path)
+        for tree in trees
+        for path in tree.rglob("*")
+        if path.is_file() and not path.is_symlink() and (_is_library(path) or _is_program(path))
+    ]
+    listing = subprocess.run(["ldd", *loading], check=False, capture_output=True, text=True).stdout
+    found = set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", listing, flags=re.MULTILINE))
+    return (
+        Path(one) for one in sorted(found) if not any(Path(one).is_relative_to(t) for t in trees)
+    )
+
+
+def _is_library(path: Path) -> bool:
+    return ".so" in path.suffixes
+
+
+def _is_program(path: Path) -> bool:
+    return path.parent.name == "bin" and path.read_bytes()[:4] == b"\x7fELF"
+
+
+def _place_library(root: Path, path: Path) -> str:
+    """Copy to the name under which it is looked for; returns its directory."""
+    place = root / path.relative_to("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(path.resolve(), place)
+    return str(path.parent)
+
+
+def size_bytes(root: Path) -> int:
+    """What the files of ``root`` take, links not followed."""
+    return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: rootfs.py ROOT")
+    build(Path(sys.argv[1]).absolute())
+    sys.stdout.write(f"{sys.argv[1]}: {size_bytes(Path(sys.argv[1])) / 1e6:.0f} MB\n")

@@ -1,0 +1,211 @@
+"""The findings of ``kvhearth doctor``: what is checked, what it means, and the line that fixes it.
+
+``fail`` is what keeps the daemon from starting with these settings, ``warn`` what costs speed or a
+feature.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvhearth_server.cli.output import size
+from kvhearth_server.cli.probes import Machine
+from kvhearth_server.config import Settings
+from kvhearth_server.memory.pages import MIB, THP_FIX, FilesystemKind, filesystem_kind
+
+HUGE = 2 * MIB
+DESCRIPTORS_BASE = 128
+DESCRIPTORS_PER_SESSION = 8
+"""Socket, life line, pidfd, lock, gRPC connection, and some of each on the way."""
+
+
+class Grade(enum.StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``fix`` is a command or a setting, empty where there is nothing to
+    do.
+    """
+
+    check: str
+    grade: Grade
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is looked at: a machine, for a daemon with these settings.
+
+    Args:
+        folder: where direct IO is tried.
+    """
+
+    machine: Machine
+    settings: Settings
+    folder: Path
+
+
+def examine(look: Look) -> list[Finding]:
+    """Every check, in the order of the table."""
+    return [finding for check in CHECKS for finding in check(look)]
+
+
+def _graded(good: object, check: str, found: str, fix: str, bad: Grade = Grade.WARN) -> Finding:
+    return Finding(check, Grade.OK, found) if good else Finding(check, bad, found, fix)
+
+
+def hugepages(look: Look) -> Iterator[Finding]:
+    """Enough free 2 MiB pages for the arena, in all and by NUMA node."""
+    memory, policy = look.machine.memory, look.settings.hugepages
+    needed = -(-look.settings.memory_bytes // HUGE)
+    pool = memory.pool(HUGE)
+    found = f"{pool.free} of {pool.total} pages of 2 MiB are free, the arena takes {needed}"
+    if policy == "off":
+        yield Finding("hugepages", Grade.OK, f"{found}; they are off")
+    else:
+        fix = pool.fix(needed, is_default=memory.default_hugepage_bytes() == HUGE)
+        bad = Grade.FAIL if policy == "require" else Grade.WARN
+        yield _graded(pool.free >= needed, "hugepages", found, fix, bad)
+    for node, part in look.machine.node_pools().items():
+        found = f"{part.free} of {part.total} pages of 2 MiB are free"
+        folder = f"/sys/devices/system/node/{node}/hugepages/hugepages-2048kB"
+        fix = f"run: echo {needed} > {folder}/nr_hugepages"
+        good = part.free or policy == "off"
+        yield _graded(good, f"hugepages.{node}", found, fix)
+
+
+def memory_left(look: Look) -> Iterator[Finding]:
+    """Enough memory where there are not enough huge pages."""
+    memory, wanted = look.machine.memory, look.settings.memory_bytes
+    huge_free = memory.pool(HUGE).free * HUGE if look.settings.hugepages != "off" else 0
+    left = memory.available_bytes()
+    if left is None:
+        yield Finding("memory", Grade.OK, "what is available is not known")
+        return
+    found = f"{size(left)} are available, the arena takes {size(wanted)}"
+    fix = f"set a smaller memory: kvhearth serve --memory {max(left * 3 // 4 // MIB, 64)}MiB"
+    yield _graded(max(left, huge_free) >= wanted, "memory", found, fix, Grade.FAIL)
+
+
+def transparent(look: Look) -> Iterator[Finding]:
+    """Transparent huge pages for memfds: the second best, if hugetlb pages run short."""
+    setting = look.machine.memory.shmem_thp() or "not there"
+    allowed = look.machine.memory.memfd_thp_allowed()
+    yield _graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
+
+
+def memlock(look: Look) -> Iterator[Finding]:
+    """May the arena be locked (mlock, RDMA, registered buffers of io_uring)?"""
+    limit = look.machine.limit(resource.RLIMIT_MEMLOCK)
+    found = "no limit" if limit < 0 else f"at most {size(limit)} may be locked"
+    fix = (
+        "systemd: LimitMEMLOCK=infinity; docker run: --ulimit memlock=-1; "
+        "shell: ulimit -l unlimited"
+    )
+    yield _graded(limit < 0 or limit >= look.settings.memory_bytes, "memlock", found, fix)
+
+
+def descriptors(look: Look) -> Iterator[Finding]:
+    """Enough descriptors for the sessions that the settings allow."""
+    limit = look.machine.limit(resource.RLIMIT_NOFILE)
+    needed = DESCRIPTORS_BASE + DESCRIPTORS_PER_SESSION * look.settings.sessions_max
+    found = (
+        f"{'no limit' if limit < 0 else limit}, {look.settings.sessions_max} sessions take up to"
+    )
+    fix = (
+        f"systemd: LimitNOFILE={needed}; docker run: --ulimit nofile={needed}; "
+        f"shell: ulimit -n {needed}"
+    )
+    yield _graded(limit < 0 or limit >= needed, "nofile", f"{found} {needed}", fix)
+
+
+def kernel(look: Look) -> Iterator[Finding]:
+    """Calls of newer kernels."""
+    release = look.machine.kernel_release()
+    yield _graded(
+        look.machine.peer_pidfd(),
+        "peer_pidfd",
+        f"SO_PEERPIDFD (Linux 6.5), this is {release}",
+        "run a kernel of 6.5 or newer; until then a dead client's slots rest for "
+        f"drain_grace_no_pidfd_s = {look.settings.drain_grace_no_pidfd_s:g} s",
+    )
+    yield _graded(
+        look.machine.populate(),
+        "populate",
+        f"MADV_POPULATE_WRITE (Linux 5.14), this is {release}",
+        "run a kernel of 5.14 or newer; until then memory that runs out at start is a SIGBUS",
+    )
+
+
+def direct_io(look: Look) -> Iterator[Finding]:
+    """O_DIRECT, which a tier on a disk needs."""
+    problem = look.machine.direct_io(look.folder)
+    found = f"{look.folder}: {problem or 'works'}"
+    fix = "name a directory on ext4 or xfs: kvhearth doctor --dir DIR"
+    yield _graded(not problem, "o_direct", found, fix)
+
+
+def io_uring(look: Look) -> Iterator[Finding]:
+    """io_uring, the fast way to a disk."""
+    problem = look.machine.io_uring()
+    fix = (
+        "run: sysctl -w kernel.io_uring_disabled=0; in a container, allow io_uring_setup, "
+        "io_uring_enter and io_uring_register in its seccomp profile"
+    )
+    yield _graded(not problem, "io_uring", problem or "works", fix)
+
+
+def directories(look: Look) -> Iterator[Finding]:
+    """Where sockets and arena go."""
+    place = look.settings.socket_dir
+    existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    writable = os.access(existing, os.W_OK | os.X_OK)
+    state = "writable" if writable else f"{existing} is not writable for user {os.getuid()}"
+    fix = f"run: install -d -o {os.getuid()} -m 750 {place}"
+    yield _graded(writable, "socket_dir", f"{place}: {state}", fix, Grade.FAIL)
+    arena = look.settings.arena_dir
+    fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
+    if arena is None:
+        found = "none: a restart of the daemon starts with a cold cache"
+        yield Finding("arena_dir", Grade.WARN, found, fix)
+        return
+    existing = next(folder for folder in (arena, *arena.parents) if folder.exists())
+    kind = filesystem_kind(existing).kind
+    good = kind is not FilesystemKind.OTHER and os.access(existing, os.W_OK | os.X_OK)
+    told = f"{arena}: on {kind}, writable" if good else f"{arena}: no writable hugetlbfs or tmpfs"
+    yield _graded(good, "arena_dir", told, fix, Grade.FAIL)
+
+
+def versions(look: Look) -> Iterator[Finding]:
+    """The packages that the daemon needs."""
+    for package in look.machine.packages():
+        found = f"{package.version or 'not installed'}, at least {package.least} is needed"
+        fix = f"run: pip install '{package.name}>={package.least}'"
+        yield _graded(package.enough, f"version.{package.name}", found, fix, Grade.FAIL)
+
+
+CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
+    hugepages,
+    memory_left,
+    transparent,
+    memlock,
+    descriptors,
+    kernel,
+    direct_io,
+    io_uring,
+    directories,
+    versions,
+)
+"""What is checked. A check yields one finding or more."""

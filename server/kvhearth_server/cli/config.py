@@ -1,0 +1,55 @@
+"""``kvhearth config``: the settings in force, a commented sample, and a check."""
+
+from __future__ import annotations
+
+import typer
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.cli.options import AsJson, Config
+from kvhearth_server.cli.output import note, say_json
+from kvhearth_server.cli.sample import sample as sample_text
+from kvhearth_server.cli.sample import settings_yaml
+from kvhearth_server.config import Settings, load_settings, unread_environment
+
+SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
+SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
+VALIDATE_EPILOG = "Example: kvhearth config validate --config kvhearth.yaml"
+
+
+def show(config: Config = None, as_json: AsJson = False) -> None:
+    """Print the settings that environment and file give, as YAML; secrets are masked."""
+    settings = load_settings({}, config)
+    if as_json:
+        say_json(settings.model_dump(mode="json"))
+    else:
+        typer.echo(settings_yaml(settings), nl=False)
+
+
+def sample(as_json: AsJson = False) -> None:
+    """Print a commented YAML file of all settings with their defaults."""
+    if as_json:
+        fields = Settings.model_fields.items()
+        defaults = Settings.model_validate({}).model_dump(mode="json")
+        say_json(
+            {name: {"default": defaults[name], "help": field.description} for name, field in fields}
+        )
+    else:
+        typer.echo(sample_text(), nl=False)
+
+
+def validate(config: Config = None, as_json: AsJson = False) -> None:
+    """Check the settings that environment and file give; exits with 2 if they are wrong."""
+    problem = ""
+    try:
+        load_settings({}, config)
+    except KVHearthError as error:
+        problem = error.message
+    unread = unread_environment()
+    if as_json:
+        say_json({"valid": not problem, "problem": problem, "unread_environment": unread})
+    for name in unread:
+        note(f"kvhearth: warning: no setting reads the environment variable {name}")
+    if problem:
+        raise KVHearthError(Reason.CONFIG_INVALID, problem)
+    if not as_json:
+        typer.echo("valid")

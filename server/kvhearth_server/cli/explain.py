@@ -1,0 +1,100 @@
+"""``kvhearth explain``: why is this a miss?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli.output import console, plain, row, say_json, short, size, table
+from kvhearth_server.cli.reach import Reach
+
+EPILOG = (
+    "Example: kvhearth explain contract.json; kvhearth explain 9f86d081884c7d659a2feaa0c55ad015"
+)
+
+
+def explain(
+    what: Annotated[
+        str, typer.Argument(help="A file with a contract's JSON, or a key in hex.", metavar="WHAT")
+    ],
+    socket_dir: SocketDir = None,
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="The contract's tenant; default: the first.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Tell why something is a miss.
+
+    Of a contract: its namespace, or the nearest ones and the fields in which they differ. Of a
+    key: where it is, in which state, and what keeps it from being served; or that it is absent.
+    """
+    path = Path(what)
+    if path.is_file():
+        _contract(path, socket_dir, tenant, as_json=as_json)
+        return
+    try:
+        key = bytes.fromhex(what)
+    except ValueError:
+        raise KVHearthError(
+            Reason.CONFIG_INVALID, f"{what!r} is neither a file nor a key in hex"
+        ) from None
+    _key(key, socket_dir, as_json=as_json)
+
+
+def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool) -> None:
+    try:
+        text = Contract.from_json(path.read_text(encoding="utf-8")).to_json()
+    except (OSError, UnicodeDecodeError, KVHearthError) as error:
+        told = error.message if isinstance(error, KVHearthError) else str(error)
+        raise KVHearthError(Reason.CONFIG_INVALID, f"{path}: {told}") from None
+    with Reach(socket_dir) as daemon:
+        reply = daemon.explain_contract(tenant, text)
+    if as_json:
+        say_json({"kind": "contract", **plain(reply)})
+        return
+    if reply.exists:
+        typer.echo(f"the namespace {reply.namespace} exists: the contract is no reason for a miss")
+        return
+    typer.echo(
+        f"there is no namespace {reply.namespace}: no engine has attached with this contract"
+    )
+    for near in reply.nearest:
+        shown = table("field", "asked", "there is")
+        for field in near.fields:
+            row(shown, field.field, field.asked, field.stored)
+        title = f"\nnamespace {short(near.namespace)} differs in {len(near.fields)}:"
+        console().print(Group(title, shown))
+
+
+def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
+    with Reach(socket_dir) as daemon:
+        reply = daemon.explain_key(key)
+    if as_json:
+        say_json({"kind": "key", "key": key.hex(), **plain(reply)})
+        return
+    if not reply.places:
+        typer.echo(
+            f"the key {key.hex()} is absent: never stored, evicted, or stored with another hash"
+        )
+        return
+    for place in reply.places:
+        console().print(_told(place))
+
+
+def _told(place: admin_pb2.KeyPlace) -> str:
+    verdict = f"not served: {place.why_not}" if place.why_not else "served"
+    current = "current" if place.epoch == place.namespace_epoch else "stale"
+    held = f"{place.leases} leases, {place.pins} pins"
+    bytes_told = f"{place.shards} x {size(place.shard_bytes)}"
+    return (
+        f"namespace {short(place.namespace)} (tenant {place.tenant}), group {place.group}: "
+        f"{verdict}\n  {place.state} in {place.tier}, epoch {place.epoch} ({current}), "
+        f"{bytes_told}, {held}"
+    )

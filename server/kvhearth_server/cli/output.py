@@ -1,0 +1,116 @@
+"""What verbs print: data on stdout, as one JSON object or as text; everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import typer
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH_OFF_TERMINAL = 200
+_DIGITS_SHOWN = 12
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plain(value: Any) -> Any:
+    """A message as what JSON knows: every field by its name, integers as numbers, bytes as hex."""
+    if isinstance(value, Message):
+        fields = [field.name for field in value.DESCRIPTOR.fields]
+        return {name: plain(getattr(value, name)) for name in fields}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain(value[name]) for name in sorted(value)}
+    return [plain(part) for part in value]
+
+
+def say_json(value: Mapping[str, object]) -> None:
+    """One object on one line of stdout."""
+    typer.echo(json.dumps(value))
+
+
+def note(text: str) -> None:
+    """A message for a person."""
+    typer.echo(text, err=True)
+
+
+def console() -> Console:
+    """stdout, colours as the terminal and NO_COLOR say; wide where it is no terminal."""
+    width = None if sys.stdout.isatty() else _WIDTH_OFF_TERMINAL
+    return Console(width=width, highlight=False, soft_wrap=width is not None)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while the block runs; nothing where that is no terminal."""
+    return Console(stderr=True).status(text)
+
+
+def table(*heads: str, right: Iterable[str] = ()) -> Table:
+    """An empty table; ``right`` names columns of numbers."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        made.add_column(head, justify="right" if head in right else "left", no_wrap=True)
+    return made
+
+
+def row(shown: Table, *cells: object) -> None:
+    """Add a row. A cell that is text is shown as it is: no markup in it, no control characters.
+
+    Engines choose some of these texts, and they must not reach the operator's terminal raw.
+    """
+    shown.add_row(
+        *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells)  # type: ignore[arg-type]
+    )
+
+
+def printable(text: str) -> str:
+    """``text`` with ``?`` for what would control a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def facts(rows: Sequence[tuple[str, object]]) -> Table:
+    """Names and values below each other."""
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        row(made, name, str(value))
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes for a person: three digits or so."""
+    amount, unit = float(count), 0
+    while amount >= 1024 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{amount:.0f} B" if unit == 0 else f"{amount:.4g} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """A time for a person."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    hours, days = minutes // 60, minutes // 1440
+    if hours < 1:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if days < 2 else f"{days} d {hours % 24} h"
+
+
+def percent(part: float, whole: float) -> str:
+    """A part of a whole, ``-`` of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def short(digest: str) -> str:
+    """The first digits of a namespace, enough to tell it apart."""
+    return digest[:_DIGITS_SHOWN]

@@ -1,0 +1,174 @@
+"""``kvhearth top``: what the daemon does now, once a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli.output import (
+    console,
+    duration,
+    percent,
+    plain,
+    row,
+    say_json,
+    short,
+    size,
+    table,
+)
+from kvhearth_server.cli.reach import Reach
+
+EPILOG = "Example: kvhearth top; kvhearth top --once --json"
+REFRESH_S = 1.0
+_SESSIONS_SHOWN = 20
+_BAR_COLUMNS = 30
+_RATES = (
+    ("lookups", "lookups"),
+    ("keys asked", "lookup_keys"),
+    ("keys hit", "hit_keys"),
+    ("blocks stored", "stored_blocks"),
+    ("blocks evicted", "evicted_blocks"),
+    ("refusals", "refusals"),
+    ("checksum failures", "checksum_failures"),
+)
+"""What is shown per second, and the counter (all its labels together) behind it."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at the daemon."""
+
+    at: float
+    stats: admin_pb2.StatsResponse
+    sessions: admin_pb2.ListSessionsResponse
+    leases: admin_pb2.ListLeasesResponse
+
+    def count(self, name: str) -> int:
+        """A counter since the start, all its labels together."""
+        found: Mapping[str, int] = self.stats.counters
+        return sum(n for key, n in found.items() if key.partition("{")[0] == name)
+
+
+def top(
+    socket_dir: SocketDir = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once instead of each second.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch hits, rates, memory, engines and leases; Ctrl-C ends it.
+
+    Rates are those of the last second; of the first look they are those since the start. With
+    --json it prints one object a line.
+    """
+    with Reach(socket_dir) as daemon:
+        view, before = _look(daemon), None
+        if once:
+            _print(view, before, as_json=as_json)
+            return
+        try:
+            _watch(daemon, view, as_json=as_json)
+        except KeyboardInterrupt:
+            return
+
+
+def _watch(daemon: Reach, view: View, *, as_json: bool) -> None:
+    before: View | None = None
+    if as_json:
+        while True:
+            _print(view, before, as_json=True)
+            time.sleep(REFRESH_S)
+            view, before = _look(daemon), view
+    with Live(_drawn(view, before), console=console(), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            view, before = _look(daemon), view
+            live.update(_drawn(view, before), refresh=True)
+
+
+def _look(daemon: Reach) -> View:
+    return View(time.monotonic(), daemon.stats(), daemon.sessions(), daemon.leases())
+
+
+def _print(view: View, before: View | None, *, as_json: bool) -> None:
+    if as_json:
+        say_json(as_object(view, before))
+    else:
+        console().print(_drawn(view, before))
+
+
+def rates(view: View, before: View | None) -> dict[str, float]:
+    """Counts per second between two looks at one boot, else since the start; by counter."""
+    if before is None or before.stats.boot_id != view.stats.boot_id:
+        span, base = view.stats.uptime_s, dict.fromkeys((name for _, name in _RATES), 0)
+    else:
+        span, base = view.at - before.at, {name: before.count(name) for _, name in _RATES}
+    return {name: (view.count(name) - base[name]) / max(span, 0.001) for _, name in _RATES}
+
+
+def as_object(view: View, before: View | None) -> dict[str, Any]:
+    """A look as JSON: statistics, rates per second, sessions and leases."""
+    return {
+        "stats": plain(view.stats),
+        "rates": rates(view, before),
+        "sessions": plain(view.sessions.sessions),
+        "leases": plain(view.leases.groups),
+    }
+
+
+def _drawn(view: View, before: View | None) -> RenderableType:
+    found = view.stats
+    state = "[yellow]draining[/]" if found.draining else "[green]serving[/]"
+    oldest = max((one.oldest_s for one in view.leases.groups), default=0.0)
+    head = (
+        f"[bold]kvhearth {found.version}[/]  {state}  up {duration(found.uptime_s)}  "
+        f"boot {short(found.boot_id)}\n{found.blocks} blocks  {found.sessions} sessions in "
+        f"{found.groups} groups  {found.leases} leases (oldest {duration(oldest)})  "
+        f"{found.pins} pins"
+    )
+    parts = (_memory(found), _speeds(view, before), _engines(view))
+    return Group(head, *(piece for part in parts for piece in ("", part)))
+
+
+def _memory(found: admin_pb2.StatsResponse) -> Table:
+    heads = ("segment", "pages", "", "used", "of", "held", "quarantined")
+    shown = table(*heads, right=heads[3:])
+    for part in found.segments:
+        used = part.bytes - part.free_bytes
+        bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
+        sizes = (used, part.bytes, part.held_bytes, part.quarantined_bytes)
+        row(shown, part.tenant, part.page_kind, bar, *map(size, sizes))
+    return shown
+
+
+def _speeds(view: View, before: View | None) -> Table:
+    shown = table("", "per second", "since start", right=("per second", "since start"))
+    now = rates(view, before)
+    for title, name in _RATES:
+        row(shown, title, f"{now[name]:,.1f}", f"{view.count(name):,}")
+    ratios = (percent(now["hit_keys"], now["lookup_keys"]), _total_ratio(view))
+    row(shown, "hit ratio", *ratios)
+    return shown
+
+
+def _total_ratio(view: View) -> str:
+    return percent(view.count("hit_keys"), view.count("lookup_keys"))
+
+
+def _engines(view: View) -> Table:
+    shown = table("engine", "tenant", "rank", "pid", "state", right=("rank", "pid"))
+    listed = view.sessions.sessions
+    for one in listed[:_SESSIONS_SHOWN]:
+        rank = str(one.rank) if one.rank >= 0 else "-"
+        row(shown, one.engine_id, one.tenant, rank, str(one.pid), one.state)
+    if len(listed) > _SESSIONS_SHOWN:
+        row(shown, f"and {len(listed) - _SESSIONS_SHOWN} more", "", "", "", "")
+    return shown

@@ -1,0 +1,93 @@
+"""What an operator wants to know of the state: who holds leases, and where a key is. Only reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhearth.model import Tier
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.table import State
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the readers of one group hold; slots and bytes count once for each lease on them."""
+
+    group: Group
+    leases: int
+    slots: int
+    bytes: int
+    oldest_s: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key is; ``why_not`` is empty if its block would be served."""
+
+    namespace: Namespace
+    kv_group: int
+    state: State
+    tier: Tier
+    epoch: int
+    leases: int
+    pins: int
+    shard_bytes: int
+    shards: int
+    why_not: str
+
+
+def held_by_groups(state: CoreState, now: float) -> list[Held]:
+    """The groups that hold leases, the one with the oldest lease first."""
+    found = [
+        Held(
+            group,
+            len(group.leases),
+            sum(len(slots) for slots in group.leases.values()),
+            sum(state.table.total_bytes(slots) for slots in group.leases.values()),
+            max(0.0, now - min(group.leased_at.values())),
+        )
+        for group in state.groups
+        if group.leases
+    ]
+    return sorted(found, key=lambda held: -held.oldest_s)
+
+
+def places(state: CoreState, key: bytes) -> list[Place]:
+    """All blocks of a key, in every namespace and KV group; each group's index is asked once."""
+    found = [
+        _place(state, state.namespaces.get(number), kv_group, heads[key])
+        for number, kv_group, heads in state.index.items()
+        if key in heads
+    ]
+    return sorted(found, key=lambda place: (place.namespace.number, place.kv_group))
+
+
+def _place(state: CoreState, namespace: Namespace, kv_group: int, head: int) -> Place:
+    table = state.table
+    spec = namespace.contract.groups[kv_group]
+    at = State(int(table.state[head]))
+    epoch = int(table.epoch[head])
+    return Place(
+        namespace,
+        kv_group,
+        at,
+        Tier.DRAM,
+        epoch,
+        int(table.refs[head]),
+        int(table.pins[head]),
+        spec.page_bytes,
+        spec.shards,
+        _why_not(at, epoch, namespace.epoch),
+    )
+
+
+def _why_not(state: State, epoch: int, current: int) -> str:
+    if epoch != current:
+        return f"its weights epoch {epoch} is not the namespace's {current}: weights have changed"
+    if state is State.COMMITTED:
+        return "committed, its checksum is still being taken: ask again"
+    if state is not State.SUMMED:
+        return f"its slots are {state.name.lower()}, only summed ones are served"
+    return ""

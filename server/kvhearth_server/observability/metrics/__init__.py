@@ -1,0 +1,14 @@
+"""Every metric of the daemon, in one table: name, kind, labels, unit, what it is and what for.
+
+They are read off a snapshot when somebody scrapes; nothing here runs beside a request.
+"""
+
+from __future__ import annotations
+
+from kvhearth_server.observability.metrics.cache import CACHE
+from kvhearth_server.observability.metrics.metric import Metric
+from kvhearth_server.observability.metrics.service import SERVICE
+
+__all__ = ["TABLE", "Metric"]
+
+TABLE: tuple[Metric, ...] = CACHE + SERVICE

@@ -1,0 +1,286 @@
+"""The metrics of blocks and of the memory that holds them."""
+
+from __future__ import annotations
+
+from kvhearth_server.engine.snapshot import NAMESPACES_SHOWN_MAX, Snapshot
+from kvhearth_server.observability.metrics.metric import (
+    Metric,
+    Samples,
+    by_label,
+    counted,
+    of_namespaces,
+    of_segments,
+    one,
+    outcomes,
+)
+
+
+def _pages(now: Snapshot) -> Samples:
+    return [((each.tenant, each.page_kind), each.page_bytes) for each in now.segments]
+
+
+def _lookups(now: Snapshot) -> Samples:
+    yield ("dram", ""), now.count("hit_keys")
+    for reason in ("absent", "epoch", "not_summed"):
+        yield ("miss", reason), now.counts.get(("miss_keys", reason), 0)
+
+
+CACHE: tuple[Metric, ...] = (
+    Metric(
+        "kvhearth_lookup_blocks_total",
+        "counter",
+        "blocks",
+        "Keys asked for in lookups, by where they were found; misses by reason: absent, epoch"
+        " (stored under older weights), not_summed (its checksum is still being taken). Their"
+        " sum is the keys asked for.",
+        "Hit ratio: the part with result dram. Many epoch misses: weights changed; many "
+        "not_summed: checksums cannot keep up.",
+        _lookups,
+        (
+            "result",
+            "reason",
+        ),
+    ),
+    Metric(
+        "kvhearth_lookups_total",
+        "counter",
+        "calls",
+        "Lookups answered.",
+        "Keys of one lookup, on average.",
+        counted("lookups"),
+    ),
+    Metric(
+        "kvhearth_leased_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks leased to readers.",
+        "What lookups really gave out to load.",
+        counted("leased_keys"),
+    ),
+    Metric(
+        "kvhearth_leased_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes leased to readers.",
+        "Bandwidth of loads; bytes that nobody had to compute again.",
+        counted("leased_bytes"),
+    ),
+    Metric(
+        "kvhearth_store_blocks_total",
+        "counter",
+        "blocks",
+        "Committed blocks, by outcome: stored, or duplicate (somebody else's was there first).",
+        "Store rate; many duplicates: engines compute the same prefix at the same time.",
+        outcomes({"stored": "stored_blocks", "duplicate": "duplicate_blocks"}),
+        ("outcome",),
+    ),
+    Metric(
+        "kvhearth_store_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes of blocks that became visible.",
+        "Bandwidth of stores.",
+        counted("stored_bytes"),
+    ),
+    Metric(
+        "kvhearth_summed_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that became servable because their checksum was taken or given.",
+        "Falling behind the stores: more sum_threads.",
+        counted("summed_blocks"),
+    ),
+    Metric(
+        "kvhearth_reserved_slots_total",
+        "counter",
+        "slots",
+        "Slots handed out for writing.",
+        "Compare with what was stored.",
+        counted("reserved_slots"),
+    ),
+    Metric(
+        "kvhearth_aborted_slots_total",
+        "counter",
+        "slots",
+        "Reserved slots given back unwritten.",
+        "Engines that reserve more than they store.",
+        counted("aborted_slots"),
+    ),
+    Metric(
+        "kvhearth_store_dropped_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that were written and then not kept.",
+        "Alert: stores that were lost.",
+        counted("dropped_stores"),
+    ),
+    Metric(
+        "kvhearth_quarantined_slots_total",
+        "counter",
+        "slots",
+        "Slots set aside because somebody may still write to them or read them.",
+        "With what came back: how much dead clients leave behind.",
+        counted("quarantined_slots"),
+    ),
+    Metric(
+        "kvhearth_quarantine_released_slots_total",
+        "counter",
+        "slots",
+        "Slots that came back from quarantine.",
+        "Alert: falling behind kvhearth_quarantined_slots_total for good.",
+        counted("released_quarantine_slots"),
+    ),
+    Metric(
+        "kvhearth_capacity_bytes",
+        "gauge",
+        "bytes",
+        "Memory of a tenant's segment.",
+        "The whole that the other gauges are parts of.",
+        of_segments(lambda s: s.capacity_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_used_bytes",
+        "gauge",
+        "bytes",
+        "Memory that committed blocks take.",
+        "How full the cache is.",
+        of_segments(lambda s: s.committed_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_reserved_bytes",
+        "gauge",
+        "bytes",
+        "Memory reserved for writing and not committed yet.",
+        "Stocks that are too large.",
+        of_segments(lambda s: s.reserved_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_evictable_bytes",
+        "gauge",
+        "bytes",
+        "The part of used_bytes that nobody leases or pins.",
+        "Alert: near 0 with little free, stores are refused.",
+        of_segments(lambda s: s.evictable_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_quarantined_bytes",
+        "gauge",
+        "bytes",
+        "Memory set aside because somebody may still write to it or read it.",
+        "A dead client that holds memory back.",
+        of_segments(lambda s: s.quarantined_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_free_bytes",
+        "gauge",
+        "bytes",
+        "Memory that nobody uses, slack inside slabs included.",
+        "Room before evictions begin.",
+        of_segments(lambda s: s.free_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_unassigned_bytes",
+        "gauge",
+        "bytes",
+        "Slabs that no slot size holds yet.",
+        "Room for any slot size.",
+        of_segments(lambda s: s.unassigned_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_largest_free_bytes",
+        "gauge",
+        "bytes",
+        "The largest slot that could be taken without evicting anything.",
+        "Fragmentation: small while free_bytes is large.",
+        of_segments(lambda s: s.largest_free_bytes),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_page_bytes",
+        "gauge",
+        "bytes",
+        "Page size that the segment's memory is on, by kind of page.",
+        "Alert: below 2097152 the arena is not on huge pages.",
+        _pages,
+        (
+            "tenant",
+            "kind",
+        ),
+    ),
+    Metric(
+        "kvhearth_blocks",
+        "gauge",
+        "blocks",
+        "Blocks in the index.",
+        "How much the cache holds.",
+        one(lambda now: now.blocks),
+    ),
+    Metric(
+        "kvhearth_namespaces",
+        "gauge",
+        "namespaces",
+        "Namespaces: tenants' contracts.",
+        "Growth towards namespaces_max: contracts that differ by mistake.",
+        one(lambda now: now.namespace_count),
+    ),
+    Metric(
+        "kvhearth_namespaces_other",
+        "gauge",
+        "namespaces",
+        "Namespaces that share the label value other.",
+        "Whether the metrics by namespace name all of them.",
+        one(lambda now: max(0, now.namespace_count - NAMESPACES_SHOWN_MAX)),
+    ),
+    Metric(
+        "kvhearth_namespace_blocks",
+        "gauge",
+        "blocks",
+        "Blocks of a namespace, by the first digits of its digest; the oldest ones are named.",
+        "Who fills the cache.",
+        of_namespaces(lambda space: space.blocks),
+        ("namespace",),
+    ),
+    Metric(
+        "kvhearth_namespace_used_bytes",
+        "gauge",
+        "bytes",
+        "Memory that a namespace takes.",
+        "Who fills the cache.",
+        of_namespaces(lambda space: space.used_bytes),
+        ("namespace",),
+    ),
+    Metric(
+        "kvhearth_evictions_total",
+        "counter",
+        "blocks",
+        "Blocks evicted, by reason: space, slab (another slot size needed it), quota, asked.",
+        "Churn; slab evictions: models of several page sizes compete.",
+        by_label("evicted_blocks"),
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_removals_total",
+        "counter",
+        "blocks",
+        "Blocks removed for another reason than room.",
+        "Blocks replaced, or found damaged.",
+        by_label("removed_blocks"),
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_eviction_age_seconds",
+        "histogram",
+        "seconds",
+        "Time from a block's last use to its eviction, too high by at most about a second "
+        "(more for ages of hours).",
+        "Memory is too small where blocks go within minutes.",
+        one(lambda now: now.eviction_ages),
+    ),
+)

@@ -1,0 +1,303 @@
+"""The metrics of the daemon as a service: readers, sessions, calls, and what clients tell."""
+
+from __future__ import annotations
+
+from kvhearth_server.engine.snapshot import Snapshot
+from kvhearth_server.observability.metrics.metric import (
+    Metric,
+    Samples,
+    by_label,
+    counted,
+    one,
+    reported,
+)
+
+
+def _calls(now: Snapshot) -> Samples:
+    return [((method, code), n) for (method, code), n in sorted(now.timings.ended.items())]
+
+
+def _call_seconds(now: Snapshot) -> Samples:
+    return [((method,), each) for method, each in sorted(now.timings.seconds.items())]
+
+
+_FALLBACK = "fail_open_"
+_CLIENT_BYTES = {"store": "store_bytes", "load": "load_bytes"}
+_CLIENT_STORES = {
+    "stored": "store_blocks",
+    "duplicate": "store_duplicates",
+    "throttled": "store_throttled",
+    "refused": "store_refused",
+    "failed": "store_failed",
+    "dropped": "store_dropped",
+}
+_CLIENT_LOADS = {
+    "loaded": "load_blocks",
+    "throttled": "load_throttled",
+    "refused": "load_refused",
+    "failed": "load_failed",
+}
+_CLIENT_TROUBLE = (
+    "links_lost",
+    "attach_failures",
+    "heartbeat_failures",
+    "keeper_failures",
+    "drains_unfinished",
+    "outbox_overflow",
+    "errands_void",
+    "errands_late",
+    "errands_unknown",
+    "errands_refused",
+    "keys_cut",
+    "stock_failures",
+    "store_crashes",
+    "load_crashes",
+)
+
+
+def _fallbacks(now: Snapshot) -> Samples:
+    found = sorted(name for name in now.reported if name.startswith(_FALLBACK))
+    return [((name.removeprefix(_FALLBACK),), now.reported[name]) for name in found]
+
+
+SERVICE: tuple[Metric, ...] = (
+    Metric(
+        "kvhearth_build_info",
+        "gauge",
+        "1",
+        "Always 1; the version is its label.",
+        "Which version runs where.",
+        lambda now: [((now.version,), 1)],
+        ("version",),
+    ),
+    Metric(
+        "kvhearth_ready",
+        "gauge",
+        "bool",
+        "1 while stores and attaches are taken, 0 while the daemon drains.",
+        "Alert: a daemon that stays at 0 takes no stores.",
+        one(lambda now: not now.draining),
+    ),
+    Metric(
+        "kvhearth_uptime_seconds",
+        "gauge",
+        "seconds",
+        "Time since this run of the daemon began.",
+        "Restarts.",
+        one(lambda now: now.uptime_s),
+    ),
+    Metric(
+        "kvhearth_leases",
+        "gauge",
+        "leases",
+        "Leases that readers hold.",
+        "Loads under way.",
+        one(lambda now: now.leases),
+    ),
+    Metric(
+        "kvhearth_oldest_lease_seconds",
+        "gauge",
+        "seconds",
+        "Age of the oldest lease; 0 if there is none.",
+        "Alert: minutes mean a reader that leaks leases.",
+        one(lambda now: now.oldest_lease_s),
+    ),
+    Metric(
+        "kvhearth_pins",
+        "gauge",
+        "pins",
+        "Pins that hold blocks.",
+        "What eviction may not take.",
+        one(lambda now: now.pins),
+    ),
+    Metric(
+        "kvhearth_sessions",
+        "gauge",
+        "sessions",
+        "Attached processes.",
+        "Engines' processes that are missing.",
+        one(lambda now: now.sessions),
+    ),
+    Metric(
+        "kvhearth_sessions_leaving",
+        "gauge",
+        "sessions",
+        "Processes that left and may still be writing.",
+        "Dead clients whose memory is not back yet.",
+        one(lambda now: now.sessions_leaving),
+    ),
+    Metric(
+        "kvhearth_groups",
+        "gauge",
+        "groups",
+        "Engines that are attached or still hold something.",
+        "Engines beside their processes.",
+        one(lambda now: now.groups),
+    ),
+    Metric(
+        "kvhearth_sessions_opened_total",
+        "counter",
+        "sessions",
+        "Processes that attached.",
+        "Rising without new engines: they lose their life line.",
+        counted("sessions_opened"),
+    ),
+    Metric(
+        "kvhearth_sessions_closed_total",
+        "counter",
+        "sessions",
+        "Attached processes that ended or closed their life line.",
+        "Crashes of engines.",
+        counted("sessions_closed"),
+    ),
+    Metric(
+        "kvhearth_groups_ended_total",
+        "counter",
+        "groups",
+        "Engines whose last process went.",
+        "Restarts of engines.",
+        counted("groups_ended"),
+    ),
+    Metric(
+        "kvhearth_attach_bad_frames_total",
+        "counter",
+        "frames",
+        "Frames on the attach socket that were no valid message.",
+        "Something else than a client talks to the socket.",
+        counted("attach_frames_bad"),
+    ),
+    Metric(
+        "kvhearth_refusals_total",
+        "counter",
+        "requests",
+        "Requests that were refused, by reason of the error table; gRPC, attach and HTTP.",
+        "What clients run into.",
+        by_label("refusals"),
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_checksum_failures_total",
+        "counter",
+        "blocks",
+        "Blocks whose bytes were not those of their checksum, by who found it.",
+        "Alert: any one means damaged memory or a writer that is not ours.",
+        by_label("checksum_failures"),
+        ("source",),
+    ),
+    Metric(
+        "kvhearth_adopted_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks taken over from an earlier run's arena.",
+        "What a restart has saved.",
+        counted("adopted_blocks"),
+    ),
+    Metric(
+        "kvhearth_adoption_dropped_total",
+        "counter",
+        "slots",
+        "Slots of an earlier run's arena that were not taken over, by reason.",
+        "What a restart has cost.",
+        by_label("adoption_dropped"),
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_adoption_seconds",
+        "gauge",
+        "seconds",
+        "Time that reading the earlier run's journal took at start.",
+        "Slow starts.",
+        one(lambda now: now.adopt_s),
+    ),
+    Metric(
+        "kvhearth_verifying_blocks",
+        "gauge",
+        "blocks",
+        "Adopted blocks of portions whose checksum is not verified yet.",
+        "Readers verify until this is 0.",
+        one(lambda now: now.verifying_blocks),
+    ),
+    Metric(
+        "kvhearth_task_failures_total",
+        "counter",
+        "failures",
+        "Background tasks that failed and were restarted.",
+        "Alert: any one is a bug; its traceback is in the log.",
+        by_label("task_failures"),
+        ("task",),
+    ),
+    Metric(
+        "kvhearth_rpc_requests_total",
+        "counter",
+        "calls",
+        "gRPC calls by method and status code.",
+        "Rates and errors.",
+        _calls,
+        (
+            "method",
+            "code",
+        ),
+    ),
+    Metric(
+        "kvhearth_rpc_seconds",
+        "histogram",
+        "seconds",
+        "Time of gRPC calls in the daemon, from the message's arrival to the reply, by method.",
+        "Latency of decisions: lookups should stay below a millisecond.",
+        _call_seconds,
+        ("method",),
+    ),
+    Metric(
+        "kvhearth_client_copy_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes that clients copied, by direction; told with heartbeats.",
+        "Bandwidth of copies.",
+        reported(_CLIENT_BYTES),
+        ("direction",),
+    ),
+    Metric(
+        "kvhearth_client_store_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that clients' pipelines were given to store, by outcome.",
+        "Dropped or throttled stores: copies cannot keep up.",
+        reported(_CLIENT_STORES),
+        ("outcome",),
+    ),
+    Metric(
+        "kvhearth_client_load_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that clients' pipelines were given to load, by outcome.",
+        "Failed loads are computed again.",
+        reported(_CLIENT_LOADS),
+        ("outcome",),
+    ),
+    Metric(
+        "kvhearth_client_hit_tokens_total",
+        "counter",
+        "tokens",
+        "Tokens that lookups found restorable, as clients count them.",
+        "Prefill that was saved.",
+        one(lambda now: now.reported.get("lookup_hit_tokens", 0)),
+    ),
+    Metric(
+        "kvhearth_client_fallbacks_total",
+        "counter",
+        "decisions",
+        "Decisions for which an engine went on without the cache, by reason.",
+        "Alert: rising means engines cannot use the cache.",
+        _fallbacks,
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_client_trouble_total",
+        "counter",
+        "events",
+        "Other trouble that clients had, by kind.",
+        "What to look for in engines' logs.",
+        reported({name: name for name in _CLIENT_TROUBLE}),
+        ("kind",),
+    ),
+)

@@ -1,0 +1,63 @@
+"""How long calls take and how they end, counted where they are answered."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+SECONDS_BOUNDS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+    5.0,
+)
+"""Upper bounds of the buckets of a call's time."""
+
+AGE_BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0, 7 * 86400.0)
+"""Upper bounds of the buckets of a block's age."""
+
+
+@dataclass
+class Histogram:
+    """Counts by bucket, the last one without a bound, and the sum of what was observed."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``value`` (at its bound: in the bucket below) ``times`` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class CallTimings:
+    """Calls by method and by how they ended.
+
+    Bounded by the methods that are served: the caller passes none that a peer made up.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.seconds: dict[str, Histogram] = {}
+
+    def observe(self, method: str, code: str, seconds: float) -> None:
+        """One call of ``method`` ended as ``code`` after ``seconds``."""
+        self.ended[method, code] += 1
+        histogram = self.seconds.get(method)
+        if histogram is None:
+            histogram = self.seconds[method] = Histogram(SECONDS_BOUNDS)
+        histogram.observe(seconds)

@@ -1,0 +1,144 @@
+"""uvicorn on the daemon's own loop: a socket that is ours, no signals, bounded idle connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvhearth.errors import KVHearthError, Reason
+
+CONNECTIONS_MAX = 256
+HEAD_BYTES_MAX = 16 << 10
+HEAD_S = 10.0
+_KEEP_ALIVE_S = 15
+_STOP_S = 2.0
+_TICK_S = 1.0
+
+
+class Listener:
+    """Serves an application at an address. ``bind``, then ``start``; ``stop`` ends it.
+
+    Args:
+        host, port: the address; port 0 takes any free one.
+        refused: called for each request that is no HTTP.
+    """
+
+    def __init__(self, host: str, port: int, refused: Callable[[], None]) -> None:
+        self._refused = refused
+        self._host = host
+        self._port = port
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def bind(self) -> str:
+        """Take the address, which with port 0 is only known then; returns it as ``HOST:PORT``.
+
+        Raises:
+            KVHearthError: ``socket_unusable``: another process has it, or it is not this host's.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self._host, self._port))
+            listening.listen(CONNECTIONS_MAX)
+        except OSError as error:
+            listening.close()
+            raise KVHearthError(
+                Reason.SOCKET_UNUSABLE,
+                f"cannot serve HTTP on {_text(self._host, self._port)}: {error.strerror}; "
+                "choose another --http HOST:PORT, or --http off",
+            ) from None
+        self._socket = listening
+        host, port = listening.getsockname()[:2]
+        return _text(host, port)
+
+    async def start(self, app: ASGIApp) -> None:
+        """Answer requests from now on."""
+        assert self._socket is not None, "bind first"
+        config = uvicorn.Config(
+            app,
+            http=_protocol(self._refused),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=CONNECTIONS_MAX,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """End; requests under way have a moment."""
+        if self._server is not None and self._task is not None:
+            self._server.end.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._task, _STOP_S)
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the daemon, and wakes once a second instead of ten times."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.end = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: SIGTERM and SIGINT are the daemon's."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Until ``end``; a tick keeps the date header right."""
+        while not self.end.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self.end.wait()
+
+
+def _protocol(refused: Callable[[], None]) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """Closes a connection on which no request has come within ``HEAD_S``."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """A peer connects."""
+            super().connection_made(transport)
+            self.loop.call_later(HEAD_S, self.close_if_silent)
+
+        def close_if_silent(self) -> None:
+            """Close unless a request has come."""
+            cycle: object | None = self.cycle  # declared without the None that it starts with
+            if cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:
+            """What came is not HTTP."""
+            refused()
+            super().send_400_response(msg)
+
+    return Protocol
+
+
+def _text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

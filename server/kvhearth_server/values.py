@@ -1,0 +1,150 @@
+"""The kinds of value that settings have: how they are written, read and shown."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from kvhearth_server.units import format_duration_s, format_size, parse_duration_s, parse_size
+
+HTTP_OFF = "off"
+_PORT_MAX = 65535
+_TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_UID_MAX = 2**32 - 2  # the last one is the kernel's "no such uid"
+
+
+@dataclass(frozen=True)
+class TenantSetting:
+    """One tenant: who it is and how much memory is its own.
+
+    Args:
+        name: what its namespaces are digested with and its segment is called.
+        uids: the user ids whose processes attach as this tenant.
+        bytes: its segment's length, before rounding down to whole slabs.
+    """
+
+    name: str
+    uids: tuple[int, ...]
+    bytes: int
+
+
+def parse_tenant(value: object) -> TenantSetting:
+    """``NAME=UID[,UID...]:SIZE`` to a ``TenantSetting``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    if isinstance(value, TenantSetting):
+        return value
+    name, equals, rest = str(value).partition("=")
+    uids, colon, size = rest.rpartition(":")
+    if not equals or not colon:
+        raise ValueError(f"{value!r} is not a tenant; write NAME=UID[,UID...]:SIZE: a=1000:8GiB")
+    if _TENANT_NAME.fullmatch(name) is None:
+        raise ValueError(f"tenant name {name!r}: use at most 63 of a-z 0-9 - _")
+    return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids.split(",")), parse_size(size))
+
+
+def _parse_uid(value: object) -> int:
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or int(text) > _UID_MAX:
+        raise ValueError(f"{value!r} is not a user id; write its number (id -u NAME)")
+    return int(text)
+
+
+def _items(value: object, separators: str) -> list[object]:
+    """A list setting from a YAML list, repeated flags, or one separated text (environment)."""
+    parts = list(value) if isinstance(value, list | tuple) else [value]
+    found: list[object] = []
+    for part in parts:
+        found += re.split(separators, part.strip()) if isinstance(part, str) else [part]
+    return [part for part in found if part != ""]
+
+
+def _parse_tenants(value: object) -> tuple[TenantSetting, ...]:
+    return tuple(parse_tenant(item) for item in _items(value, r"[;\s]+"))
+
+
+def _parse_uids(value: object) -> tuple[int, ...]:
+    return tuple(_parse_uid(item) for item in _items(value, r"[,;\s]+"))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How help and sample files show a setting.
+
+    Args:
+        metavar: what stands for its value.
+        format: writes its default.
+    """
+
+    metavar: str
+    format: Callable[[Any], str]
+
+
+def lower(value: object) -> object:
+    """Text in lower case, anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Shown("SIZE", format_size)]
+OptionalSize = Annotated[
+    int | None,
+    BeforeValidator(lambda value: None if value is None else parse_size(value)),
+    Shown("SIZE", format_size),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_duration_s),
+    Field(ge=0, allow_inf_nan=False),
+    Shown("DURATION", format_duration_s),
+]
+Tenants = Annotated[
+    tuple[TenantSetting, ...],
+    NoDecode,
+    BeforeValidator(_parse_tenants),
+    Shown("NAME=UID[,UID...]:SIZE", str),
+]
+Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown("UID", str)]
+
+
+def parse_http(value: object) -> str:
+    """An HTTP address as it is written: ``HOST:PORT``, ``[IPV6]:PORT`` or ``off``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    text = "off" if value is False else str(value).strip()  # YAML reads off as false
+    if text.lower() == HTTP_OFF:
+        return HTTP_OFF
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    numbered = port.isascii() and port.isdecimal() and int(port) <= _PORT_MAX
+    if not colon or not bare or not numbered or (":" in bare and bare == host):
+        raise ValueError(f"{text!r} is not HOST:PORT; write 127.0.0.1:9460, [::1]:9460 or off")
+    return text
+
+
+HttpAddress = Annotated[str, BeforeValidator(parse_http), Shown("HOST:PORT|off", str)]
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Host and port of what ``parse_http`` has read; None for ``off``."""
+    if text == HTTP_OFF:
+        return None
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``; of names only localhost is known to be so."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,53 @@
+"""What is generated and checked in is what the code gives; ``make golden`` writes it anew."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from golden.generated import METRICS, OPENAPI, openapi
+
+from kvhearth_server.observability.exposition import metrics_page
+
+STALE = "run: make golden"
+
+
+def promise(schema: Any) -> Any:
+    """What of a schema clients rely on; words and FastAPI's own habits are left out."""
+    if isinstance(schema, list):
+        return [promise(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    passed_over = {"title", "description", "summary", "default"}
+    named = {name: promise(value) for name, value in schema.items() if name not in passed_over}
+    if "properties" in schema:  # there a field may be called title
+        named["properties"] = {name: promise(one) for name, one in schema["properties"].items()}
+    return named
+
+
+def test_openapi() -> None:
+    stored = json.loads(OPENAPI.read_text())
+    now = openapi()
+    assert promise(now["paths"]) == promise(stored["paths"]), STALE
+    assert promise(now["components"]["schemas"]) == promise(stored["components"]["schemas"]), STALE
+
+
+def test_every_operation_says_its_problems() -> None:
+    for path, operations in openapi()["paths"].items():
+        for method, operation in operations.items():
+            assert "422" not in operation["responses"], path
+            assert operation["responses"]["400"]["content"].keys() == {"application/problem+json"}
+            guarded = method == "post" or path.startswith("/debug") or path == "/v1/config"
+            assert ("security" in operation) == guarded, path
+            assert ("403" in operation["responses"]) == guarded, path
+
+
+def test_every_reference_is_there() -> None:
+    found = openapi()
+    text = json.dumps(found)
+    for name in text.split('"#/components/schemas/')[1:]:
+        assert name.partition('"')[0] in found["components"]["schemas"]
+
+
+def test_metrics_page() -> None:
+    assert METRICS.read_text() == metrics_page(), STALE

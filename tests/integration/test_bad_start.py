@@ -1,0 +1,244 @@
+"""Starts that cannot work: an exit status, and one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon
+from support.engine import contract_of, engine_of
+from support.raw_door import PAGE_BYTES, end_well, goes_on
+
+from kvhearth_server.memory.pages import FilesystemKind, KernelMemory, filesystem_kind
+
+CONFIG, MEMORY, OTHER = 2, 3, 1
+EXIT_S = 30.0
+
+
+def last_words(daemon: Daemon, status: int) -> str:
+    """The one line with which a start fails; its exit status must be ``status``."""
+    process = daemon.launch()
+    assert process.wait(EXIT_S) == status, daemon.log_tail()
+    lines = daemon.log_text().splitlines()
+    assert "Traceback" not in daemon.log_text(), daemon.log_tail()
+    assert lines[-1].startswith("kvhearth: error: ")
+    assert len([line for line in lines if line.startswith("kvhearth:")]) == 1
+    return lines[-1]
+
+
+@contextlib.contextmanager
+def failing(status: int, *, arena: bool = False, **settings: object) -> Iterator[str]:
+    """A start with these settings, and its last words."""
+    with stopped_daemon(arena=arena, **settings) as daemon:
+        yield last_words(daemon, status)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+UNMAPPABLE = pytest.param(
+    "9000000TiB",
+    marks=pytest.mark.xfail(
+        strict=True, reason="memory/generations.py lets the kernel's ENOMEM out as a traceback"
+    ),
+)
+"""So much that not even the table of its slots fits into an address space."""
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["anonymous", "tmpfs"])
+@pytest.mark.parametrize("memory", ["64TiB", UNMAPPABLE])
+def test_memory_that_does_not_fit(memory: str, arena: bool) -> None:
+    with failing(MEMORY, arena=arena, memory=memory, slab_bytes="64MiB") as words:
+        assert "memory" in words
+        assert "less" in words
+
+
+def test_hugepages_that_are_not_there() -> None:
+    pages = KernelMemory().pool(2 << 20).total + 1024
+    with failing(MEMORY, hugepages="require", memory=f"{2 * pages}MiB") as words:
+        assert f"of {pages} pages of 2MiB are free" in words
+        assert "run: " in words
+
+
+def test_hugepages_on_a_tmpfs() -> None:
+    with failing(MEMORY, arena=True, hugepages="require") as words:
+        assert "huge pages are required" in words
+        assert "/dev/hugepages" in words
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
+    "no number": ({"keys_max": "many"}, "--keys-max"),
+    "no keys": ({"keys_max": 0}, "--keys-max"),
+    "no memory": ({"memory": 0}, "--memory"),
+    "less than a slab": ({"memory": "1MiB"}, "memory: 1MiB is less than one slab"),
+    "a decimal unit": ({"memory": "1GB"}, "--memory"),
+    "an odd slot": ({"slot_bytes_min": 5000}, "slot_bytes_min"),
+    "an odd slab": ({"slab_bytes": "3MiB"}, "slab_bytes"),
+    "unknown pages": ({"hugepages": "maybe"}, "--hugepages"),
+    "unknown policy": ({"eviction": "random"}, "--eviction"),
+    "a tenant without memory": ({"tenants": "a=0"}, "--tenants"),
+    "tenants of more than all": ({"tenants": "a=0:8MiB b=1:16MiB"}, "tenants: 24MiB"),
+    "a user of two tenants": ({"tenants": "a=0:4MiB b=0:4MiB"}, "tenants: a user id is there"),
+    "more stock than held": ({"stock_fraction_max": 0.9}, "stock_fraction_max"),
+    "all may be held": ({"held_fraction_max": 1.0}, "--held-fraction-max"),
+    "no time": ({"attach_timeout_s": 0}, "--attach-timeout-s"),
+    "a time below zero": ({"drain_grace_s": "-1"}, "--drain-grace-s"),
+    "small messages": ({"message_bytes_max": 100}, "--message-bytes-max"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_setting(name: str) -> None:
+    settings, told = BAD_SETTINGS[name]
+    with failing(CONFIG, **settings) as words:
+        assert told in words
+
+
+# -- places --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def daemon_in(folder: Path, **settings: object) -> Iterator[Daemon]:
+    """A daemon that was not started, with this directory for its arena."""
+    with stopped_daemon(arena=False, **settings) as daemon:
+        daemon.arena_dir = folder
+        yield daemon
+
+
+def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
+    with daemon_in(tmp_path / "nowhere") as daemon:
+        words = last_words(daemon, MEMORY)
+    assert "arena_dir" in words
+    assert "create it" in words
+
+
+def test_an_arena_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with daemon_in(tmp_path / "file") as daemon:
+        assert "arena_dir" in last_words(daemon, MEMORY)
+
+
+def test_an_arena_directory_on_a_disk(tmp_path: Path) -> None:
+    if filesystem_kind(tmp_path).kind is not FilesystemKind.OTHER:
+        pytest.skip("the temporary directory is memory")
+    with daemon_in(tmp_path) as daemon:
+        words = last_words(daemon, MEMORY)
+    assert "neither on hugetlbfs nor on tmpfs" in words
+    assert str(tmp_path) in words
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_an_arena_directory_of_somebody_else() -> None:
+    with daemon_in(Path("/proc")) as daemon:
+        assert "may write to" in last_words(daemon, MEMORY)
+
+
+def test_a_socket_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "s", Path("/proc/kvhearth")):
+        with stopped_daemon(arena=False) as daemon:
+            daemon.socket_dir = folder
+            words = last_words(daemon, OTHER)
+        assert str(folder) in words
+        assert "--socket-dir" in words
+
+
+def test_a_socket_path_that_is_a_directory(tmp_path: Path) -> None:
+    with stopped_daemon(arena=False) as daemon:
+        (daemon.socket_dir / "attach.sock").mkdir(parents=True)
+        assert "--socket-dir" in last_words(daemon, OTHER)
+
+
+def test_a_socket_path_that_is_too_long(tmp_path: Path) -> None:
+    with stopped_daemon(arena=False) as daemon:
+        daemon.socket_dir = tmp_path / ("x" * 120)
+        assert "shorter directory" in last_words(daemon, CONFIG)
+
+
+# -- other daemons -------------------------------------------------------------------------------
+
+
+def test_another_daemon_on_the_same_sockets() -> None:
+    with running_daemon(arena=False) as first, stopped_daemon(arena=False) as second:
+        with engine_of(first.url(), contract_of(PAGE_BYTES)) as engine:
+            second.socket_dir = first.socket_dir
+            words = last_words(second, OTHER)
+            assert "another daemon serves" in words
+            assert "--socket-dir" in words
+            goes_on(engine)
+            assert engine.client.counters()["attaches"] == 1
+        end_well(first)
+
+
+def test_another_daemon_in_the_same_arena() -> None:
+    with running_daemon(arena=True) as first, stopped_daemon(arena=False) as second:
+        with engine_of(first.url(), contract_of(PAGE_BYTES)) as engine:
+            second.arena_dir = first.arena_dir
+            words = last_words(second, MEMORY)
+            assert "another daemon uses the arena directory" in words
+            goes_on(engine)
+        end_well(first)
+
+
+def test_sockets_of_a_daemon_that_was_killed() -> None:
+    with running_daemon(arena=False) as daemon:
+        daemon.kill()
+        assert daemon.exit_code == -signal.SIGKILL
+        assert (daemon.socket_dir / "attach.sock").exists()
+        assert daemon.start()
+        end_well(daemon)
+        assert list(daemon.socket_dir.iterdir()) == []
+
+
+# -- what an earlier run left --------------------------------------------------------------------
+
+
+def damaged(daemon: Daemon, data: bytes) -> None:
+    """Write over the catalogue that a daemon left."""
+    assert daemon.arena_dir is not None
+    path = daemon.arena_dir / "catalogue"
+    size = path.stat().st_size
+    path.write_bytes(data[:size].ljust(size, b"\0"))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 100_000, b"KVHBLOB1" + b"\xff" * 5000])
+def test_a_catalogue_that_is_garbage_is_a_cold_start(data: bytes) -> None:
+    with running_daemon(arena=True) as daemon:
+        end_well(daemon)
+        damaged(daemon, data)
+        assert daemon.start()
+        with engine_of(daemon.url(), contract_of(PAGE_BYTES)) as engine:
+            goes_on(engine)
+        end_well(daemon)
+
+
+BAD_ENTRIES = {
+    "a broken contract": {"number": 1, "tenant": "default", "epoch": 1, "contract": "{}"},
+    "no contract": {"number": 1, "tenant": "default", "epoch": 1},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_a_catalogue_that_lies_is_named(name: str) -> None:
+    """Whole, and of this format, but not what we write: better no start than a wrong one."""
+    from kvhearth_server.memory.durable import DurableBlob
+
+    with running_daemon(arena=True) as daemon:
+        end_well(daemon)
+        assert daemon.arena_dir is not None
+        blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
+        content = json.loads(blob.read() or b"")
+        content["namespaces"] = [BAD_ENTRIES[name]]
+        blob.write(json.dumps(content).encode())
+        blob.close()
+        words = last_words(daemon, MEMORY)
+    assert "catalogue" in words
+    assert "remove the files" in words

@@ -1,0 +1,298 @@
+"""The verbs of ``kvhearth`` against a real daemon: text, JSON, exit codes, and why it is a miss."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import Engine, contract_of, engine_of
+
+from kvhearth.contract import namespace_digest
+from kvhearth.version import __version__
+from kvhearth_server.cli import app
+from kvhearth_server.cli import top as top_verb
+
+PAGE_BYTES = 64 << 10
+CONTRACT = contract_of(PAGE_BYTES, shards=2)
+DIGEST = namespace_digest("default", CONTRACT).hex()
+KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False) as daemon:
+        yield daemon
+        daemon.wait_quiet()
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    with engine_of(daemon.url(), CONTRACT, "e[red]1") as engine:
+        engine.wait_ready()
+        assert engine.store(KEYS).bound == KEYS
+        yield engine
+
+
+@pytest.fixture
+def run(
+    daemon: Daemon,
+    engine: Engine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    """The command in this process, for the module's daemon: exit code, stdout, stderr."""
+    monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = app.run(words)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def asked(run: Run, *words: str) -> Any:
+    """What the verb says with --json; it succeeds, in one line, silently."""
+    code, out, err = run(*words, "--json")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def told(run: Run, *words: str) -> str:
+    """What the verb prints for a person; it succeeds, and stdout has no escapes."""
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "\x1b" not in out
+    return out
+
+
+def test_stat(run: Run, daemon: Daemon) -> None:
+    found = asked(run, "stat")
+    assert (found["version"], found["blocks"], found["draining"]) == (__version__, 8, False)
+    assert found["segments"][0]["bytes"] == 16 << 20
+    assert found["segments"][0]["committed_bytes"] == 16 * PAGE_BYTES
+    assert found["counters"]["stored_blocks"] == 8
+    assert found["boot_id"] == daemon.stats().boot_id
+    text = told(run, "stat")
+    assert "stored_blocks" in text
+    assert "16 MiB" in text
+
+
+def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
+    assert run("health") == (0, "serving\n", "")
+    assert asked(run, "health") == {"serving": True, "problem": ""}
+    # as a container's HEALTHCHECK runs it
+    words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
+    environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}
+    done = subprocess.run(words, env=environ, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"serving\n", b"")
+
+
+def test_ls(run: Run) -> None:
+    found = asked(run, "ls")
+    (space,) = found["namespaces"]
+    assert (space["namespace"], space["tenant"], space["blocks"]) == (DIGEST, "default", 8)
+    assert (space["bytes"], space["epoch"]) == (16 * PAGE_BYTES, 1)
+    assert space["contract"] == json.loads(CONTRACT.to_json())
+    assert DIGEST[:12] in told(run, "ls")
+
+
+def test_ls_of_one(run: Run) -> None:
+    assert asked(run, "ls", DIGEST[:4]) == asked(run, "ls")["namespaces"][0]
+    text = told(run, "ls", DIGEST[:4])
+    assert DIGEST in text
+    assert "page_bytes=65536" in text
+    code, _, err = run("ls", "zz")
+    assert (code, err) == (
+        1,
+        "kvhearth: error: no namespace starts with 'zz'; kvhearth ls lists all of them\n",
+    )
+
+
+def test_sessions(run: Run) -> None:
+    found = asked(run, "sessions")["sessions"]
+    assert {(one["engine_id"], one["rank"], one["pid"]) for one in found} == {
+        ("e[red]1", 0, os.getpid()),
+        ("e[red]1", 1, os.getpid()),
+    }
+    assert {one["namespace"] for one in found} == {DIGEST}
+    text = told(run, "sessions")
+    assert "e[red]1" in text, "what an engine is called is no markup"
+    assert "scheduler + rank 0 of 2" in text
+
+
+def test_leases(run: Run, engine: Engine) -> None:
+    assert asked(run, "leases")["groups"] == []
+    first = engine.client.lookup({0: KEYS[:2]})
+    second = engine.client.lookup({0: KEYS[:4]})
+    (held,) = asked(run, "leases")["groups"]
+    assert (held["engine_id"], held["namespace"]) == ("e[red]1", DIGEST)
+    assert (held["leases"], held["slots"], held["bytes"]) == (2, 12, 12 * PAGE_BYTES)
+    assert 0 < held["oldest_s"] < 60
+    assert DIGEST[:12] in told(run, "leases")
+    engine.client.release(first.lease)
+    until(lambda: asked(run, "leases")["groups"][0]["leases"] == 1, "the release arrives")
+    (left,) = asked(run, "leases")["groups"]
+    assert left["slots"] == 8
+    engine.client.release(second.lease)
+    until(lambda: asked(run, "leases")["groups"] == [], "the release arrives")
+    assert "nobody holds a lease" in run("leases")[2]
+
+
+def test_why_a_key_is_no_miss(run: Run, engine: Engine) -> None:
+    pin = engine.pin(KEYS[:1], 60)
+    found = asked(run, "explain", KEYS[0].hex())
+    assert (found["kind"], found["key"]) == ("key", KEYS[0].hex())
+    (place,) = found["places"]
+    assert (place["namespace"], place["tenant"], place["group"]) == (DIGEST, "default", 0)
+    assert (place["state"], place["tier"], place["served"]) == ("summed", "dram", True)
+    assert (place["epoch"], place["namespace_epoch"], place["why_not"]) == (1, 1, "")
+    assert (place["leases"], place["pins"]) == (0, 1)
+    assert (place["shard_bytes"], place["shards"]) == (PAGE_BYTES, 2)
+    text = told(run, "explain", KEYS[0].hex())
+    assert "served" in text
+    assert "0 leases, 1 pins" in text
+    engine.client.unpin(pin)
+    until(lambda: asked(run, "stat")["pins"] == 0, "the unpin arrives")
+
+
+def test_why_a_key_that_is_absent_is_a_miss(run: Run) -> None:
+    assert asked(run, "explain", "ff" * 32)["places"] == []
+    assert "is absent" in told(run, "explain", "ff" * 32)
+    code, _, err = run("explain", "ff")
+    assert code == 1
+    assert "a key has 16..64 bytes, this one has 1" in err
+
+
+def test_why_a_contract_is_no_miss(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "contract.json"
+    path.write_text(json.dumps(json.loads(CONTRACT.to_json()), indent=2))
+    found = asked(run, "explain", str(path))
+    assert (found["kind"], found["exists"], found["namespace"]) == ("contract", True, DIGEST)
+    assert "exists" in told(run, "explain", str(path))
+
+
+def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "contract.json"
+    path.write_text(contract_of(PAGE_BYTES, shards=2, model="other").to_json())
+    found = asked(run, "explain", str(path))
+    assert not found["exists"]
+    (near,) = found["nearest"]
+    assert near["namespace"] == DIGEST
+    assert near["fields"] == [{"field": "model", "asked": "other", "stored": "m"}]
+    text = told(run, "explain", str(path))
+    assert f"namespace {DIGEST[:12]} differs in 1:" in text
+    assert "other" in text
+
+
+def test_top_once(run: Run) -> None:
+    found = asked(run, "top", "--once")
+    assert set(found) == {"stats", "rates", "sessions", "leases"}
+    assert found["rates"]["stored_blocks"] > 0
+    assert len(found["sessions"]) == 2
+    text = told(run, "top", "--once")
+    assert "hit ratio" in text
+    assert "e[red]1" in text
+
+
+def test_top_goes_on_until_it_is_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter((None, None))
+
+    def sleep(_: float) -> None:
+        if next(looks, "end") == "end":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top_verb.time, "sleep", sleep)
+    code, out, err = run("top", "--json")
+    assert (code, err) == (0, "")
+    views = [json.loads(line) for line in out.splitlines()]
+    assert len(views) == 3
+    assert views[0]["rates"]["stored_blocks"] > 0 == views[2]["rates"]["stored_blocks"]
+    assert run("top")[0] == 0
+
+
+def test_evict(run: Run, engine: Engine) -> None:
+    found = asked(run, "evict", DIGEST[:6], "--keep", "512KiB")
+    assert (found["namespace"], found["evicted_blocks"]) == (DIGEST, 4)
+    code, out, _ = run("evict", DIGEST, "--keep", "0")
+    assert (code, out) == (0, f"4 blocks of {DIGEST[:12]} are removed\n")
+    assert asked(run, "stat")["blocks"] == 0
+    assert asked(run, "explain", KEYS[0].hex())["places"] == []
+    assert engine.store(KEYS).bound == KEYS
+
+
+def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
+    engine.client.bump_epoch()
+    (place,) = asked(run, "explain", KEYS[0].hex())["places"]
+    assert (place["served"], place["epoch"], place["namespace_epoch"]) == (False, 1, 2)
+    assert "its weights epoch 1 is not the namespace's 2" in place["why_not"]
+    assert "not served" in told(run, "explain", KEYS[0].hex())
+
+
+def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "grpc.sock").symlink_to(daemon.socket_dir / "grpc.sock")
+    (tmp_path / "admin.token").write_text("x" * 64)
+    code, out, err = run("stat", "--socket-dir", str(tmp_path), "--json")
+    assert (code, out) == (1, "")
+    told = "kvhearth: error: send the content of admin.token of the socket directory\n"
+    assert err == told
+    assert run("health", "--socket-dir", str(tmp_path))[0] == 0
+
+
+def test_drain_then_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_daemon(arena=False) as daemon:
+        words = ["drain", "--wait", "5", "--json", "--socket-dir", str(daemon.socket_dir)]
+        assert app.run(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["draining"], found["leases"], found["reserved_bytes"]) == (True, 0, 0)
+        words.remove("--json")
+        assert app.run(words) == 0
+        assert capsys.readouterr().out.startswith("draining: 0 sessions, 0 leases")
+        daemon.kill()
+        for verb in (["stat"], ["health"], ["top"]):
+            assert app.run([*verb, "--socket-dir", str(daemon.socket_dir)]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith("kvhearth: error: no daemon answers at ")
+            assert len(err.splitlines()) == 1
+
+
+def test_health_waits_for_a_daemon_that_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with stopped_daemon(arena=False) as daemon:
+        daemon.launch()
+        assert app.run(["health", "--wait", "20", "--socket-dir", str(daemon.socket_dir)]) == 0
+        assert capsys.readouterr().out == "serving\n"
+
+
+def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd,
+        stopped_daemon(arena=False, command=True) as daemon,
+    ):
+        path = daemon.folder / "n"
+        systemd.bind(str(path))
+        systemd.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        daemon.start()
+        assert [systemd.recv(64) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+        assert daemon.terminate() == 0
+        systemd.setblocking(False)
+        heard = set()
+        while True:
+            try:
+                heard.add(systemd.recv(64))
+            except BlockingIOError:
+                break
+        assert b"STOPPING=1" in heard
+        ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)
+        assert {"boot_id", "memory_bytes", "pages", "attach", "grpc"} <= set(json.loads(ready))

@@ -1,0 +1,258 @@
+"""What deploy/ holds, each file by the tool of its own that reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import quote
+
+import pytest
+import yaml
+from support.daemon import running_daemon, until
+
+from kvhearth_server.config import ENV_PREFIX, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd/kvhearth.service"
+SIDECAR = DEPLOY / "kubernetes/sidecar.yaml"
+PROMETHEUS = DEPLOY / "prometheus"
+SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
+EXPOSURE_MAX = 20
+"""systemd's exposure level in tenths; below 2.0 is its green end."""
+
+
+def _tool(name: str, package: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not there (Debian package {package})")
+    return found
+
+
+def _run(*words: object, folder: Path | None = None) -> str:
+    """Output of a command that must succeed."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _settings(environment: dict[str, str]) -> Settings:
+    """What the daemon makes of an environment; each variable is a setting of its own."""
+    values = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items()}
+    assert all(name.startswith(ENV_PREFIX) for name in environment)
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+# -- systemd ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit with a program that exists in the place of ours: systemd looks for it."""
+    text = UNIT.read_text()
+    place = tmp_path / UNIT.name
+    place.write_text(text.replace("/opt/kvhearth/bin/kvhearth", shutil.which("true") or ""))
+    return place
+
+
+def test_systemd_takes_the_unit(unit: Path) -> None:
+    assert _run(_tool("systemd-analyze", "systemd"), "verify", "--man=no", unit).strip() == ""
+
+
+def test_the_unit_is_hardened(unit: Path) -> None:
+    tool = _tool("systemd-analyze", "systemd")
+    help_text = subprocess.run([tool, "--help"], check=False, capture_output=True, text=True).stdout
+    if "--offline" not in help_text:
+        pytest.skip("this systemd-analyze judges no files (before version 250)")
+    _run(tool, "security", "--offline=yes", f"--threshold={EXPOSURE_MAX}", unit)
+
+
+def test_the_units_settings_are_ours() -> None:
+    text = UNIT.read_text()
+    words = re.findall(r"^Environment=(.*)$", text, flags=re.MULTILINE)
+    found = dict(word.split("=", 1) for line in words for word in line.split())
+    assert _settings(found).socket_dir == Path("/run/kvhearth")
+    for line in ("Type=notify", "LimitMEMLOCK=infinity", "RuntimeDirectory=kvhearth"):
+        assert line in text.splitlines()
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------
+
+
+def test_kubernetes_schemas_take_the_sidecar() -> None:
+    if not SCHEMAS.exists():
+        pytest.skip("kubernetes-validate is not there: run `make tools`")
+    assert "passed" in _run(SCHEMAS, "--strict", SIDECAR)
+
+
+def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
+    spec = yaml.safe_load(SIDECAR.read_text())["spec"]
+    (daemon,) = spec["initContainers"]
+    assert daemon["restartPolicy"] == "Always", "a native sidecar"
+    assert daemon["startupProbe"]
+    settings = _settings({one["name"]: one["value"] for one in daemon["env"]})
+    limits, requests = daemon["resources"]["limits"], daemon["resources"]["requests"]
+    assert limits["hugepages-2Mi"] == requests["hugepages-2Mi"] == "8Gi"
+    assert settings.memory_bytes < 8 << 30, "the catalogue and the journal need pages too"
+    assert settings.hugepages == "require"
+    assert daemon["securityContext"]["readOnlyRootFilesystem"] is True
+    (engine,) = spec["containers"]
+    assert [mount["name"] for mount in engine["volumeMounts"]] == ["sockets"]
+    assert settings.allow_uids == (engine["securityContext"]["runAsUser"],)
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes
+
+
+# -- compose ---------------------------------------------------------------------------------------
+
+
+def _default(text: object) -> str:
+    """``${NAME:-default}`` as compose fills it in where nothing is set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(text))
+
+
+def test_compose() -> None:
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = loaded["services"]
+    assert set(services) == {"arena", "kvhearth", "engine", "prometheus"}
+    daemon = services["kvhearth"]
+    settings = _settings({n: _default(v) for n, v in daemon["environment"].items()})
+    assert settings.arena_dir == Path("/arena")
+    assert daemon["read_only"] is True
+    assert daemon["cap_drop"] == ["ALL"]
+    assert "ports" not in daemon, "HTTP stays on the network of this file"
+    assert {_default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]} == {
+        "/run/kvhearth",
+        "/arena",
+    }
+    assert services["engine"]["volumes"] == ["run:/run/kvhearth"], "sockets are all it needs"
+    assert services["engine"]["profiles"] == ["engine"]
+    for service in services.values():
+        assert set(service.get("depends_on", {})) <= set(services)
+        sources = [_default(volume).split(":")[0] for volume in service["volumes"]]
+        named = [source for source in sources if source[0] not in "./"]
+        assert set(named) <= set(loaded["volumes"])
+        assert all((DEPLOY / one).exists() for one in sources if one.startswith("."))
+    assert (DEPLOY / services["kvhearth"]["build"]["context"] / "Dockerfile").exists()
+
+
+def test_what_compose_scrapes_is_its_daemon() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    ((target,),) = [each["targets"] for each in job["static_configs"]]
+    host, _, port = target.partition(":")
+    assert str(services[host]["environment"]["KVHEARTH_HTTP"]).endswith(f":{port}")
+
+
+# -- Prometheus ------------------------------------------------------------------------------------
+
+
+def test_promtool_takes_configuration_and_rules() -> None:
+    tool = _tool("promtool", "prometheus")
+    _run(tool, "check", "config", PROMETHEUS / "prometheus.yml")
+    _run(tool, "check", "rules", PROMETHEUS / "alerts.yml")
+    _run(tool, "test", "rules", "alerts_test.yml", folder=PROMETHEUS)
+
+
+def test_alerts_are_about_metrics_that_there_are() -> None:
+    used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
+    documented = (ROOT / "docs/metrics.md").read_text()
+    assert used
+    assert [name for name in used if f"`{name}`" not in documented] == []
+
+
+def _expressions() -> str:
+    (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return " ".join(rule["expr"] for rule in group["rules"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Prometheus:
+    """A real one that scrapes ``target`` by our configuration, with a second as its interval."""
+
+    def __init__(self, tool: str, folder: Path, target: str) -> None:
+        self.port = _free_port()
+        shutil.copy(PROMETHEUS / "alerts.yml", folder)
+        config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        words = [
+            tool,
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]
+        self._log = (folder / "log").open("wb")
+        self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log, cwd=folder)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Samples of an instant query; none while it starts."""
+        url = f"http://127.0.0.1:{self.port}/api/v1/query?query={quote(expression)}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                return list(json.load(reply)["data"]["result"])
+        except (URLError, ConnectionError, TimeoutError):
+            return []
+
+    def value(self, expression: str) -> float | None:
+        """Of the one sample; None if there is none."""
+        found = self.query(expression)
+        return float(found[0]["value"][1]) if found else None
+
+    def close(self) -> None:
+        """Ends it by its process id."""
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix="kvh-prom-"))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path) -> None:
+    tool = _tool("prometheus", "prometheus")
+    target = f"127.0.0.1:{_free_port()}"
+    with running_daemon(http=target) as daemon:
+        scraper = Prometheus(tool, folder, target)
+        try:
+            until(lambda: scraper.value("up") == 1, "the scrape works", 30)
+            until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready", 10)
+            for name in sorted(set(re.findall(r"\bkvhearth_\w+", _expressions()))):
+                assert scraper.query(name), f"{name} is not scraped"
+            small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
+            until(lambda: scraper.query(small), "small pages are noticed", 15)
+            daemon.kill()
+            gone = 'ALERTS{alertname="KVHearthNotReady"}'
+            until(lambda: scraper.query(gone), "a dead daemon is noticed", 15)
+        finally:
+            scraper.close()

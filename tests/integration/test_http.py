@@ -1,0 +1,411 @@
+"""HTTP of a real daemon: probes, scrapes, state, actions, and what bad requests get."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import string
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import Engine, contract_of, engine_of
+from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
+
+MISSES = ("absent", "epoch", "not_summed")
+ANY_PORT = "127.0.0.1:0"
+UNKNOWN = "a" * 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+def address_of(daemon: Daemon) -> tuple[str, int]:
+    """Where the running daemon said that it serves HTTP."""
+
+    def said() -> str:
+        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
+        return str(json.loads(lines[-1])["http"]) if len(lines) == daemon.starts else ""
+
+    host, _, port = until(said, "the daemon says that it is ready").rpartition(":")
+    return host, int(port)
+
+
+def ask(
+    daemon: Daemon,
+    path: str,
+    method: str = "GET",
+    body: bytes | None = None,
+    *,
+    admin: bool = False,
+    **headers: str,
+) -> Answer:
+    """One request on a connection of its own."""
+    if admin:
+        token = (daemon.socket_dir / "admin.token").read_text()
+        headers["Authorization"] = f"Bearer {token}"
+    if body is not None:
+        headers.setdefault("Content-Type", "application/json")
+    connection = http.client.HTTPConnection(*address_of(daemon), timeout=20)
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, named, response.read())
+    finally:
+        connection.close()
+
+
+def problem(answer: Answer, status: int, reason: str) -> str:
+    """What a refusal says; fails unless it is one of this kind."""
+    assert answer.status == status, answer
+    assert answer.headers["content-type"] == "application/problem+json"
+    found = answer.json
+    assert (found["status"], found["reason"]) == (status, reason)
+    assert found["type"] == f"urn:kvhearth:reason:{reason}"
+    assert found["title"]
+    return str(found["detail"])
+
+
+def metrics(daemon: Daemon) -> dict[str, float]:
+    """Samples by ``name{label values}``, in the order of the labels' names."""
+    text = ask(daemon, "/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(value for _, value in sorted(sample.labels.items()))
+            found[f"{sample.name.removeprefix('kvhearth_')}{{{labels}}}"] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture(scope="module")
+def neighbour(daemon: Daemon) -> Iterator[Engine]:
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
+        yield engine
+
+
+# -- probes and state --------------------------------------------------------------------------
+
+
+def test_probes(daemon: Daemon) -> None:
+    for path in ("/livez", "/readyz", "/healthz"):
+        assert (ask(daemon, path).status, ask(daemon, path).body) == (200, b"ok\n")
+    assert ask(daemon, "/readyz?verbose").body == b"[+]arena\n[+]not-draining\nok\n"
+
+
+def test_version_and_stats(daemon: Daemon) -> None:
+    boot_id = daemon.stats().boot_id
+    assert ask(daemon, "/version").json["boot_id"] == boot_id
+    found = ask(daemon, "/v1/stats").json
+    assert (found["boot_id"], found["draining"]) == (boot_id, False)
+    (segment,) = found["segments"]
+    assert segment["capacity_bytes"] == 16 << 20
+    assert segment["page_kind"] == "4KiB"
+
+
+def test_no_docs_page(daemon: Daemon) -> None:
+    for path in ("/docs", "/redoc", "/"):
+        problem(ask(daemon, path), 404, "bad_message")
+
+
+def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:
+    keys = new_keys(4)
+    assert len(neighbour.store(keys).bound) == 4
+    (session,) = ask(daemon, "/v1/sessions").json["sessions"]
+    assert (session["engine_id"], session["state"], session["pid"]) == (
+        "neighbour",
+        "attached",
+        os.getpid(),
+    )
+    (space,) = ask(daemon, "/v1/namespaces").json["namespaces"]
+    assert space["namespace"] == session["namespace"]
+    assert space["blocks"] >= 4
+    assert space["contract"]["model"] == "m"
+    seen = neighbour.client.lookup({0: keys})
+    assert seen.lease is not None
+    (holder,) = ask(daemon, "/v1/leases").json["groups"]
+    assert (holder["engine_id"], holder["leases"], holder["slots"]) == ("neighbour", 1, 4)
+    assert metrics(daemon)["leases{}"] == 1
+    time.sleep(0.05)
+    assert metrics(daemon)["oldest_lease_seconds{}"] > 0
+    neighbour.client.release(seen.lease)
+    until(lambda: not ask(daemon, "/v1/leases").json["groups"], "the lease ends")
+
+
+# -- metrics -----------------------------------------------------------------------------------
+
+
+def lookups(found: dict[str, float]) -> dict[str, float]:
+    """Keys looked up by reason, the hits as ``dram``."""
+    name = "lookup_blocks_total"
+    values = {reason: found[f"{name}{{{reason},miss}}"] for reason in MISSES}
+    return values | {"dram": found[f"{name}{{,dram}}"]}
+
+
+def test_lookups_are_counted_by_why(daemon: Daemon, neighbour: Engine) -> None:
+    stored, absent = new_keys(5), new_keys(3)
+    assert len(neighbour.store(stored).bound) == 5
+    before, asked = lookups(metrics(daemon)), daemon.counters()["lookup_keys"]
+    neighbour.client.lookup({0: stored + absent}, lease=False)
+    after = lookups(metrics(daemon))
+    assert {name: after[name] - before[name] for name in after} == {
+        "dram": 5,
+        "absent": 3,
+        "epoch": 0,
+        "not_summed": 0,
+    }
+    assert sum(after.values()) - sum(before.values()) == daemon.counters()["lookup_keys"] - asked
+    neighbour.client.bump_epoch()
+    until(lambda: neighbour.client.lookup({0: stored}, lease=False).reason == "", "the new epoch")
+    assert lookups(metrics(daemon))["epoch"] - after["epoch"] == 5
+    found = metrics(daemon)
+    assert sum(lookups(found).values()) == daemon.counters()["lookup_keys"]
+
+
+def test_calls_and_clients_are_measured(daemon: Daemon, neighbour: Engine) -> None:
+    goes_on(neighbour)
+    found = metrics(daemon)
+    assert found["rpc_requests_total{OK,Lookup}"] > 0
+    assert found["rpc_seconds_count{Lookup}"] > 0
+    assert found["store_bytes_total{}"] >= 4 * PAGE_BYTES
+    assert found["leased_bytes_total{}"] >= 4 * PAGE_BYTES
+    assert found["process_resident_memory_bytes{}"] > 0
+    told = until(lambda: ask(daemon, "/v1/stats").json["client_counters"], "a heartbeat")
+    assert told["attaches"] >= 1
+
+
+def test_eviction_has_an_age(daemon: Daemon, neighbour: Engine) -> None:
+    assert len(neighbour.store(new_keys(4)).bound) == 4
+    space = ask(daemon, "/v1/namespaces").json["namespaces"][0]["namespace"]
+    before = metrics(daemon)
+    answer = ask(daemon, f"/v1/namespaces/{space}:evict", "POST", admin=True)
+    evicted = answer.json["evicted_blocks"]
+    assert evicted >= 4
+    after = metrics(daemon)
+    name = "eviction_age_seconds_count{}"
+    assert after[name] - before[name] == evicted
+    assert after["evictions_total{asked}"] - before.get("evictions_total{asked}", 0) == evicted
+    assert ask(daemon, "/debug/books", admin=True).json == {
+        "boot_id": answer.json["boot_id"],
+        "balanced": True,
+        "error": "",
+    }
+
+
+# -- actions -----------------------------------------------------------------------------------
+
+ADMIN = (
+    ("GET", "/v1/config"),
+    ("GET", "/debug/books"),
+    ("GET", "/debug/stacks"),
+    ("POST", "/v1/admin:drain"),
+    ("POST", f"/v1/namespaces/{UNKNOWN}:evict"),
+    ("POST", f"/v1/namespaces/{UNKNOWN}:bump-epoch"),
+)
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN)
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", "Basic eDp5", "Bearer \xe9"])
+def test_admin_token(daemon: Daemon, method: str, path: str, given: str) -> None:
+    headers = {"Authorization": given} if given else {}
+    before = daemon.counters().get("refusals{not_admin}", 0)
+    told = problem(ask(daemon, path, method, **headers), 403, "not_admin")
+    assert "admin.token" in told
+    assert daemon.counters()["refusals{not_admin}"] == before + 1
+    assert ask(daemon, "/readyz").status == 200
+
+
+def test_config_and_stacks(daemon: Daemon) -> None:
+    found = ask(daemon, "/v1/config", admin=True).json["settings"]
+    assert (found["http"], found["memory"]) == (ANY_PORT, 16 << 20)
+    assert b"task http" in ask(daemon, "/debug/stacks", admin=True).body
+
+
+def test_bump_epoch(daemon: Daemon, neighbour: Engine) -> None:
+    neighbour.client.wait_ready(10)
+    space = ask(daemon, "/v1/namespaces").json["namespaces"][0]
+    path = f"/v1/namespaces/{space['namespace']}:bump-epoch"
+    stale = json.dumps({"expected_epoch": space["epoch"] + 7}).encode()
+    told = problem(ask(daemon, path, "POST", stale, admin=True), 409, "stale_epoch")
+    assert str(space["epoch"]) in told
+    right = json.dumps({"expected_epoch": space["epoch"]}).encode()
+    assert ask(daemon, path, "POST", right, admin=True).json["epoch"] == space["epoch"] + 1
+    assert ask(daemon, path, "POST", admin=True).json["epoch"] == space["epoch"] + 2
+    until(lambda: neighbour.client.epoch == space["epoch"] + 2, "the engine hears of it")
+    goes_on(neighbour)
+
+
+def test_unknown_namespace(daemon: Daemon) -> None:
+    for action in ("evict", "bump-epoch"):
+        path = f"/v1/namespaces/{UNKNOWN}:{action}"
+        problem(ask(daemon, path, "POST", admin=True), 404, "unknown_namespace")
+
+
+def test_drain() -> None:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+        assert ask(daemon, "/v1/admin:drain", "POST", admin=True).json["draining"]
+        answer = ask(daemon, "/readyz")
+        assert (answer.status, answer.body) == (503, b"[+]arena\n[-]not-draining\nnot ready\n")
+        assert ask(daemon, "/livez").status == 200
+        assert metrics(daemon)["ready{}"] == 0
+        assert daemon.terminate() == 0
+
+
+# -- bad requests ------------------------------------------------------------------------------
+
+BAD_BODIES = (b"{", b"[]", b"7", b'"x"', b'{"keep_bytes": -1}', b'{"keep_bytes": "x"}', b"\xff")
+BAD_BODIES += (b'{"keep_bytes": 1e99}', b'{"nothing": 1}', b"[" * 60_000)
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+def test_bad_body(daemon: Daemon, body: bytes) -> None:
+    before = daemon.counters().get("refusals{bad_message}", 0)
+    answer = ask(daemon, f"/v1/namespaces/{UNKNOWN}:evict", "POST", body, admin=True)
+    problem(answer, 400, "bad_message")
+    assert daemon.counters()["refusals{bad_message}"] == before + 1
+
+
+def test_a_body_has_a_bound(daemon: Daemon) -> None:
+    answer = ask(daemon, "/v1/admin:drain", "POST", b"x" * 70_000, admin=True)
+    assert "65536" in problem(answer, 413, "bad_message")
+    with socket.create_connection(address_of(daemon), timeout=10) as line:
+        line.sendall(b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n")
+        line.sendall(b"Transfer-Encoding: chunked\r\n\r\n" + b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
+        for _ in range(4):
+            line.sendall(b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
+        assert line.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_another_hosts_name(daemon: Daemon) -> None:
+    for name in ("evil.example", "evil.example:9460", "127.0.0.1.evil.example"):
+        problem(ask(daemon, "/v1/sessions", Host=name), 421, "bad_message")
+    for name in ("localhost:1", "127.0.0.1", "[::1]:9460"):
+        assert ask(daemon, "/livez", Host=name).status == 200
+
+
+def test_no_http(daemon: Daemon) -> None:
+    before = daemon.counters().get("refusals{bad_message}", 0)
+    with socket.create_connection(address_of(daemon), timeout=10) as line:
+        line.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert line.recv(4096).startswith(b"HTTP/1.1 400")
+    assert daemon.counters()["refusals{bad_message}"] == before + 1
+
+
+def test_many_silent_connections_hurt_nobody(daemon: Daemon, neighbour: Engine) -> None:
+    lines = [socket.create_connection(address_of(daemon), timeout=10) for _ in range(100)]
+    try:
+        assert ask(daemon, "/livez").status == 200
+        goes_on(neighbour)
+    finally:
+        for line in lines:
+            line.close()
+
+
+WORDS = st.text(string.printable.translate({ord(c): None for c in " \t\n\r\x0b\x0c#"}), max_size=20)
+PATHS = st.one_of(
+    st.sampled_from(["/v1/stats", "/metrics", "/readyz", "/v1/admin:drain", "/openapi.json"]),
+    WORDS.map(lambda word: f"/{word}"),
+    WORDS.map(lambda word: f"/v1/namespaces/{word}:evict"),
+    WORDS.map(lambda word: f"/readyz?verbose={word}"),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    path=PATHS,
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW"]),
+    body=st.one_of(st.none(), st.binary(max_size=200)),
+    accept=st.sampled_from(["", "*/*", "application/openmetrics-text", ",;q=x", "a" * 2000]),
+)
+def test_no_request_is_a_bug(
+    daemon: Daemon, path: str, method: str, body: bytes | None, accept: str
+) -> None:
+    answer = ask(daemon, path, method, body, Accept=accept)
+    assert answer.status < 500, (path, answer)
+    if answer.status >= 400 and method != "HEAD":
+        assert answer.json["reason"]
+
+
+def test_scrapes_beside_traffic(daemon: Daemon, neighbour: Engine) -> None:
+    stop = threading.Event()
+    times: list[float] = []
+
+    def scrape() -> None:
+        while not stop.is_set():
+            started = time.monotonic()
+            ask(daemon, "/metrics")
+            times.append(time.monotonic() - started)
+
+    worker = threading.Thread(target=scrape)
+    worker.start()
+    try:
+        for _ in range(5):
+            goes_on(neighbour)
+    finally:
+        stop.set()
+        worker.join()
+    assert max(times) < 5
+
+
+# -- addresses ---------------------------------------------------------------------------------
+
+
+def test_a_busy_port_is_said_before_anything_is_served() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with stopped_daemon(arena=False, command=True, http=address) as daemon:
+            assert daemon.launch().wait(30) == 1
+            assert f"cannot serve HTTP on {address}: Address already in use" in daemon.log_text()
+            assert "--http off" in daemon.log_text()
+            assert not (daemon.socket_dir / "admin.token").exists()
+
+
+def test_other_machines_only_on_demand() -> None:
+    with stopped_daemon(arena=False, command=True, http="0.0.0.0:0") as daemon:
+        assert daemon.launch().wait(30) == 2
+        assert "other machines may reach 0.0.0.0:0" in daemon.log_text()
+    with running_daemon(arena=False, http="0.0.0.0:0", http_insecure=True) as daemon:
+        assert ask(daemon, "/livez", Host="anything.example").status == 200
+        assert daemon.terminate() == 0
+
+
+def test_a_restarted_daemon_takes_its_port_again() -> None:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+        host, port = address_of(daemon)
+        daemon.settings["http"] = f"{host}:{port}"
+        ask(daemon, "/livez")
+        daemon.restart()
+        assert address_of(daemon) == (host, port)
+        assert ask(daemon, "/livez").status == 200
+
+
+def test_off() -> None:
+    with running_daemon(arena=False) as daemon:
+        until(lambda: '"http": "off"' in daemon.log_text(), "the ready line")

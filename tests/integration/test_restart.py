@@ -1,0 +1,298 @@
+"""What a restart keeps and what it does not, on real processes, started by the command line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import Engine, contract_of, engine_of
+
+PAGE = 64 << 10
+CONTRACT = contract_of(PAGE)
+DRAIN_S = 3.0
+
+
+def new_keys(count: int) -> list[bytes]:
+    """Keys that nobody knows."""
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def served(engine: Engine, keys: list[bytes]) -> int:
+    """How many of the keys are served; no byte may be wrong."""
+    seen = engine.check(keys)
+    assert seen.bad == []
+    return len(seen.right)
+
+
+def back(engine: Engine, boot_id: str) -> None:
+    """Wait until the engine is attached to another boot."""
+    until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine attaches again")
+
+
+def logged(daemon: Daemon, word: str) -> list[str]:
+    """Lines of its log with a word."""
+    return [line for line in daemon.log_text().splitlines() if word in line]
+
+
+# -- warm and cold ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["kill -9", "SIGTERM"])
+@pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
+def test_a_restart_is_warm_with_an_arena_directory_and_cold_without(arena: bool, end: str) -> None:
+    with (
+        running_daemon(arena=arena, command=True) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(40)
+        assert engine.store(keys).bound == keys
+        boot_id = engine.client.boot_id
+        if end == "SIGTERM":
+            assert daemon.terminate() == 0
+        daemon.restart()
+        back(engine, boot_id)
+        assert served(engine, keys) == (40 if arena else 0)
+        assert daemon.stats().blocks == (40 if arena else 0)
+        more = new_keys(8)
+        assert engine.store(more).bound == more
+        assert served(engine, more) == 8
+
+
+def test_a_new_engine_finds_what_an_old_one_left() -> None:
+    with running_daemon() as daemon:
+        keys = new_keys(20)
+        with engine_of(daemon.url(), CONTRACT, "old") as old:
+            assert old.store(keys, sums=False).bound == keys
+        daemon.restart()
+        with engine_of(daemon.url(), CONTRACT, "new") as new:
+            until(lambda: served(new, keys) == 20, "all is summed and served")
+
+
+def test_bumped_weights_stay_bumped() -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        old, new = new_keys(4), new_keys(4)
+        assert engine.store(old).bound == old
+        assert engine.client.bump_epoch() == 2
+        assert engine.store(new).bound == new
+        boot_id = engine.client.boot_id
+        daemon.restart()
+        back(engine, boot_id)
+        assert (served(engine, old), served(engine, new)) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"memory": "32MiB"}, {"slot_bytes_min": "64KiB"}, {"slab_bytes": "4MiB"}]
+)
+def test_another_geometry_starts_cold_and_says_so(change: dict[str, str]) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = new_keys(10)
+        assert engine.store(keys).bound == keys
+        boot_id = engine.client.boot_id
+        daemon.kill()
+        daemon.settings.update(change)
+        daemon.start()
+        (line,) = logged(daemon, "starting cold")
+        assert '"warning"' in line
+        assert "restore the old settings" in line
+        back(engine, boot_id)
+        assert served(engine, keys) == 0
+        assert engine.store(keys).bound == keys
+        assert served(engine, keys) == 10
+
+
+# -- bytes that changed while nobody looked --------------------------------------------------------
+
+
+def damage(daemon: Daemon, offset: int) -> None:
+    """Flip one bit of the arena."""
+    assert daemon.arena_dir is not None
+    with (daemon.arena_dir / "segment-0").open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def offset_of(engine: Engine, key: bytes) -> int:
+    """Where a block lies."""
+    found = engine.client.lookup({0: [key]})
+    engine.client.release(found.lease)
+    return int(found.groups[0].extents[0]["offset"])
+
+
+def test_a_damaged_block_is_removed_by_the_verification() -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        place, boot_id = offset_of(engine, keys[7]), engine.client.boot_id
+        daemon.kill()
+        damage(daemon, place + PAGE - 1)
+        daemon.start()
+        until(
+            lambda: daemon.counters().get("checksum_failures{adoption}") == 1, "it finds the block"
+        )
+        back(engine, boot_id)
+        seen = engine.check(keys)
+        assert (seen.bad, seen.absent, len(seen.right)) == ([], [keys[7]], 19)
+        assert daemon.stats().blocks == 19
+        assert logged(daemon, "bytes do not match their checksum")
+
+
+def test_a_reader_finds_a_damaged_block_first_and_tells() -> None:
+    with (
+        running_daemon(verify_adopted=False) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        place, boot_id = offset_of(engine, keys[7]), engine.client.boot_id
+        daemon.kill()
+        damage(daemon, place)
+        daemon.start()
+        back(engine, boot_id)
+        seen = engine.check(keys)
+        assert dict(seen.failed) == {"checksum_mismatch": 1}
+        assert (seen.absent, len(seen.right)) == ([], 19)
+        until(
+            lambda: daemon.counters().get("checksum_failures{reader}") == 1, "the reader's report"
+        )
+        again = engine.check(keys)
+        assert (again.bad, again.absent, len(again.right)) == ([], [keys[7]], 19)
+
+
+@pytest.mark.parametrize("name", ["catalogue", "journal", "segment-0"])
+def test_a_missing_file_starts_cold(name: str) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = new_keys(10)
+        assert engine.store(keys).bound == keys
+        boot_id = engine.client.boot_id
+        daemon.kill()
+        assert daemon.arena_dir is not None
+        (daemon.arena_dir / name).unlink()
+        daemon.start()
+        back(engine, boot_id)
+        assert served(engine, keys) == 0
+        assert engine.store(keys).bound == keys
+
+
+def test_damaged_headers_cost_their_blocks_only() -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = new_keys(32)
+        assert engine.store(keys).bound == keys
+        boot_id = engine.client.boot_id
+        daemon.kill()
+        assert daemon.arena_dir is not None
+        dice = np.random.default_rng(5)
+        journal = np.memmap(daemon.arena_dir / "journal", np.uint8, "r+")
+        used = np.flatnonzero(journal)
+        for place in dice.choice(used, 12, replace=False):
+            journal[place] ^= np.uint8(1 << dice.integers(8))
+        del journal
+        daemon.start()
+        back(engine, boot_id)
+        assert 32 > served(engine, keys) >= 32 - 12
+        more = new_keys(32)
+        assert engine.store(more).bound == more
+        assert served(engine, more) == 32
+
+
+# -- committed without a checksum ------------------------------------------------------------------
+
+
+def test_what_was_not_summed_is_summed_after_a_crash_before_it_is_served() -> None:
+    with stopped_daemon() as daemon:
+        daemon.start("sum.computed:1")
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            keys = new_keys(20)
+            assert engine.store(keys, sums=False).bound == keys
+            boot_id = engine.client.boot_id
+            until(lambda: daemon.dead, "the daemon dies with the sums in its hands")
+            # Its successor dies at the same point: the state must survive that, too.
+            daemon.start("sum.computed:1")
+            until(lambda: daemon.dead, "the daemon dies again")
+            daemon.start()
+            back(engine, boot_id)
+            until(lambda: served(engine, keys) == 20, "all is summed and served")
+            counters = daemon.counters()
+            assert (counters["adopted_blocks"], counters["summed_blocks"]) == (20, 20)
+
+
+# -- the end by SIGTERM ----------------------------------------------------------------------------
+
+
+def test_sigterm_while_clients_store() -> None:
+    with (
+        running_daemon(command=True, memory="64MiB", drain_timeout_s=DRAIN_S) as daemon,
+        engine_of(daemon.url(), CONTRACT, "a") as first,
+        engine_of(daemon.url(), CONTRACT, "b") as second,
+    ):
+        stop = threading.Event()
+        bound: list[list[bytes]] = [[], []]
+
+        def work(engine: Engine, mine: list[bytes]) -> None:
+            while not stop.is_set() and len(mine) < 300:
+                mine += engine.store(new_keys(4), sums=len(mine) % 8 == 0).bound
+
+        threads = [
+            threading.Thread(target=work, args=pair)
+            for pair in zip((first, second), bound, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(bound), "both store")
+        boot_id = first.client.boot_id
+        began = time.monotonic()
+        assert daemon.terminate() == 0
+        assert time.monotonic() - began < DRAIN_S + 2
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not list(daemon.socket_dir.iterdir()), "sockets and token are removed"
+        daemon.start()
+        for engine, mine in zip((first, second), bound, strict=True):
+            back(engine, boot_id)
+            until(lambda e=engine, m=mine: served(e, m) == len(m), "all that was acknowledged")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_by_a_signal_with_clients_that_hang(number: signal.Signals) -> None:
+    """A client that never answers must not keep the daemon from ending."""
+    with (
+        running_daemon(command=True, drain_timeout_s=DRAIN_S) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        engine.reserve(4)
+        engine.client.lookup({0: new_keys(2)})
+        assert daemon.process is not None
+        began = time.monotonic()
+        os.kill(daemon.process.pid, number)
+        assert daemon.process.wait(DRAIN_S + 5) == 0
+        assert time.monotonic() - began < DRAIN_S + 2
+
+
+def test_it_sums_what_is_committed_before_it_ends() -> None:
+    with running_daemon(drain_timeout_s=DRAIN_S) as daemon:
+        keys = new_keys(60)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert engine.store(keys, sums=False).bound == keys
+            assert daemon.terminate() == 0
+        daemon.start()
+        assert daemon.counters()["summed_blocks"] == 0
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert served(engine, keys) == 60
+
+
+def test_a_directory_of_another_kind_is_refused(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with stopped_daemon() as daemon:
+        own, daemon.arena_dir = daemon.arena_dir, missing
+        assert daemon.launch().wait(30) == 3
+        assert str(missing) in daemon.log_text()
+        daemon.arena_dir = own

@@ -1,0 +1,196 @@
+"""The image without a container engine: built by the Dockerfile's stages, run unprivileged."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from support.daemon import directories, until
+from support.rootfs import OVERFLOW_UID, ROOTFS, Jail, build_root, jail
+
+import kvhearth
+from kvhearth import Contract, GroupKind, GroupSpec
+from kvhearth.copiers.host import HostCopier
+from kvhearth.layout import PagedKV
+from kvhearth.results import CommitGroup, LookupResult
+
+ROOT = Path(__file__).resolve().parents[2]
+HADOLINT = ROOT / ".venv-tools/bin/hadolint"
+INSTALLED_BYTES_MAX = 200_000_000
+PAGE_BYTES = 64 << 10
+BLOCKS = 16
+URL_OPTIONS = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
+
+
+def _rootfs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvhearth_rootfs", ROOTFS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    if not HADOLINT.exists():
+        pytest.skip("hadolint is not there: run `make tools`")
+    done = subprocess.run(
+        [HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_dockerfile_is_what_the_script_follows() -> None:
+    builder, final = _rootfs().stages_of((ROOT / "Dockerfile").read_text())
+    assert [run.text for run in builder.each("RUN")] == [
+        "./deploy/docker/install.sh /src /image"
+    ], "put it into install.sh, which both run"
+    assert final.each("RUN") == []
+    assert final.words("USER") == ["65532:65532"]
+    assert final.words("HEALTHCHECK") == ["kvhearth", "health"]
+    assert (final.words("ENTRYPOINT"), final.words("CMD")) == (["kvhearth"], ["serve"])
+    targets = {copy.words[1]: copy.options.get("chown") for copy in final.each("COPY")}
+    writable = [target for target, owner in targets.items() if owner]
+    assert writable == ["/run/kvhearth", "/arena"]
+
+
+def test_all_that_is_copied_is_sent_to_the_engine() -> None:
+    """A name that .dockerignore leaves out would fail only where there is an engine."""
+    builder, _ = _rootfs().stages_of((ROOT / "Dockerfile").read_text())
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    copied = {Path(n).as_posix() for one in builder.each("COPY") for n in one.words[:-1]}
+    assert copied == sent
+    assert all((ROOT / name).exists() for name in sent)
+
+
+# -- what is built ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="kvh-root-"))
+    folder.chmod(0o755)
+    try:
+        yield build_root(folder / "root")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def jailed(root: Path) -> Iterator[Jail]:
+    with directories() as (folder, arena):
+        assert arena is not None
+        with jail(root, folder, arena) as made:
+            yield made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_size_and_what_is_not_there(root: Path) -> None:
+    size = _rootfs().size_bytes(root)
+    print(f"installed: {size / 1e6:.0f} MB")
+    assert size <= INSTALLED_BYTES_MAX
+    names = {path.name.lower() for path in root.rglob("*")}
+    for absent in ("torch", "triton", "cupy", "pip", "hatchling", "pytest"):
+        assert absent not in names
+    assert [name for name in names if name.startswith(("libcuda", "libcudart", "nvidia"))] == []
+    assert not (root / "bin").exists(), "no shell"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_store_kill_adopt_from_outside(jailed: Jail) -> None:
+    flags = ["--memory", "64MiB", "--slab-bytes", "2MiB", "--hugepages", "off", "--http", "off"]
+    flags += ["--arena-dir", "/arena", "--log-format", "json", "--drain-grace-s", "0.2"]
+    if os.geteuid() == 0:
+        # Root is not mapped into the daemon's user namespace, so it comes as the overflow id.
+        flags += ["--allow-uids", str(OVERFLOW_UID)]
+    jailed.start(*flags)
+    _unprivileged(jailed)
+    health = jailed.run("kvhearth", "health")
+    assert (health.returncode, health.stdout.strip()) == (0, "serving"), health.stderr
+
+    contract = Contract(
+        model="m",
+        revision="r",
+        kv_dtype="uint8",
+        groups=(GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),),
+    )
+    pages = np.random.default_rng(7).integers(0, 255, (BLOCKS, PAGE_BYTES), np.uint8)
+    keys = [os.urandom(32) for _ in range(BLOCKS)]
+    client = kvhearth.connect(
+        f"kvhearth+unix://{jailed.sockets}?{URL_OPTIONS}", contract, engine_id="outside"
+    )
+    try:
+        assert client.wait_ready(20), (client.refusal, jailed.log())
+        _store(client, pages, keys)
+        _load_all(client, pages, keys)
+        jailed.kill()
+        jailed.start(*flags)
+        _load_all(client, pages, keys)
+    finally:
+        client.close()
+    assert '"adopted_blocks": 16' in jailed.log().replace('":16', '": 16')
+
+
+def _unprivileged(jailed: Jail) -> None:
+    """Nobody's capabilities, another pid, mount and user namespace, nothing to write to."""
+    pid = jailed.daemon_pid
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    assert status["NSpid"].split()[-1] == "1"
+    assert int(status["Uid"].split()[0]) != 0
+    for space in ("mnt", "pid", "user"):
+        assert os.readlink(f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}")
+    mounts = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+    options = {line.split()[4]: line.split()[5].split(",") for line in mounts}
+    assert "ro" in options["/"]
+    assert {place for place in options if place.startswith(("/run", "/arena"))} == {
+        "/run/kvhearth",
+        "/arena",
+    }
+    probe = "import os; print(os.getuid(), os.access('/opt', os.W_OK))"
+    done = jailed.run("python3", "-c", probe)
+    assert done.stdout.split() == ["65532", "False"], done.stderr
+
+
+def _store(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> None:
+    copier = HostCopier(PagedKV([pages]), client.arena)
+    taken = client.reserve({0: BLOCKS})
+    assert taken.groups, taken.reason
+    done = copier.store_now(taken.boot_id, np.arange(BLOCKS), taken.groups[0][:, 0])
+    assert done.ok.all(), done.reasons
+    group = CommitGroup(keys, taken.groups[0], done.checksums.reshape(BLOCKS, 1, 16))
+    result = client.commit({0: group}, boot_id=taken.boot_id)
+    assert result.stored[0].all(), result.reason
+
+
+def _load_all(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> None:
+    """Until the client is attached again: all blocks, byte for byte."""
+
+    def found() -> LookupResult | None:
+        answer = client.lookup({0: keys})
+        return answer if answer.hit_tokens == BLOCKS * 16 else None
+
+    answer = until(found, "every block is a hit", 20)
+    back = np.zeros_like(pages)
+    copier = HostCopier(PagedKV([back]), client.arena)
+    done = copier.load_now(answer.boot_id, answer.groups[0].extents, np.arange(BLOCKS))
+    assert done.ok.all(), done.reasons
+    assert (back == pages).all()
+    client.release(answer.lease)

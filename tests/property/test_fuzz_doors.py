@@ -1,0 +1,315 @@
+"""Anything at all into what decodes a peer's bytes: out comes a value or a ``KVHearthError``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvhearth.contract import (
+    CONTRACT_JSON_BYTES_MAX,
+    Contract,
+    GroupKind,
+    GroupSpec,
+    differences,
+    namespace_digest,
+)
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth.statuses import decode_status, encode_status
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire import (
+    FRAME_BYTES_MAX,
+    FrameDecoder,
+    Hello,
+    SegmentInfo,
+    Welcome,
+    encode_frame,
+    refused,
+)
+from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
+from kvhearth_server.transport.plain import TEXT_BYTES_MAX, plain_error, plain_text
+from kvhearth_server.transport.rpc.messages import commit_items, counts, keys_items, slots_items
+
+fuzz = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+
+texts = st.text(st.characters(codec=None), max_size=20)
+"""With half surrogate pairs too, which JSON can name."""
+integers = st.integers() | st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**30])
+scalars = st.none() | st.booleans() | integers | st.floats() | texts
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+GROUPS = (
+    GroupSpec(GroupKind.FULL, 16, 4096, shards=2),
+    GroupSpec(GroupKind.SLIDING_WINDOW, 16, 4096, window_tokens=40),
+    GroupSpec(GroupKind.MAMBA, 64, 8192),
+)
+CONTRACT = Contract("m", "r", "uint8", GROUPS, tensor_parallel=2)
+HELLO = Hello(PROTOCOL_VERSION, "e", CONTRACT.to_json())
+WELCOME = Welcome("b", 1, "t", 1, "n", 1, 9, 9, 9, 9, [SegmentInfo(0, 4096, 4096)])
+
+
+@st.composite
+def changed(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """A good object with some fields of another value, gone, or new."""
+    message = dict(good)
+    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=2)):
+        message[name] = draw(values)
+    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=1)):
+        message.pop(name)
+    message.update(draw(st.dictionaries(texts, values, max_size=1)))
+    return message
+
+
+def tried(decode: Callable[[], Any]) -> Any:
+    """The decoded value; None if it was refused. Any other exception passes, and is a failure."""
+    with contextlib.suppress(KVHearthError):
+        return decode()
+    return None
+
+
+# -- frames ------------------------------------------------------------------------------------
+
+
+def fed(data: bytes, cuts: list[int]) -> tuple[list[dict[str, Any]], bool]:
+    """What a decoder makes of data that comes in pieces, and whether it refused some of it."""
+    decoder, found, start = FrameDecoder(), [], 0
+    for end in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+        try:
+            found += decoder.feed(data[start:end])
+        except KVHearthError:
+            return found, True
+        start = end
+    return found, False
+
+
+@fuzz
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
+def test_any_bytes_as_frames(data: bytes, cuts: list[int]) -> None:
+    fed(data, cuts)
+
+
+@fuzz
+@given(
+    st.lists(st.dictionaries(texts, values, max_size=3), max_size=4),
+    st.lists(st.integers(0, 5000), max_size=4),
+)
+def test_frames_come_out_as_they_went_in(messages: list[dict[str, Any]], cuts: list[int]) -> None:
+    data = b"".join(encode_frame(message) for message in messages)
+    found, refused_some = fed(data, cuts)
+    assert not refused_some
+    assert [json.dumps(one) for one in found] == [json.dumps(one) for one in messages]
+
+
+@fuzz
+@given(st.binary(max_size=300))
+@example(b"[" * 100_000)
+@example(b'{"a":' * 50_000)
+@example(b"1" * 10_000)
+@example(b"\xff\xfe{\0}\0")
+@example(b'{"\\ud800": "\\udfff"}')
+def test_any_body_of_a_frame(body: bytes) -> None:
+    fed(struct.pack("<I", len(body)) + body, [])
+
+
+def test_a_decoder_keeps_no_more_than_a_frame() -> None:
+    decoder = FrameDecoder()
+    with pytest.raises(KVHearthError, match="at most"):
+        decoder.feed(struct.pack("<I", FRAME_BYTES_MAX + 1))
+    with pytest.raises(KVHearthError, match="at most"):
+        encode_frame({"a": "x" * FRAME_BYTES_MAX})
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+@fuzz
+@given(changed(HELLO.to_message()) | st.dictionaries(texts, values, max_size=4))
+def test_any_hello(message: dict[str, Any]) -> None:
+    hello = tried(lambda: Hello.from_message(message))
+    if hello is not None:
+        assert Hello.from_message(hello.to_message()) == hello
+        tried(lambda: Contract.from_json(hello.contract))
+
+
+@fuzz
+@given(changed(WELCOME.to_message()) | st.dictionaries(texts, values, max_size=4))
+@example({**WELCOME.to_message(), "segments": [7]})
+def test_any_welcome(message: dict[str, Any]) -> None:
+    welcome = tried(lambda: Welcome.from_message(message))
+    if welcome is not None:
+        assert Welcome.from_message(welcome.to_message()) == welcome
+
+
+@fuzz
+@given(changed({**WELCOME.to_message()["segments"][0]}))
+def test_any_segment_of_a_welcome(segment: dict[str, Any]) -> None:
+    message = {**WELCOME.to_message(), "segments": [segment]}
+    welcome = tried(lambda: Welcome.from_message(message))
+    if welcome is not None:
+        assert all(type(value) is int for value in dataclasses.astuple(welcome.segments[0]))
+
+
+# -- contracts -----------------------------------------------------------------------------------
+
+
+@st.composite
+def contracts(draw: st.DrawFn) -> str:
+    """A contract's JSON, a little or very wrong."""
+    message = draw(changed(json.loads(CONTRACT.to_json())))
+    if draw(st.booleans()):
+        group = dataclasses.asdict(draw(st.sampled_from(GROUPS)))
+        message["groups"] = [draw(changed(group))]
+    return json.dumps(message)
+
+
+def tame(contract: Contract) -> bool:
+    """Whether its numbers are of a size that the core's arithmetic takes."""
+    steps = math.lcm(*(group.block_tokens for group in contract.groups))
+    windows = max(group.window_tokens for group in contract.groups)
+    return max(steps, windows) < 1 << 63
+
+
+@fuzz
+@given(contracts() | st.text(max_size=50))
+def test_any_contract(text: str) -> None:
+    contract = tried(lambda: Contract.from_json(text))
+    if contract is None:
+        return
+    canonical = contract.to_json()
+    if len(canonical) <= CONTRACT_JSON_BYTES_MAX:
+        assert Contract.from_json(canonical) == contract
+    assert len(namespace_digest("t", contract)) == 32
+    assert differences(contract, contract) == []
+    differences(contract, CONTRACT)
+    if tame(contract):
+        looked_up(contract)
+
+
+def looked_up(contract: Contract) -> None:
+    """What the core computes for a lookup."""
+    ready = np.ones(3, np.bool_)
+    found = hit_boundaries([(group, ready) for group in contract.groups])
+    for spec in contract.groups:
+        for hit in list(found)[:2]:
+            need = blocks_needed(spec, int(hit))
+            assert 0 <= need.first <= need.end <= 3
+
+
+PRIMES = (1048573, 1048571, 1048559, 1048549, 1048517)
+FAR = (
+    tuple(GroupSpec(GroupKind.FULL, prime, 4096) for prime in PRIMES),
+    (GroupSpec(GroupKind.SLIDING_WINDOW, 16, 4096, window_tokens=10**30),),
+)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=OverflowError, reason="core/lookup.py: no bound on lcm and window"
+)
+@pytest.mark.parametrize("groups", FAR, ids=["block sizes without a common one", "window"])
+def test_a_contract_of_great_numbers_can_be_looked_up(groups: tuple[GroupSpec, ...]) -> None:
+    looked_up(Contract("m", "r", "uint8", groups))
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+keys_max = 8
+blobs = st.binary(max_size=40) | st.integers(0, 10).map(lambda count: bytes(32 * count))
+words = st.binary(max_size=20) | st.integers(0, 20).map(lambda count: bytes(4 * count))
+numbers = st.integers(0, 3) | st.just(0xFFFFFFFF)
+
+
+@fuzz
+@given(st.lists(st.builds(types_pb2.GroupKeys, group=numbers, keys=blobs), max_size=70))
+def test_any_keys(groups: list[types_pb2.GroupKeys]) -> None:
+    items = tried(lambda: keys_items(CONTRACT, groups, keys_max))
+    if items is not None:
+        assert sum(len(item.keys) for item in items) <= keys_max
+        assert {len(key) for item in items for key in item.keys} <= {32}
+
+
+commits = st.builds(
+    cache_pb2.GroupCommit,
+    group=numbers,
+    keys=blobs,
+    slots=words,
+    generations=words,
+    checksums=words | st.integers(0, 20).map(lambda count: bytes(16 * count)),
+    parent=blobs,
+)
+
+
+@fuzz
+@given(st.lists(commits, max_size=3))
+@example([cache_pb2.GroupCommit(keys=bytes(64), slots=bytes(16), generations=bytes(16))])
+def test_any_commit(groups: list[cache_pb2.GroupCommit]) -> None:
+    items = tried(lambda: commit_items(CONTRACT, groups, keys_max))
+    for item in items or ():
+        shape = (len(item.keys), CONTRACT.groups[item.kv_group].shards)
+        assert item.slots.shape == item.generations.shape == shape
+        assert (item.slots >= 0).all()
+        assert item.checksums is None or item.checksums.shape == (*shape, 16)
+
+
+@fuzz
+@given(
+    st.lists(
+        st.builds(types_pb2.GroupSlots, group=numbers, slots=words, generations=words), max_size=70
+    )
+)
+def test_any_slots(groups: list[types_pb2.GroupSlots]) -> None:
+    items = tried(lambda: slots_items(groups, 30))
+    if items is not None:
+        assert sum(len(item.slots) for item in items) <= 30
+        assert all(item.slots.shape == item.generations.shape for item in items)
+
+
+@fuzz
+@given(st.lists(st.builds(types_pb2.GroupCount, group=numbers, count=numbers), max_size=70))
+def test_any_counts(groups: list[types_pb2.GroupCount]) -> None:
+    wants = tried(lambda: counts(groups, keys_max))
+    assert wants is None or sum(count for _, count in wants) <= keys_max
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@fuzz
+@given(st.binary(max_size=200))
+@example(encode_status(KVHearthError(Reason.STALE_EPOCH, "x", epoch="1"))[:-1])
+def test_any_status(data: bytes) -> None:
+    assert isinstance(decode_status(data), KVHearthError)
+
+
+@fuzz
+@given(st.sampled_from(Reason), texts, st.dictionaries(st.text("abc", min_size=1), texts))
+@example(Reason.BAD_CONTRACT, "\U0001f525\ud800" * 60_000, {"field": "\udfff" * 60_000})
+def test_a_refusal_fits_every_wire(reason: Reason, message: str, details: dict[str, str]) -> None:
+    plain = plain_error(KVHearthError(reason, message, **details))
+    assert len(encode_frame(refused(plain))) < FRAME_BYTES_MAX
+    data = encode_status(plain)
+    # As base64 in a header, of which a peer takes 8 KiB in all.
+    assert len(data) < 5000
+    assert decode_status(data).reason is reason
+    assert decode_status(data).message == plain.message
+
+
+@fuzz
+@given(texts | st.text(), st.integers(0, 40))
+@example("\U0001f525" * 1000, TEXT_BYTES_MAX)
+def test_plain_text(text: str, bytes_max: int) -> None:
+    plain = plain_text(text, bytes_max)
+    assert len(plain.encode()) <= bytes_max
+    if text.isascii():
+        assert plain == text[:bytes_max]

@@ -1,0 +1,54 @@
+"""The task that takes checksums goes on after a failure, with what it had before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from kvhearth_server.engine.background import Background
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.counters import Counters
+
+
+class Failing(Background):
+    """Its first sum fails."""
+
+    def __init__(self, engine: Any, supervisor: Supervisor) -> None:
+        super().__init__(engine, supervisor, sum_threads=1, verify=False)
+        self.summed: list[str] = []
+        self.failures = 0
+
+    async def _sum_one(self, action: Any) -> None:
+        if not self.failures:
+            self.failures += 1
+            raise OSError("as the test says")
+        self.summed.append(action)
+
+
+def test_sums_go_on_after_a_failure() -> None:
+    async def work() -> None:
+        counters = Counters()
+        supervisor = Supervisor(counters)
+        pinning = SimpleNamespace(expire=None)
+        engine = SimpleNamespace(
+            arena=SimpleNamespace(segments=[]),
+            to_sum=deque(["first", "second"]),
+            sessions=[],
+            core=SimpleNamespace(pinning=pinning),
+            call=lambda *_: None,
+            now=lambda: 0.0,
+        )
+        background = Failing(engine, supervisor)
+        background.start()
+        async with asyncio.timeout(10):
+            while engine.to_sum:
+                await asyncio.sleep(0.001)
+            await background.settled()
+        assert background.summed == ["first", "second"]
+        assert counters.get("task_failures", "sum") == 1
+        await supervisor.stop()
+        background.close()
+
+    asyncio.run(work())

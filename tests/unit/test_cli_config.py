@@ -1,0 +1,178 @@
+"""``kvhearth config``, ``version`` and the command itself: help, completion, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth_server.cli import app
+from kvhearth_server.cli.sample import sample, settings_yaml
+from kvhearth_server.config import Settings, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = (
+    *("serve", "config show", "config sample", "config validate", "doctor", "health", "stat"),
+    *("top", "ls", "sessions", "leases", "explain", "evict", "drain", "version"),
+)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process: its exit code, stdout and stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = app.run(words)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str) -> None:
+    done = CliRunner().invoke(app.build(), [*verb.split(), "--help"], env={"COLUMNS": "120"})
+    assert done.exit_code == 0
+    assert f"kvhearth {verb}" in done.stdout.split("Example:")[1]
+    assert verb == "serve" or "--json" in done.stdout
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    done = CliRunner().invoke(app.build(), ["doctor"], color=True)
+    assert "\x1b[3" not in done.stdout
+
+
+def test_a_shell_can_complete(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setenv("_KVHEARTH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvhearth he")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    code, out, _ = run()
+    assert (code, out.split()) == (0, ["health"])
+
+
+def test_a_word_that_is_no_verb_is_2(run: Run) -> None:
+    assert run("haelth")[0] == 2
+
+
+def test_version(run: Run) -> None:
+    assert run("version") == (0, f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})\n", "")
+    found = json.loads(run("version", "--json")[1])
+    assert found == {"version": __version__, "protocol": PROTOCOL_VERSION}
+
+
+def test_the_sample_has_every_setting_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sample.yaml"
+    path.write_text(sample())
+    assert load_settings({}, path) == Settings()
+    plain = re.sub(r"(?m)^#(?=[a-z])", "", sample())
+    path.write_text(plain)
+    assert load_settings({}, path) == Settings()
+    assert [name for name in Settings.model_fields if f"\n{name}:" not in plain] == []
+    assert max(map(len, sample().splitlines())) <= 100
+
+
+def test_the_checked_in_sample_is_the_sample() -> None:
+    kept = (ROOT / "deploy/kvhearth.sample.yaml").read_text()
+    assert kept == sample(), "run: kvhearth config sample > deploy/kvhearth.sample.yaml"
+
+
+def test_sample(run: Run) -> None:
+    assert run("config", "sample") == (0, sample(), "")
+    found = json.loads(run("config", "sample", "--json")[1])
+    assert list(found) == list(Settings.model_fields)
+    assert found["memory"]["default"] == 1 << 30
+
+
+def test_settings_as_yaml_give_the_settings_again(tmp_path: Path) -> None:
+    settings = Settings(
+        **{"memory": "2GiB", "tenants": ["a=1,2:512MiB", "b=3:1GiB"], "pin_ttl_max_s": "90m"},
+        **{"arena_dir": "/dev/shm/k #1", "namespace_quota": "1GiB", "verify_adopted": False},
+    )
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(settings_yaml(settings))
+    assert load_settings({}, path) == settings
+
+
+def test_show(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("memory: 64GiB\nkeys_max: 7\n")
+    monkeypatch.setenv("KVHEARTH_KEYS_MAX", "8")
+    code, out, _ = run("config", "show", "--config", str(path))
+    assert code == 0
+    assert {"memory: 64GiB", "keys_max: 8", "arena_dir:"} <= set(out.splitlines())
+    found = json.loads(run("config", "show", "--config", str(path), "--json")[1])
+    assert (found["memory"], found["keys_max"]) == (64 << 30, 8)
+
+
+def test_validate(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHEARTH_MEMROY", "1")
+    assert run("config", "validate")[:2] == (0, "valid\n")
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("memory: 12 bananas\n")
+    code, out, err = run("config", "validate", "--config", str(path))
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"kvhearth: error: memory (in {path}): '12 bananas'")
+    code, out, _ = run("config", "validate", "--config", str(path), "--json")
+    found = json.loads(out)
+    assert (code, found["valid"]) == (2, False)
+    assert "12 bananas" in found["problem"]
+    assert found["unread_environment"] == ["KVHEARTH_MEMROY"]
+
+
+@pytest.mark.parametrize("verb", ["stat", "ls", "sessions", "leases", "top", "drain", "health"])
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_no_daemon_is_one_clear_line_and_1(
+    run: Run, tmp_path: Path, verb: str, form: list[str]
+) -> None:
+    code, out, err = run(verb, "--socket-dir", str(tmp_path), *form)
+    assert code == 1
+    assert err.startswith(f"kvhearth: error: no daemon answers at {tmp_path}/grpc.sock; start one")
+    assert len(err.splitlines()) == 1
+    assert bool(out) == (verb == "health" and bool(form))
+
+
+def test_the_directory_comes_from_the_environment_or_the_settings(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(tmp_path / "e"))
+    assert f"{tmp_path}/e/grpc.sock" in run("stat")[2]
+    monkeypatch.delenv("KVHEARTH_SOCKET_DIR")
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(f"socket_dir: {tmp_path}/y\n")
+    monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
+    assert f"{tmp_path}/y/grpc.sock" in run("stat")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["explain", "what?"], "neither a file nor a key in hex"),
+        (["evict", "ab", "--keep", "much"], "--keep: 'much': not a size"),
+    ],
+)
+def test_usage_that_is_wrong_is_2(run: Run, words: list[str], told: str) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert told in err
+
+
+def test_a_file_that_is_no_contract_is_2(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "contract.json"
+    path.write_text("{}")
+    code, _, err = run("explain", str(path))
+    assert code == 2
+    assert err.startswith(f"kvhearth: error: {path}: contract field")
+    assert "missing" in err

@@ -1,0 +1,244 @@
+"""The table of metrics: names as Prometheus wants them, every counter shown, labels bounded."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
+from prometheus_client.parser import text_string_to_metric_families as families
+
+from kvhearth_server.engine.ages import TickClock
+from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot
+from kvhearth_server.observability import counters
+from kvhearth_server.observability.exposition import Exposition
+from kvhearth_server.observability.metrics import TABLE
+from kvhearth_server.observability.reported import NAMES_MAX, Reported
+from kvhearth_server.observability.timings import (
+    AGE_BOUNDS,
+    SECONDS_BOUNDS,
+    CallTimings,
+    Histogram,
+)
+
+OPEN = "application/openmetrics-text; version=1.0.0"
+UNITS = ("bytes", "seconds")
+
+
+def a_snapshot(**changes: Any) -> Snapshot:
+    """A daemon in which every counter and label of the table has a value of its own."""
+    counts: dict[tuple[str, str], int] = {}
+    for number, (name, counter) in enumerate(counters.TABLE.items(), 1000):
+        for label in sorted(counter.values) or (["word"] if counter.label else [""]):
+            counts[name, label] = number
+    ages, timings = Histogram(AGE_BOUNDS), CallTimings()
+    ages.observe(30.0, 3)
+    timings.observe("Lookup", "OK", 0.0004)
+    timings.observe("Lookup", "UNAVAILABLE", 2.0)
+    values: dict[str, Any] = {
+        "version": "1.2",
+        "boot_id": "b",
+        "uptime_s": 3.5,
+        "draining": False,
+        "segments": [SegmentNow("t", "2MiB", 2 << 20, 100, 1, 2, 3, 4, 5, 6, 7)],
+        "namespaces": [NamespaceNow("abc", 8, 9), NamespaceNow("other", 10, 11)],
+        "namespace_count": 40,
+        "blocks": 12,
+        "leases": 13,
+        "oldest_lease_s": 14.5,
+        "pins": 15,
+        "sessions": 16,
+        "sessions_leaving": 17,
+        "groups": 18,
+        "verifying_blocks": 19,
+        "adopt_s": 0.25,
+        "counts": counts,
+        "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
+        "timings": timings,
+        "eviction_ages": ages,
+    }
+    return Snapshot(**(values | changes))
+
+
+def scraped(now: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Samples by name and labels, as Prometheus' own parser reads them."""
+    body, _ = Exposition(lambda: now).scrape("")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(found: Any, name: str, **labels: str) -> float:
+    return float(found["kvhearth_" + name, frozenset(labels.items())])
+
+
+def test_names_follow_the_rules() -> None:
+    names = [metric.name for metric in TABLE]
+    assert len(set(names)) == len(names)
+    for metric in TABLE:
+        assert re.fullmatch(r"kvhearth_[a-z][a-z_]*[a-z]", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        stem = metric.name.removesuffix("_total")
+        for unit in UNITS:
+            assert stem.endswith(f"_{unit}") == (metric.unit == unit), metric.name
+        assert metric.help.endswith(".")
+        assert metric.use.endswith(".")
+        assert "|" not in metric.help + metric.use, "they are cells of a table"
+
+
+def test_every_line_of_the_table_has_a_sample_with_its_labels() -> None:
+    now = a_snapshot()
+    for metric in TABLE:
+        samples = list(metric.read(now))
+        assert samples, metric.name
+        assert all(len(labels) == len(metric.labels) for labels, _ in samples), metric.name
+        assert len({labels for labels, _ in samples}) == len(samples), metric.name
+
+
+def test_every_counter_is_shown() -> None:
+    """By its value, which no other one has."""
+    elsewhere = {
+        *("reserves", "commits", "aborts"),  # rpc_requests_total counts the calls
+        "lookup_keys",  # the sum of lookup_blocks_total
+        "events_lost",  # nobody subscribes to events yet
+    }
+    now = a_snapshot()
+    shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
+    missing = {
+        name
+        for (name, _), count in now.counts.items()
+        if now.count(name) not in shown and count not in shown
+    }
+    assert missing == elsewhere
+
+
+def test_both_parsers_read_the_same() -> None:
+    exposition = Exposition(a_snapshot)
+    plain, plain_type = exposition.scrape("text/plain")
+    opened, open_type = exposition.scrape(OPEN)
+    assert plain_type.startswith("text/plain")
+    assert open_type.startswith("application/openmetrics-text")
+    ours = {family.name for family in open_families(opened.decode()) if family.name[:4] == "kvhe"}
+    assert ours == {metric.name.removesuffix("_total") for metric in TABLE}
+    kinds = {family.name: family.type for family in families(plain.decode())}
+    for metric in TABLE:
+        assert kinds[metric.name.removesuffix("_total")] == metric.kind
+
+
+def test_values() -> None:
+    now = a_snapshot()
+    found = scraped(now)
+    assert value(found, "build_info", version="1.2") == 1
+    assert value(found, "ready") == 1
+    assert value(scraped(a_snapshot(draining=True)), "ready") == 0
+    assert value(found, "page_bytes", tenant="t", kind="2MiB") == 2 << 20
+    assert value(found, "largest_free_bytes", tenant="t") == 7
+    assert value(found, "namespaces_other") == 8
+    assert value(found, "namespace_blocks", namespace="other") == 10
+    assert value(found, "lookup_blocks_total", result="dram", reason="") == now.count("hit_keys")
+    assert value(found, "rpc_requests_total", method="Lookup", code="UNAVAILABLE") == 1
+    assert value(found, "rpc_seconds_bucket", method="Lookup", le="0.0005") == 1
+    assert value(found, "rpc_seconds_count", method="Lookup") == 2
+    assert value(found, "eviction_age_seconds_bucket", le="10.0") == 0
+    assert value(found, "eviction_age_seconds_bucket", le="60.0") == 3
+    assert value(found, "eviction_age_seconds_sum") == 90
+    assert value(found, "client_copy_bytes_total", direction="store") == 20
+    assert value(found, "client_fallbacks_total", reason="deadline") == 21
+    assert value(found, "client_trouble_total", kind="links_lost") == 22
+
+
+def test_labels_cannot_break_a_line() -> None:
+    names = [NamespaceNow('a"\n\\b', 1, 1)]
+    assert value(scraped(a_snapshot(namespaces=names)), "namespace_blocks", namespace=names[0].name)
+
+
+def test_a_scrape_is_cheap() -> None:
+    exposition = Exposition(a_snapshot)
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        exposition.scrape("")
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.02
+
+
+def test_histogram_buckets() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for each in (0.5, 1.0, 1.5, 99.0):
+        histogram.observe(each)
+    assert (histogram.counts, histogram.sum) == ([2, 1, 1], 102.0)
+    assert list(SECONDS_BOUNDS) == sorted(SECONDS_BOUNDS)
+
+
+# -- what clients tell -------------------------------------------------------------------------
+
+
+def test_client_counters_only_rise() -> None:
+    reported = Reported()
+    reported.note(1, {"a": 5})
+    reported.note(1, {"a": 5})
+    reported.note(1, {"a": 3})
+    reported.note(2, {"a": 1})
+    assert reported.totals == {"a": 6}
+    reported.forget(1)
+    assert reported.totals == {"a": 6}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_client_that_attaches_again_is_not_counted_twice(ended: bool) -> None:
+    reported = Reported()
+    reported.note(1, {"a": 5})
+    if ended:
+        reported.forget(1)
+    reported.follow(2, 1)
+    reported.note(2, {"a": 7})
+    assert reported.totals == {"a": 7}
+    reported.follow(4, 3)
+    reported.note(4, {"a": 1})
+    assert reported.totals == {"a": 8}
+
+
+def test_names_are_bounded() -> None:
+    reported = Reported()
+    reported.note(1, {'x"} 1\n': 1, "Upper": 1, "y" * 100: 1, "": 1})
+    assert not reported.totals
+    reported.note(1, {f"n{number}": 1 for number in range(2 * NAMES_MAX)})
+    assert len(reported.totals) == NAMES_MAX
+
+
+# -- ages --------------------------------------------------------------------------------------
+
+
+def ages(clock: TickClock, now: float, *ticks: int) -> list[float]:
+    return [float(age) for age in clock.ages_s(np.array(ticks, np.uint32), now)]
+
+
+def test_ages() -> None:
+    clock = TickClock(100.0)
+    clock.note(0, 101.0)
+    clock.note(10, 102.0)
+    clock.note(10, 150.0)
+    clock.note(20, 151.0)
+    assert ages(clock, 160.0, 0, 1, 10, 11, 20, 21) == [59.0, 59.0, 59.0, 10.0, 10.0, 9.0]
+
+
+def test_many_samples_stay_bounded_and_near() -> None:
+    clock = TickClock(0.0)
+    for second in range(1, 20_000):
+        clock.note(7 * second, float(second))
+    found = ages(clock, 20_000.0, 7 * 19_990, 7 * 10_000, 7 * 100)
+    assert found == pytest.approx([10.0, 10_000.0, 19_900.0], rel=0.01, abs=2)
+
+
+def test_a_clock_that_wrapped_starts_anew() -> None:
+    clock = TickClock(0.0)
+    clock.note(2**32 - 1, 1.0)
+    clock.note(5, 2.0)
+    clock.note(9, 3.0)
+    assert ages(clock, 10.0, 7) == [8.0]
