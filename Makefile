@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format golden clean
+.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -58,10 +58,21 @@ proto-check: $(VENV)-proto/.ready ## fail if the checked-in protocol code is not
 golden: $(VENV)/.ready  ## write what is generated and checked in: docs/metrics.md, OpenAPI
 	$(BIN)/python tests/golden/generated.py
 
+$(VENV)-tools/.ready: deploy/tools.txt
+	test -x $(VENV)-tools/bin/python || $(PYTHON) -m venv $(VENV)-tools
+	$(VENV)-tools/bin/python -m pip --disable-pip-version-check -q install -r deploy/tools.txt
+	touch $@
+
+tools: $(VENV)-tools/.ready ## hadolint and the Kubernetes schemas; tests that want them skip without
+
+rootfs: $(VENV)/.ready ## what the image holds, by the Dockerfile's stages without an engine: dist/rootfs
+	rm -rf dist/rootfs dist/rootfs.json
+	$(BIN)/python deploy/docker/rootfs.py dist/rootfs
+
 check: lint types imports proto-check ## everything but the tests
 
 clean:           ## remove what make built
-	rm -rf $(VENV) $(VENV)-proto dist
+	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools dist
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)

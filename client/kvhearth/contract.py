@@ -23,6 +23,7 @@ GROUPS_MAX = 16
 SHARDS_MAX = 256
 KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 64
 PAGE_BYTES_MAX = 1 << 30
+WINDOW_TOKENS_MAX = 1 << 30
 TEXT_CHARS_MAX = 1024
 
 DTYPE_BYTES = {
@@ -254,5 +255,5 @@ def _check_group(contract: Contract, group: GroupSpec, where: str) -> None:
                 f"tokens x {group.token_bytes} bytes = {content}",
             )
     windowed = group.kind is GroupKind.SLIDING_WINDOW
-    if windowed != (group.window_tokens > 0) or group.window_tokens < 0:
+    if windowed != (group.window_tokens > 0) or not 0 <= group.window_tokens <= WINDOW_TOKENS_MAX:
         raise _bad(where + "window_tokens", f"{group.window_tokens} with kind {group.kind}")

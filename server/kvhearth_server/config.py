@@ -30,8 +30,8 @@ from kvhearth_server.values import (
     Seconds,
     Shown,
     Size,
-    TenantSetting,
     Tenants,
+    TenantSetting,
     Uids,
     host_and_port,
     is_loopback,
@@ -96,12 +96,12 @@ class Settings(BaseSettings):
     )
     keys_max: int = Field(8192, ge=1, le=1 << 20, description="Most keys in one request.")
     message_bytes_max: Size = Field(
-        16 << 20, ge=64 << 10, le=1 << 30, description="Longest message that is taken."
+        4 << 20, ge=64 << 10, le=1 << 30, description="Longest message that is taken."
     )
     sessions_max: int = Field(256, ge=1, le=65536, description="Most attached processes.")
     namespaces_max: int = Field(1024, ge=1, le=1 << 20, description="Most namespaces.")
     leases_max: int = Field(4096, ge=1, le=1 << 20, description="Most leases of one group.")
-    pins_max: int = Field(1024, ge=1, le=1 << 20, description="Most pins of one namespace.")
+    pins_max: int = Field(1024, ge=1, le=65535, description="Most pins of one namespace.")
     pin_ttl_max_s: Seconds = Field(86400, description="Longest time to live of a pin.")
     attach_timeout_s: Seconds = Field(5, gt=0, description="Longest handshake of an attach.")
     drain_timeout_s: Seconds = Field(

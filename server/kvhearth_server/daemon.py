@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 import secrets
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +44,19 @@ def run(settings: Settings) -> int:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
     """
     sys.setswitchinterval(settings.switch_interval_s)
+    _raise_descriptor_limit()
     with PopulateBar() as progress:
         arena = open_arena(_plan(settings), progress.note)
     try:
         return asyncio.run(_serve(settings, arena))
     finally:
         arena.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """A session costs two descriptors; the usual soft limit of 1024 is tight for 256 of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(settings: Settings, arena: Arena) -> int:
@@ -153,15 +161,10 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     folder = settings.socket_dir
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        for path in (settings.attach_socket, settings.grpc_socket):
-            if _answers(path):
-                raise KVHearthError(
-                    Reason.SOCKET_UNUSABLE,
-                    f"another daemon serves {path}; choose another --socket-dir",
-                )
+        _lock_sockets(folder)
+        for path in (settings.attach_socket, settings.grpc_socket, _token_path(settings)):
             path.unlink(missing_ok=True)
         path = _token_path(settings)
-        path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(admin_token)
@@ -185,14 +188,17 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
     return WebServer(settings, engine, admin_token)
 
 
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
+def _lock_sockets(folder: Path) -> None:
+    """Take the directory for as long as this process lives, so that two daemons cannot race."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE,
+            f"another daemon serves {folder}; choose another --socket-dir",
+        ) from None
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

@@ -172,7 +172,7 @@ def copy_part(folder: Path, rounds: int) -> dict[str, Any]:
             source, target = huge_blocks(BATCH), huge_blocks(BATCH)
             plain = HostCopier(PagedKV([source]), client.arena, sums=False, verify=False)
             summing = HostCopier(PagedKV([source]), client.arena)
-            # In random order, as the pages of a busy engine are: nothing to join into longer copies.
+            # In random order, as a busy engine's pages are: nothing to join into longer copies.
             pages = np.random.default_rng(2).permutation(BATCH).astype(np.int64)
             times: dict[str, list[float]] = {"memcpy": [], "store": [], "sealed": [], "load": []}
             for number in track(range(rounds + 2), "copies", console=CONSOLE, transient=True):

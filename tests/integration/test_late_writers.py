@@ -160,14 +160,18 @@ def test_slots_come_back_only_after_the_grace() -> None:
 # -- (b) a scheduler that dies first frees nothing -------------------------------------------------
 
 
-def test_a_scheduler_that_dies_first_frees_nothing(daemon: Daemon, thief: Engine) -> None:
+@pytest.mark.parametrize("end", ["kill -9", "goodbye"])
+def test_a_scheduler_that_ends_first_frees_nothing(daemon: Daemon, thief: Engine, end: str) -> None:
     with puppets(2) as (scheduler, worker):
         scheduler.attach(daemon.url(), VICTIM)
         worker.attach(daemon.url(), VICTIM, rank=1)
         extents = scheduler.reserve(3)
         worker.scribble(extents[1::2], GARBAGE)
+        if end == "goodbye":
+            scheduler.do("goodbye")
         scheduler.kill()
-        until(lambda: "victim/1:attached" in daemon.members(), "the worker is attached")
+        until(lambda: daemon.aside_bytes() == 6 * PAGE, "the group ends")
+        assert "victim/1:attached" in daemon.members()
         must_not_get(thief, slots_of(extents))
         # Its life line is open all the time; the end of its copies is what counts.
         worker.do("rest")

@@ -48,7 +48,7 @@ def logged(daemon: Daemon, word: str) -> list[str]:
 @pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
 def test_a_restart_is_warm_with_an_arena_directory_and_cold_without(arena: bool, end: str) -> None:
     with (
-        running_daemon(arena=arena, command=True) as daemon,
+        running_daemon(arena=arena, command=arena) as daemon,
         engine_of(daemon.url(), CONTRACT) as engine,
     ):
         keys = new_keys(40)
@@ -265,7 +265,7 @@ def test_sigterm_while_clients_store() -> None:
 def test_it_ends_by_a_signal_with_clients_that_hang(number: signal.Signals) -> None:
     """A client that never answers must not keep the daemon from ending."""
     with (
-        running_daemon(command=True, drain_timeout_s=DRAIN_S) as daemon,
+        running_daemon(drain_timeout_s=DRAIN_S) as daemon,
         engine_of(daemon.url(), CONTRACT) as engine,
     ):
         engine.reserve(4)

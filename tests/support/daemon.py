@@ -25,11 +25,13 @@ from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 
 READY_S = 30.0
 """A daemon comes up in under a second; a machine that others use may need longer."""
+ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
+"""Where arenas are made: a tmpfs, or to try it a mounted hugetlbfs."""
 SMALL = {
     "memory": "16MiB",
     "slab_bytes": "2MiB",
     "slot_bytes_min": "16KiB",
-    "hugepages": "off",
+    "hugepages": "off" if str(ARENA_ROOT) == "/dev/shm" else "prefer",
     "drain_grace_s": "0.2",
     "drain_grace_no_pidfd_s": "0.4",
     "log_format": "json",
@@ -243,11 +245,10 @@ class Daemon:
 @contextlib.contextmanager
 def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
     """A short directory for sockets and one on tmpfs for an arena, removed at the end."""
-    shm = Path("/dev/shm")
-    if arena and not os.access(shm, os.W_OK):
-        pytest.skip("needs a writable tmpfs at /dev/shm")
+    if arena and not os.access(ARENA_ROOT, os.W_OK):
+        pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
     folder = Path(tempfile.mkdtemp(prefix="kvh-"))
-    arena_dir = Path(tempfile.mkdtemp(prefix="kvh-test-", dir=shm)) if arena else None
+    arena_dir = Path(tempfile.mkdtemp(prefix="kvh-test-", dir=ARENA_ROOT)) if arena else None
     try:
         yield folder, arena_dir
     finally:

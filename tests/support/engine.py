@@ -242,8 +242,8 @@ class Engine:
 
     def store(self, keys: Sequence[bytes], *, sums: bool = True, parent: bytes = b"") -> Stored:
         """Write and commit at most ``PAGES`` blocks, fewer if fewer are granted."""
-        epoch = self.client.epoch
         taken = self.reserve(len(keys))
+        epoch = self.client.epoch
         extents = taken.groups[0]
         keys = keys[: len(extents)]
         if not keys:
@@ -272,8 +272,8 @@ class Engine:
         return seen
 
     def _check_portion(self, keys: list[bytes], seen: Seen) -> None:
-        epoch = self.client.epoch
         found = self.client.lookup({0: keys}, lease=False)
+        epoch = self.client.epoch
         if found.reason:
             seen.reason = found.reason
             return

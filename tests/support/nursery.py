@@ -85,7 +85,7 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "support.nursery_main", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**environment, "PYTHONPATH": str(TESTS)},
+                env={**environment, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
             )
         self._control.settimeout(START_S)
 

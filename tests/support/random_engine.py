@@ -165,7 +165,7 @@ class Worker:
         if request["do"] == "store":
             if self._rank.boot_id == request["boot_id"]:
                 self._last = extents
-                if self._dice.random() < 0.04:
+                if self._dice.random() < 0.1:
                     os.kill(request["pid"], signal.SIGKILL)
             copied = self._rank.store(*where)
         else:

@@ -22,6 +22,8 @@ class Chains:
         self._older = table.older.data
         self._younger = table.younger.data
         self._table = table
+        self.cuts = 0
+        """Heads taken out so far: who remembers a place in a chain asks whether this has moved."""
 
     def link_run(self, heads: I64) -> None:
         """Link fresh heads that follow each other: each is the only child of the one before it."""
@@ -55,6 +57,7 @@ class Chains:
 
     def unlink(self, head: int) -> None:
         """Take a head out; its children become roots."""
+        self.cuts += 1
         parent, older, younger = self._parent[head], self._older[head], self._younger[head]
         if older:
             self._younger[older - 1] = younger

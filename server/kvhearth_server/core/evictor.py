@@ -28,7 +28,7 @@ class Evictor:
         self._pins = state.table.pins.data
         self._countdown = 0
         self._stuck: dict[tuple[int, int], int] = {}
-        self._line: tuple[int, int] = (-1, -1)
+        self._line: tuple[int, int, int] = (-1, -1, -1)
 
     def make_room(self, segment: int, slot_bytes: int, count: int) -> int:
         """Evict until ``count`` slots of a size can be taken, or nothing more helps; returns how
@@ -99,14 +99,17 @@ class Evictor:
         if proposed is None:
             return None
         chains = self._state.chains
-        start, end = self._line
-        if start != proposed or end < 0 or not self.evictable(end) or not chains.is_leaf(end):
+        start, end, cuts = self._line
+        known = (start, cuts) == (proposed, chains.cuts) and end >= 0
+        if not known or not self.evictable(end) or not chains.is_leaf(end):
             # Walking down a long chain for each of its blocks would cost its length squared, so the
-            # last victim's parent is where the next search starts, while the same root is proposed.
+            # last victim's parent is where the next search starts, while the same root is proposed
+            # and no block was taken out since but by us (its slot may hold another block by now).
             end = chains.leaf(proposed)
         victim = end if self.evictable(end) else proposed
-        self._line = (proposed, chains.parent_of(victim) if victim != proposed else -1)
+        parent = chains.parent_of(victim) if victim != proposed else -1
         chains.unlink(victim)
+        self._line = (proposed, parent, chains.cuts)
         policy.evict(victim)
         return victim
 

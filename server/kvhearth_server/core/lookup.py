@@ -55,6 +55,8 @@ def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> I64:
         return np.zeros(0, np.int64)
     step = math.lcm(*(spec.block_tokens for spec, _ in groups))
     limit = min(len(ready) * spec.block_tokens for spec, ready in groups) // step
+    if not limit:
+        return np.zeros(0, np.int64)
     good = np.ones(limit + 1, np.bool_)
     for spec, ready in groups:
         blocks = step // spec.block_tokens

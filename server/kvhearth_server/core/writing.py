@@ -217,8 +217,8 @@ class Writing:
             Reason.FOREIGN_EXTENT,
             "a slot of this call was reserved by another group",
         )
-        # Putting a slot aside moved its generation on by one. An older one comes from a message that
-        # arrives twice: the slot was in use again since, and somebody may be writing to it now.
+        # Putting a slot aside moved its generation on by one. An older one comes from a message
+        # that arrives twice: the slot was in use since, and somebody may be writing to it now.
         aside = table.generation[slots] == item.generations + np.uint32(1)
         same |= (found == State.QUARANTINED) & aside
         if not (held & mine & same).all():

@@ -77,7 +77,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
     """The engine now; call on its loop."""
     state, now = engine.core.state, engine.now()
     groups = list(state.groups)
-    oldest = [min(group.leased_at.values()) for group in groups if group.leased_at]
+    # Leases are in the order in which they were granted.
+    oldest = [next(iter(group.leased_at.values())) for group in groups if group.leased_at]
     attached = state.groups.sessions
     return Snapshot(
         version=__version__,

@@ -106,7 +106,7 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
             ``hugepages_unavailable``.
     """
     with contextlib.ExitStack() as undo:
-        generations = Generations(plan.geometry.slot_count)
+        generations = _generations(plan)
         undo.callback(generations.close)
         if plan.folder is None:
             segments = _create_segments(plan, progress)
@@ -115,6 +115,17 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
             arena = _open_folder(plan, plan.folder, generations, progress)
         undo.pop_all()
         return arena
+
+
+def _generations(plan: ArenaPlan) -> Generations:
+    try:
+        return Generations(plan.geometry.slot_count)
+    except (OSError, OverflowError) as error:
+        raise KVHearthError(
+            Reason.MEMORY_UNAVAILABLE,
+            f"no address space for {plan.geometry.slot_count} slots ({error}); ask for less memory "
+            "or raise slot_bytes_min",
+        ) from None
 
 
 def _open_folder(

@@ -18,6 +18,9 @@ _CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _SERVICES = (_CACHE, _ADMIN)
 
+_CONCURRENT_RPCS_MAX = 2048
+"""More are refused by gRPC itself; each client has a handful under way."""
+
 
 class RpcServer:
     """Serves decisions. Start on the loop; ``stop`` lets calls in flight end within a grace."""
@@ -32,7 +35,9 @@ class RpcServer:
         cache = CacheService(engine, verify)
         admin = AdminService(engine, admin_token)
         guard = MessageGuard(engine, {_CACHE: cache.admit, _ADMIN: admin.admit})
-        self._server = grpc.aio.server(interceptors=[guard], options=options)
+        self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=_CONCURRENT_RPCS_MAX, interceptors=[guard], options=options
+        )
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

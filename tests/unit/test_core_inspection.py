@@ -1,0 +1,63 @@
+"""What an operator reads of the core: leases by age, where a key is; and exact evicting."""
+
+from __future__ import annotations
+
+import pytest
+from support.core_kit import SLOT_BYTES, Rig, contract, full, keys
+
+from kvhearth_server.core.inspection import held_by_groups, places
+from kvhearth_server.core.reading import KeysItem
+
+
+def lease(rig: Rig, session: int, lease_id: int, named: list[bytes], now: float) -> None:
+    items = [KeysItem(0, named)]
+    epoch = rig.epoch(session)
+    assert rig.core.reading.lookup(session, epoch, items, lease_id, now=now).lease_id == lease_id
+
+
+def test_the_group_with_the_oldest_lease_comes_first() -> None:
+    rig = Rig()
+    first, second = rig.attach(engine_id="a"), rig.attach(engine_id="b")
+    named = keys(1, 2, 3)
+    rig.put(first, named)
+    lease(rig, first, 1, named[:1], 10.0)
+    lease(rig, second, 1, named, 5.0)
+    lease(rig, second, 2, named[:2], 20.0)
+    found = held_by_groups(rig.state, 25.0)
+    told = [(one.group.engine_id, one.leases, one.slots, one.oldest_s) for one in found]
+    assert told == [("b", 2, 5, 20.0), ("a", 1, 1, 15.0)]
+    assert found[0].bytes == 5 * SLOT_BYTES
+    rig.core.reading.release(second, [1])
+    assert [one.oldest_s for one in held_by_groups(rig.state, 25.0)] == [15.0, 5.0]
+    rig.leave(first)
+    rig.leave(second)
+    assert held_by_groups(rig.state, 25.0) == []
+    assert [group.leased_at for group in rig.state.groups] == []
+
+
+def test_a_key_may_be_in_several_places() -> None:
+    rig = Rig()
+    one = rig.attach(contract(full(), full()), engine_id="a")
+    other = rig.attach(contract(full(), model="other"), engine_id="b")
+    named = keys(7)
+    rig.put(one, named, kv_group=1)
+    rig.put(other, named, summed=False)
+    rig.core.bump_epoch(one, 1)
+    stale, unready = places(rig.state, named[0])
+    assert (stale.kv_group, stale.epoch, stale.namespace.epoch) == (1, 1, 2)
+    assert "weights epoch 1" in stale.why_not
+    assert (unready.kv_group, unready.state.name) == (0, "COMMITTED")
+    assert "checksum is still being taken" in unready.why_not
+    assert places(rig.state, keys(8)[0]) == []
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 7, 8])
+def test_shrinking_takes_no_block_too_many(kept: int) -> None:
+    rig = Rig()
+    session = rig.attach()
+    named = keys(*range(1, 9))
+    rig.put(session, named)
+    (space,) = rig.state.namespaces
+    assert rig.core.evict(space.digest, kept * SLOT_BYTES) == 8 - kept
+    rig.check()
+    assert sum(rig.present(session, named)) == kept
