@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart format golden tools rootfs clean
+.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart bench-local format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -76,3 +76,6 @@ clean:           ## remove what make built
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
+
+bench-local: $(VENV)/.ready ## kvhearth bench local: copies, lookups, memory; the last line is one JSON object
+	$(BIN)/kvhearth bench local --json $(BENCH_ARGS)

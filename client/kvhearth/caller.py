@@ -18,6 +18,7 @@ from kvhearth.outbox import Errand
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 
 T = TypeVar("T")
+ArgumentT = TypeVar("ArgumentT")
 
 _FAILURES_MAX = 3
 _BACKOFF_S = 0.5
@@ -41,6 +42,15 @@ class NotSent(KVHearthError):
 def outcome_unknown(error: KVHearthError) -> bool:
     """Whether the daemon may have done what was asked although the call failed."""
     return not isinstance(error, NotSent) and error.reason in _ANSWERED_LATE
+
+
+def understood(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
+    """``read(argument)``, or None where an engine's argument is not what it should be."""
+    try:
+        return read(argument)
+    except Exception:  # noqa: BLE001 - the fail-open boundary: reading runs the engine's own code
+        LOGGER.exception("an argument cannot be read")
+        return None
 
 
 class Caller:

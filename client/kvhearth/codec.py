@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -59,6 +60,26 @@ class Query:
     def key_count(self) -> int:
         """Keys that travel."""
         return sum(self.sent.values())
+
+
+def own_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
+    """A caller's keys, read once."""
+    return {operator.index(group): tuple(keys) for group, keys in groups.items()}
+
+
+def own_counts(groups: Mapping[int, int]) -> dict[int, int]:
+    """A caller's counts, as plain integers."""
+    return {operator.index(group): operator.index(count) for group, count in groups.items()}
+
+
+def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
+    """A caller's commit, its keys read once."""
+    return {
+        operator.index(group): CommitGroup(
+            tuple(item.keys), np.asarray(item.extents), item.checksums, bytes(item.parent)
+        )
+        for group, item in groups.items()
+    }
 
 
 def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:

@@ -212,6 +212,9 @@ def _check(contract: Contract) -> None:
         value = getattr(contract, item.name)
         if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
             raise _bad(item.name, f"longer than {TEXT_CHARS_MAX} characters")
+        if isinstance(value, str) and not value.isprintable():
+            # Half a surrogate pair, too, which JSON can write and protobuf cannot carry.
+            raise _bad(item.name, "not printable text")
     if not contract.model:
         raise _bad("model", "empty")
     if not contract.revision:

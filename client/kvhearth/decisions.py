@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvhearth import codec
-from kvhearth.caller import Caller, outcome_unknown
+from kvhearth.caller import Caller, T, outcome_unknown, understood
 from kvhearth.codec import KeysByGroup, Query
 from kvhearth.contract import Contract
+from kvhearth.epochs import EPOCH_UNKNOWN
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keeper import Keeper
 from kvhearth.link import Link
@@ -31,7 +32,6 @@ from kvhearth.transports import base
 from kvhearth.url import DaemonUrl
 from kvhearth.wire import Hello
 
-_EPOCH_UNKNOWN = -1
 _SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
 """Bounds that leave nothing to reserve: an answer of a full cache, not a failure."""
 
@@ -48,7 +48,6 @@ class Decisions:
         self._keeper = Keeper(url, hello, self._counters)
         self._caller = Caller(self._keeper, self._counters)
         self._returns = Returns(self._caller, contract)
-        self._epoch: int | None = None
 
     @property
     def epoch(self) -> int:
@@ -56,9 +55,10 @@ class Decisions:
 
         It is the daemon's at the first attach and follows only ``bump_epoch`` and ``use_epoch``:
         an engine does not get new weights because another one did. Under another epoch than the
-        daemon's all answers are misses.
+        daemon's all answers are misses. A daemon that started without its old blocks has an epoch
+        of its own, which an engine that was up to date until then takes over.
         """
-        return self._keeper.first_epoch if self._epoch is None else self._epoch
+        return self._keeper.epochs.own
 
     def lookup(
         self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False
@@ -72,12 +72,13 @@ class Decisions:
             prefetch: let blocks on slower tiers begin to climb.
         """
         lease_id = _new_id() if lease else 0
+        own = understood(codec.own_keys, groups)
 
         def work() -> LookupResult:
             link = self._decision_link()
-            query = self._query(link, groups)
+            query = self._query(link, own)
             if not query.key_count:
-                return LookupResult(0, None, codec.absent(groups), boot_id=link.boot_id)
+                return LookupResult(0, None, codec.absent(own or {}), boot_id=link.boot_id)
             request = pb.LookupRequest(
                 groups=query.groups, epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
             )
@@ -95,43 +96,46 @@ class Decisions:
             return result
 
         return self._caller.decide(
-            "lookup", work, lambda reason: LookupResult(0, None, codec.absent(groups), 0, reason)
+            "lookup", work, lambda why: LookupResult(0, None, codec.absent(own or {}), 0, why)
         )
 
     def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
         """Ask for blocks on slower tiers to climb; leases nothing."""
+        own = understood(codec.own_keys, groups)
 
         def work() -> PrefetchResult:
             link = self._decision_link()
-            query = self._query(link, groups)
+            query = self._query(link, own)
             request = pb.PrefetchRequest(groups=query.groups, epoch=self._own_epoch())
             reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
             found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
             return PrefetchResult(found, reply.eta_us, boot_id=link.boot_id)
 
         return self._caller.decide(
-            "prefetch", work, lambda reason: PrefetchResult(codec.absent(groups), 0, reason)
+            "prefetch", work, lambda why: PrefetchResult(codec.absent(own or {}), 0, why)
         )
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
         """Empty slots to write: by group, how many blocks. Less may be granted."""
         reservation_id = _new_id()
+        own = understood(codec.own_counts, groups)
 
         def work() -> Reservation:
             link = self._decision_link()
+            counts = _readable(own)
             request = pb.ReserveRequest(
                 reservation_id=reservation_id,
                 epoch=self._own_epoch(),
-                groups=codec.pack_counts(self._contract, groups),
+                groups=codec.pack_counts(self._contract, counts),
             )
             try:
                 reply = self._caller.call(link, base.RESERVE, request, self._call_s)
                 extents = codec.parse_reservation(
-                    self._contract, link.welcome, groups, reply.groups
+                    self._contract, link.welcome, counts, reply.groups
                 )
             except KVHearthError as error:
                 if error.reason in _SHORT:
-                    nothing = codec.no_extents(self._contract, groups)
+                    nothing = codec.no_extents(self._contract, counts)
                     return Reservation(link.boot_id, nothing, error.reason, id=reservation_id)
                 if outcome_unknown(error):
                     self._returns.abort_reservation(link, reservation_id)
@@ -141,7 +145,7 @@ class Decisions:
         return self._caller.decide(
             "reserve",
             work,
-            lambda why: Reservation("", codec.no_extents(self._contract, groups), why, why),
+            lambda why: Reservation("", codec.no_extents(self._contract, own or {}), why, why),
         )
 
     def commit(
@@ -157,11 +161,14 @@ class Decisions:
                 is right only if the weights cannot have changed since.
         """
 
+        own = understood(codec.own_commits, groups)
+
         def work() -> CommitResult:
             link = self._decision_link()
             _check_boot(link, boot_id)
+            commits = _readable(own)
             try:
-                query = self._query(link, {group: item.keys for group, item in groups.items()})
+                query = self._query(link, {group: item.keys for group, item in commits.items()})
                 if query.cut:
                     raise KVHearthError(
                         Reason.TOO_MANY_KEYS,
@@ -169,19 +176,20 @@ class Decisions:
                     )
                 computed = self._own_epoch() if epoch is None else epoch
                 request = pb.CommitRequest(epoch=computed)
-                for group, item in groups.items():
+                for group, item in commits.items():
                     request.groups.append(codec.pack_commit(self._contract, group, item))
                 reply = self._caller.call(link, base.COMMIT, request, self._call_s)
                 return CommitResult(codec.parse_bitmaps(query, reply.stored))
             except KVHearthError:
                 # Whatever was not bound goes back; slots that were are not the group's to abort
                 # any more.
-                extents = {group: item.extents for group, item in groups.items()}
+                extents = {group: item.extents for group, item in commits.items()}
                 self._returns.abort(link, extents, in_doubt=False)
                 raise
 
         def miss(reason: str) -> CommitResult:
-            nothing = {group: np.zeros(len(item.keys), np.bool_) for group, item in groups.items()}
+            sizes = {group: len(item.keys) for group, item in (own or {}).items()}
+            nothing = {group: np.zeros(size, np.bool_) for group, size in sizes.items()}
             return CommitResult(nothing, reason)
 
         return self._caller.decide("commit", work, miss)
@@ -198,11 +206,12 @@ class Decisions:
         Returns:
             Why nothing was queued (such as ``stale_boot``), or empty.
         """
+        own = understood(_own_extents, groups)
 
         def work() -> str:
             link = self._decision_link()
             _check_boot(link, boot_id)
-            self._returns.abort(link, groups, in_doubt=in_doubt)
+            self._returns.abort(link, _readable(own), in_doubt=in_doubt)
             return ""
 
         return self._caller.decide("abort", work, str)
@@ -228,10 +237,11 @@ class Decisions:
     def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
         """Keep blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
         pin_id = _new_id()
+        own = understood(codec.own_keys, groups)
 
         def work() -> Pin:
             link = self._decision_link()
-            query = self._query(link, groups)
+            query = self._query(link, own)
             request = pb.PinRequest(
                 pin_id=pin_id,
                 groups=query.groups,
@@ -247,7 +257,7 @@ class Decisions:
                 raise
 
         def miss(reason: str) -> Pin:
-            nothing = {group: np.zeros(len(keys), np.bool_) for group, keys in groups.items()}
+            nothing = {group: np.zeros(len(keys), np.bool_) for group, keys in (own or {}).items()}
             return Pin(pin_id, "", nothing, reason)
 
         return self._caller.decide("pin", work, miss)
@@ -264,10 +274,11 @@ class Decisions:
 
     def touch(self, groups: KeysByGroup) -> None:
         """Mark blocks as used, in the background."""
+        own = understood(codec.own_keys, groups)
 
         def work() -> None:
             link = self._decision_link()
-            query = self._query(link, groups)
+            query = self._query(link, own)
             self._returns.touch(link, query, self._own_epoch())
 
         self._caller.decide("touch", work, _nothing)
@@ -282,24 +293,24 @@ class Decisions:
             The new epoch, with which this client goes on; or -1. Then the weights have no epoch:
             all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
         """
-        self._epoch = _EPOCH_UNKNOWN
+        self._keeper.epochs.use(EPOCH_UNKNOWN)
 
         def work() -> int:
             link = self._decision_link()
             current = expected
             if current is None:
                 self._keeper.beat(link)
-                current = self._keeper.daemon_epoch
+                current = self._keeper.epochs.daemon
             request = pb.BumpEpochRequest(expected_epoch=current)
             reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
-            self._epoch = reply.epoch
+            self._keeper.epochs.bumped(link.boot_id, reply.epoch)
             return int(reply.epoch)
 
-        return self._caller.decide("bump_epoch", work, lambda _: _EPOCH_UNKNOWN)
+        return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
 
     def use_epoch(self, epoch: int) -> None:
         """This engine now has the weights of ``epoch``, which somebody else bumped to."""
-        self._epoch = epoch
+        self._keeper.epochs.use(epoch)
 
     def _decision_link(self) -> Link:
         if not self._scheduler:
@@ -314,8 +325,8 @@ class Decisions:
             )
         return epoch
 
-    def _query(self, link: Link, groups: KeysByGroup) -> Query:
-        query = codec.pack_query(self._contract, groups, link.welcome.keys_max)
+    def _query(self, link: Link, groups: KeysByGroup | None) -> Query:
+        query = codec.pack_query(self._contract, _readable(groups), link.welcome.keys_max)
         if query.cut:
             self._counters.add("keys_cut", sum(query.asked.values()) - query.key_count)
         return query
@@ -345,6 +356,16 @@ def _new_id() -> int:
 def _check_boot(link: Link, boot_id: str) -> None:
     if boot_id != link.boot_id:
         raise KVHearthError(Reason.STALE_BOOT, "these extents are another boot's: they are void")
+
+
+def _readable(argument: T | None) -> T:
+    if argument is None:
+        raise KVHearthError(Reason.BAD_MESSAGE, "the call's argument is not what it should be")
+    return argument
+
+
+def _own_extents(groups: Mapping[int, Records]) -> dict[int, Records]:
+    return {group: np.asarray(extents) for group, extents in groups.items()}
 
 
 def _nothing(_: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvhearth.courier import Courier
 from kvhearth.drains import Drains
+from kvhearth.epochs import Epochs
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.link import Link, open_link
 from kvhearth.meters import LOGGER, Counters, Warnings
@@ -64,8 +65,7 @@ class Keeper:
 
     def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters) -> None:
         self.refusal: KVHearthError | None = None
-        self.daemon_epoch = -1
-        self.first_epoch = -1
+        self.epochs = Epochs()
         self._url = url
         self._hello = hello
         self._counters = counters
@@ -132,7 +132,7 @@ class Keeper:
         request = pb.HeartbeatRequest(counters=self._counters.snapshot())
         reply = self._call(link, HEARTBEAT, request)
         with self._state:
-            self.daemon_epoch = reply.epoch
+            self.epochs.heard(link.boot_id, reply.epoch)
             self._group_complete = reply.group_complete
             self._state.notify_all()
 
@@ -201,6 +201,7 @@ class Keeper:
         except KVHearthError as error:
             return self._attach_failed(error)
         self._held = link
+        self.epochs.attached(link.boot_id, link.welcome.epoch)
         try:
             # Usable only once the decisions' socket answers too.
             self.beat(link)
@@ -212,8 +213,6 @@ class Keeper:
                 # `finish` may have looked for a link before this one was there.
                 self._close(link)
                 return 0.0
-            if self.first_epoch < 0:
-                self.first_epoch = link.welcome.epoch
             self._usable, self.refusal, self._attach_failures = link, None, 0
             # A daemon that ends each session at once must not make this thread spin.
             self._attach_at = time.monotonic() + _REATTACH_PAUSE_S

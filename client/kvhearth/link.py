@@ -52,13 +52,15 @@ def open_link(url: DaemonUrl, hello: Hello) -> Link:
     """
     session = attach(url, hello)
     with contextlib.ExitStack() as undo:
-        undo.callback(session.close)
+        # No copy ever began: the daemon need not wait for anything.
+        undo.callback(session.goodbye)
         welcome = session.welcome
         mapping = None
         descriptors = session.take_descriptors()
         try:
             if hello.map_arena:
                 mapping = ArenaMapping(welcome, descriptors, session.alive)
+                undo.callback(mapping.close)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

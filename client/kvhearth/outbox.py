@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvhearth.transports.base import Rpc
+from kvhearth.transports.base import TOUCH, Rpc
 
+TOUCHES_MAX = 256
+"""Touches that may wait. Nothing leaks when one is dropped, so they take no other errand's room."""
 PARTS_MAX = 64
 """Groups that one message may carry; the daemon refuses more."""
 
@@ -25,6 +27,7 @@ class Errand:
         parts: groups in it.
         boot_id, session: under which it was made; under another one it is void.
         kind: errands of one kind may be merged into one message.
+        retries: how often it was sent again after a refusal that was not the daemon's.
     """
 
     rpc: Rpc[Any, Any]
@@ -34,41 +37,53 @@ class Errand:
     session: int
     kind: str
     parts: int = 0
+    retries: int = 0
 
 
 class Outbox:
-    """A bounded queue; the oldest errand goes first, one that finds it full is refused."""
+    """A bounded queue; the oldest errand goes first, one that finds it full is refused.
 
-    def __init__(self, errands_max: int) -> None:
-        self._errands_max = errands_max
+    Touches have a bound of their own and go last.
+    """
+
+    def __init__(self, errands_max: int, touches_max: int = TOUCHES_MAX) -> None:
         self._lock = threading.Lock()
         self._errands: deque[Errand] = deque()
+        self._touches: deque[Errand] = deque()
+        self._queues = ((self._errands, errands_max), (self._touches, touches_max))
 
     def put(self, errand: Errand) -> bool:
         """Queue an errand; False if the queue is full."""
         with self._lock:
-            if len(self._errands) >= self._errands_max:
+            queue, most = self._queues[errand.rpc is TOUCH]
+            if len(queue) >= most:
                 return False
-            self._errands.append(errand)
+            queue.append(errand)
             return True
 
     def put_back(self, errands: Iterable[Errand]) -> int:
         """Queue errands again before all others; returns how many found no room."""
-        waiting = list(errands)
+        sorted_out: tuple[list[Errand], list[Errand]] = ([], [])
+        for errand in errands:
+            sorted_out[errand.rpc is TOUCH].append(errand)
+        lost = 0
         with self._lock:
-            room = max(self._errands_max - len(self._errands), 0)
-            self._errands.extendleft(reversed(waiting[:room]))
-        return max(len(waiting) - room, 0)
+            for (queue, most), waiting in zip(self._queues, sorted_out, strict=True):
+                room = max(most - len(queue), 0)
+                queue.extendleft(reversed(waiting[:room]))
+                lost += max(len(waiting) - room, 0)
+        return lost
 
     def take(self) -> list[Errand]:
-        """All errands, oldest first; the queue is empty afterwards."""
+        """All errands, oldest first, then the touches; the queue is empty afterwards."""
         with self._lock:
-            errands = list(self._errands)
+            errands = [*self._errands, *self._touches]
             self._errands.clear()
+            self._touches.clear()
         return errands
 
     def __len__(self) -> int:
-        return len(self._errands)
+        return len(self._errands) + len(self._touches)
 
 
 def batch(errands: Iterable[Errand], weight_max: int) -> list[list[Errand]]:

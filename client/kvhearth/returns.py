@@ -33,14 +33,27 @@ class Returns:
         self._caller.post(link, base.RELEASE, pb.ReleaseRequest(lease_ids=[lease_id]))
 
     def release(self, link: Link, lease: Lease, bad: BadExtents) -> None:
-        """End a lease and report extents of it whose bytes were wrong."""
+        """End a lease and report extents of it whose bytes were wrong, as many as one call takes.
+
+        What is left out the next load finds.
+        """
         request = pb.ReleaseRequest(lease_ids=[lease.id])
+        reported, most = 0, link.welcome.keys_max
         for group, extents in _by_group(lease, bad).items():
-            if extents.size:
-                request.bad.append(codec.pack_slots(self._contract, group, extents))
+            some = np.asarray(extents).reshape(-1)[: most - reported]
+            if some.size:
+                request.bad.append(codec.pack_slots(self._contract, group, some))
+                reported += int(some.size)
         # Apart from the others: a report must not be lost with somebody else's unknown lease.
         kind = f"{base.RELEASE.name}:bad" if request.bad else base.RELEASE.name
-        self._caller.post(link, base.RELEASE, request, kind=kind, parts=len(request.bad))
+        self._caller.post(
+            link,
+            base.RELEASE,
+            request,
+            kind=kind,
+            weight=max(reported, 1),
+            parts=len(request.bad),
+        )
 
     def abort(self, link: Link, groups: Mapping[int, Records], *, in_doubt: bool) -> None:
         """Give back reserved extents."""

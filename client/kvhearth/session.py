@@ -55,7 +55,9 @@ class Session:
             return False
         with self._lock:
             try:
-                return self._life_line.recv(1, socket.MSG_PEEK) != b""
+                # Nothing is ever sent after the welcome: a byte means as little good as the end.
+                self._life_line.recv(1, socket.MSG_PEEK)
+                return False
             except BlockingIOError:
                 return True
             except OSError:
@@ -67,9 +69,10 @@ class Session:
 
     def goodbye(self) -> None:
         """Say that this session ends on purpose, then ``close``. Only after copies have drained."""
+        _close_all(self.take_descriptors())
         if os.getpid() == self._pid:
-            with self._lock, contextlib.suppress(OSError):
-                self._life_line.send(encode_frame({"kind": "bye"}), socket.MSG_NOSIGNAL)
+            with self._lock:
+                _say_bye(self._life_line)
         self.close()
 
     def close(self) -> None:
@@ -122,6 +125,8 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
         return Session(welcome, life_line, descriptors)
     except BaseException as error:
         _close_all(descriptors)
+        # Whatever was refused here, no copy ever began.
+        _say_bye(life_line)
         life_line.close()
         if isinstance(error, OSError):
             raise _translate(error, url) from None
@@ -194,6 +199,11 @@ def _translate(error: OSError, url: DaemonUrl) -> KVHearthError:
     return KVHearthError(
         Reason.DAEMON_AWAY, f"no daemon at {url.attach_path} ({error}): is it running?"
     )
+
+
+def _say_bye(life_line: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        life_line.send(encode_frame({"kind": "bye"}), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def _close_all(descriptors: list[int]) -> None:

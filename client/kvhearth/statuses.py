@@ -29,13 +29,21 @@ _BARE: Mapping[int, Reason] = {
     _CANCELLED: Reason.CLOSED,
     Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
     Code.PERMISSION_DENIED: Reason.PEER_NOT_ALLOWED,
-    # gRPC's own answer to a message that is larger than allowed.
-    Code.RESOURCE_EXHAUSTED: Reason.BAD_MESSAGE,
+    # Too many calls at once; `error_from_code` tells a message that is larger than allowed apart.
+    Code.RESOURCE_EXHAUSTED: Reason.DAEMON_AWAY,
     Code.UNIMPLEMENTED: Reason.PROTOCOL_VERSION,
     Code.UNAVAILABLE: Reason.DAEMON_AWAY,
     Code.UNAUTHENTICATED: Reason.UNKNOWN_TOKEN,
 }
 """What a status without our details means: it comes from gRPC itself, not from the daemon."""
+
+
+_TOO_LARGE = "larger than max"
+"""In gRPC's texts about a message beyond a bound, of either side."""
+
+
+class BareError(KVHearthError):
+    """A status that gRPC made: the daemon's own code said nothing about the call."""
 
 
 def encode_status(error: KVHearthError) -> bytes:
@@ -63,13 +71,16 @@ def decode_status(data: bytes) -> KVHearthError:
                 if info.domain == ERROR_DOMAIN:
                     return rebuild_error(info.reason, status.message, info.metadata)
     except DecodeError:
-        return KVHearthError(Reason.INTERNAL, "the error's details cannot be read")
+        return BareError(Reason.INTERNAL, "the error's details cannot be read")
     return error_from_code(status.code, status.message)
 
 
 def error_from_code(code: int, message: str) -> KVHearthError:
     """The error for a gRPC status without our details."""
-    return KVHearthError(_BARE.get(code, Reason.INTERNAL), message[:_MESSAGE_CHARS_MAX])
+    reason = _BARE.get(code, Reason.INTERNAL)
+    if code == Code.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+        reason = Reason.BAD_MESSAGE
+    return BareError(reason, message[:_MESSAGE_CHARS_MAX])
 
 
 def rebuild_error(word: str, message: str, details: Mapping[str, str]) -> KVHearthError:

@@ -107,7 +107,9 @@ def gets(thief: Engine, wanted: set[int]) -> None:
 # -- (a) what a group holds comes back only when every member is drained ---------------------------
 
 
-@pytest.mark.parametrize("holder", ["lives on", "is stopped", "child maps", "child has it open"])
+@pytest.mark.parametrize(
+    "holder", ["lives on", "lives on unmapped", "is stopped", "child maps", "child has it open"]
+)
 def test_slots_stay_aside_while_anybody_may_write(
     daemon: Daemon, thief: Engine, holder: str
 ) -> None:
@@ -124,8 +126,10 @@ def test_slots_stay_aside_while_anybody_may_write(
             worker.scribble(mine, GARBAGE)
         if holder == "is stopped":
             worker.stop()
-        elif holder == "lives on":
+        elif holder.startswith("lives on"):
             worker.do("hang_up")
+            if holder == "lives on unmapped":
+                worker.do("unmap")  # its GPU may hold pages of a mapping that is gone
         else:
             worker.kill()
         scheduler.kill()

@@ -75,6 +75,11 @@ def refused(reason: Reason) -> Any:
     return pytest.raises(KVHearthError, match=rf"^{reason}: ")
 
 
+def items(named: list[bytes], kv_group: int = 0) -> list[KeysItem]:
+    """Keys of one group, as calls take them."""
+    return [KeysItem(kv_group, named)]
+
+
 def sums_of(slots: I64) -> U8:
     """Checksums that name their slots, (n, shards, 16)."""
     words = np.zeros((*slots.shape, 2), np.uint64)
@@ -100,7 +105,6 @@ class Rig:
         # Roomy bounds, so that a test meets only the one that it sets.
         bounds = {"stock_fraction_max": 1.0, "held_fraction_max": 1.0, **limits}
         self.core = Core(self.geometry, Limits(**bounds))
-        self.now = 0.0
         self.members: dict[int, list[int]] = {}
         self._sessions = itertools.count(1)
         self._reservations = itertools.count(1)
@@ -190,10 +194,10 @@ class Rig:
         sums = sums_of(slots) if summed else None
         return CommitItem(kv_group, named, slots, generations, sums, parent)
 
-    def commit(self, session: int, *items: CommitItem) -> list[Bools]:
+    def commit(self, session: int, *parts: CommitItem) -> list[Bools]:
         """Commit."""
         try:
-            return self.core.writing.commit(session, self.epoch(session), list(items))
+            return self.core.writing.commit(session, self.epoch(session), list(parts))
         finally:
             self.check()
 
@@ -234,16 +238,34 @@ class Rig:
         self, session: int, asked: dict[int, list[bytes]], *, lease_id: int = 0
     ) -> Found:
         """Look up keys of several groups."""
-        items = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
+        parts = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
         try:
-            return self.core.reading.lookup(session, self.epoch(session), items, lease_id)
+            return self.core.reading.lookup(session, self.epoch(session), parts, lease_id)
         finally:
             self.check()
 
+    def pin(
+        self,
+        session: int,
+        pin_id: int,
+        named: list[bytes],
+        *,
+        kv_group: int = 0,
+        ttl_s: float = 10.0,
+        now: float = 0.0,
+    ) -> list[bool]:
+        """Pin keys of one group; which of them are there."""
+        asked, epoch = items(named, kv_group), self.epoch(session)
+        try:
+            (flags,) = self.core.pinning.pin(session, epoch, pin_id, asked, ttl_s=ttl_s, now=now)
+        finally:
+            self.check()
+        return [bool(flag) for flag in flags]
+
     def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
         """Which keys are there; marks nothing as used."""
-        items = [KeysItem(kv_group, named)]
-        (one,) = self.core.reading.presence(session, self.epoch(session), items)
+        asked = items(named, kv_group)
+        (one,) = self.core.reading.presence(session, self.epoch(session), asked)
         return [bool(flag) for flag in one.present]
 
     def head(self, session: int, named: bytes, kv_group: int = 0) -> int:

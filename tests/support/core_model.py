@@ -196,7 +196,7 @@ def fingerprint(core: Core) -> str:
     plain: list[Any] = [state.sequence, state.ledger.segments, state.events.next_sequence]
     plain += [sorted((n, g, sorted(found.items())) for n, g, found in state.index.items())]
     for pool in state.pools:
-        plain += [pool._unassigned, pool.slab_used.tolist()]
+        plain += [list(pool._unassigned), pool.slab_used.tolist()]
         plain += [
             (size, one.free[: one.count].tolist()) for size, one in sorted(pool._classes.items())
         ]

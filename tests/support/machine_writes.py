@@ -46,8 +46,8 @@ class WritingRules(MachineBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent_commits: list[tuple[int, CommitItem]] = []
-        self.sent_aborts: list[tuple[int, SlotsItem]] = []
+        self.sent_commits: list[tuple[tuple[str, int], CommitItem]] = []
+        self.sent_aborts: list[tuple[tuple[str, int], SlotsItem]] = []
 
     # -- reserve ----------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class WritingRules(MachineBase):
             parent,
         )
         self.pending = blocks
-        self.sent_commits.append((client.group, item))
+        self.sent_commits.append((client.place, item))
         (stored,) = self.engine.call(
             self.core.writing.commit, client.number, self.space(client).epoch, [item]
         )
@@ -264,7 +264,7 @@ class WritingRules(MachineBase):
     def repeat_commit(self, data: st.DataObject) -> None:
         """A commit that was applied arrives again."""
         client = self.decider(data)
-        sent = [item for group, item in self.sent_commits[-8:] if group == client.group]
+        sent = [item for place, item in self.sent_commits[-8:] if place == client.place]
         if not sent:
             return
         item = pick(data, sent, "commit")
@@ -339,7 +339,7 @@ class WritingRules(MachineBase):
         ]
         self._gave_back(chosen, in_doubt=in_doubt)
         if not in_doubt:
-            self.sent_aborts += [(client.group, item) for item in items]
+            self.sent_aborts += [(client.place, item) for item in items]
         freed, aside = self.engine.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
         )
@@ -359,7 +359,7 @@ class WritingRules(MachineBase):
     def repeat_abort(self, data: st.DataObject) -> None:
         """An abort that was applied arrives again, perhaps when the slots are in use again."""
         client = self.decider(data)
-        sent = [item for group, item in self.sent_aborts[-8:] if group == client.group]
+        sent = [item for place, item in self.sent_aborts[-8:] if place == client.place]
         if not sent:
             return
         item = pick(data, sent, "abort")

@@ -82,12 +82,12 @@ class Puppet:
         found = self.do("attach", url=url, keep_descriptors=keep_descriptors, hello=values)
         self.session, self.boot_id = found["session"], found["boot_id"]
 
-    def reserve(self, count: int, epoch: int = 1) -> Records:
+    def reserve(self, count: int, epoch: int = 0) -> Records:
         """Extents, flat, block by block."""
         data = bytes.fromhex(self.do("reserve", count=count, epoch=epoch))
         return np.frombuffer(data, EXTENT_DTYPE)
 
-    def commit(self, keys: list[bytes], extents: Records, epoch: int = 1) -> int:
+    def commit(self, keys: list[bytes], extents: Records, epoch: int = 0) -> int:
         """Commit without checksums; how many keys were bound."""
         texts = [key.hex() for key in keys]
         return int(self.do("commit", keys=texts, extents=_hex(extents), epoch=epoch))

@@ -68,10 +68,12 @@ class Member:
         return bool(self._call(base.HEARTBEAT, pb.HeartbeatRequest()).group_complete)
 
     def reserve(self, count: int, epoch: int) -> str:
-        """Extents of (count, shards), as hex."""
+        """Extents of (count, shards), as hex; epoch 0 is the one of the welcome."""
         groups = [types_pb2.GroupCount(group=0, count=count)]
         request = pb.ReserveRequest(
-            reservation_id=secrets.randbelow(1 << 62) + 1, epoch=epoch, groups=groups
+            reservation_id=secrets.randbelow(1 << 62) + 1,
+            epoch=epoch or self._session.welcome.epoch,
+            groups=groups,
         )
         reply = self._call(base.RESERVE, request)
         return str(b"".join(part.extents for part in reply.groups).hex())
@@ -80,7 +82,7 @@ class Member:
         """Commit without checksums; how many keys were bound."""
         records = _records(extents)
         request = pb.CommitRequest(
-            epoch=epoch,
+            epoch=epoch or self._session.welcome.epoch,
             groups=[
                 pb.GroupCommit(
                     group=0,

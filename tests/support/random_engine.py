@@ -141,6 +141,7 @@ class Worker:
         self._dice = dice
         self._late = threading.Event()
         self._last: Records | None = None
+        self._alone = False
         rank.client.add_drain(lambda _: not self._late.is_set())
 
     def serve(self) -> None:
@@ -150,7 +151,8 @@ class Worker:
                 for line in lines:
                     answer = self._obey(json.loads(line))
                     self._door.sendall((json.dumps(answer) + "\n").encode())
-                    self._last = None
+                    if not self._alone:
+                        self._last = None
             except ConnectionError:
                 pass
         if self._last is not None:
@@ -167,6 +169,7 @@ class Worker:
                 self._last = extents
                 if self._dice.random() < 0.1:
                     os.kill(request["pid"], signal.SIGKILL)
+                    self._alone = True
             copied = self._rank.store(*where)
         else:
             copied = self._rank.load(*where)

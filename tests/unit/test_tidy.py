@@ -30,6 +30,7 @@ CATCH_ALL_ALLOWED = frozenset(
         "server/kvhearth_server/transport/rpc/guard.py",
         # the fail-open boundary: nothing of ours reaches an engine's loop
         "client/kvhearth/caller.py",
+        "client/kvhearth/pipeline/movers.py",  # nor a GPU that has no memory for a copier
     }
 )
 """The files that may catch every exception. Add one only with its reason."""

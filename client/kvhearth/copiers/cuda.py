@@ -216,7 +216,12 @@ class CudaCopier:
             return None
         with self._lock:
             started_s = time.perf_counter()
-            batch = Batch(self._kv, self._arena, boot_id, pages, extents)
+            try:
+                batch = Batch(self._kv, self._arena, boot_id, pages, extents)
+            except Exception:  # noqa: BLE001 - a ticket must always get an outcome
+                _LOG.exception("a batch of %d blocks could not be begun", len(extents))
+                self._book.finish(_copy_failed(ticket))
+                return ticket
             event, failed = self._issue(ticket.kind, batch)
             self._flights.append(_Flight(ticket, batch, event, started_s, failed))
         return ticket
@@ -242,7 +247,7 @@ class CudaCopier:
         try:
             # Also after a failure: copies that were issued before it are still under way.
             return self._device.record(kind), failed
-        except RuntimeError:
+        except Exception:  # noqa: BLE001 - a ticket must always get an outcome
             _LOG.exception("the CUDA context is broken")
             return None, True
 
@@ -250,13 +255,16 @@ class CudaCopier:
         """Finish the batches whose copies have ended."""
         with self._lock:
             still_under_way: deque[_Flight] = deque()
-            while self._flights:
-                flight = self._flights.popleft()
-                if self._has_ended(flight):
-                    self._book.finish(self._outcome(flight))
-                else:
-                    still_under_way.append(flight)
-            self._flights = still_under_way
+            try:
+                while self._flights:
+                    flight = self._flights.popleft()
+                    if self._has_ended(flight):
+                        self._book.finish(self._outcome(flight))
+                    else:
+                        still_under_way.append(flight)
+            finally:
+                still_under_way.extend(self._flights)
+                self._flights = still_under_way
 
     def _has_ended(self, flight: _Flight) -> bool:
         if flight.event is None:
@@ -269,6 +277,13 @@ class CudaCopier:
             return True
 
     def _outcome(self, flight: _Flight) -> Done:
+        try:
+            return self._judged(flight)
+        except Exception:  # noqa: BLE001 - a ticket must always get an outcome
+            _LOG.exception("batch %d could not be judged", flight.ticket.number)
+            return _copy_failed(flight.ticket)
+
+    def _judged(self, flight: _Flight) -> Done:
         batch = flight.batch
         if flight.failed:
             batch.fail_all(BlockFailure.COPY_FAILED)
@@ -287,6 +302,11 @@ class CudaCopier:
             view = self._arena.views[int(record["segment"])]
             if xxhash.xxh3_128_digest(view[start : start + self._kv.page_bytes].data) != wanted:
                 batch.fail_one(position, BlockFailure.CHECKSUM_MISMATCH)
+
+
+def _copy_failed(ticket: Ticket) -> Done:
+    reasons = {BlockFailure.COPY_FAILED.value: ticket.count} if ticket.count else {}
+    return Done(ticket, np.zeros(ticket.count, np.bool_), None, 0, 0.0, reasons)
 
 
 class _Mover:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvhearth.caller import understood
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
 from kvhearth.errors import KVHearthError, Reason
@@ -16,16 +17,13 @@ from kvhearth.layout import PagedKV
 from kvhearth.model import I64, Bools, Records
 from kvhearth.pipeline.admission import Admission
 from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank
-from kvhearth.pipeline.pages import page_numbers
+from kvhearth.pipeline.pages import KeysAndPages, own_pages, page_numbers
 from kvhearth.pipeline.reach import usable_tokens
 from kvhearth.pipeline.workers import Worker
 from kvhearth.results import LookupResult, PrefetchResult
 
 FLIGHTS_MAX = 8
 """Loads whose copies may be under way."""
-
-KeysAndPages = Mapping[int, tuple[Sequence[bytes], I64 | Sequence[int]]]
-"""By KV cache group: n keys in chain order and n distinct engine pages."""
 
 _SLICE_S = 0.1
 _TICK_S = 0.25
@@ -158,7 +156,7 @@ class LoadPipeline:
             The ticket, or None while the queue is full. Arguments that cannot be right, and more
             blocks than the queue ever takes, are taken and fail.
         """
-        job = self._enqueue(groups, prefetch, wait_s)
+        job = self._enqueue(understood(own_pages, groups), prefetch, wait_s)
         return None if job is None else job.ticket
 
     def load_now(
@@ -174,9 +172,10 @@ class LoadPipeline:
             ``poll`` brings the outcome. It is a broken GPU or a machine that stands still.
         """
         until = time.monotonic() + deadline_s
-        job = self._enqueue(groups, prefetch, deadline_s)
+        wanted = understood(own_pages, groups)
+        job = self._enqueue(wanted, prefetch, deadline_s)
         if job is None:
-            return _missed(LoadTicket(0, 0), groups, Reason.DEADLINE)
+            return _missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
         done = self.wait(job.ticket, until - time.monotonic())
         if done is None:
             job.cancelled = True
@@ -224,10 +223,13 @@ class LoadPipeline:
         """Raise AssertionError if a load was lost."""
         self._door.check_books()
 
-    def _enqueue(self, groups: KeysAndPages, prefetch: bool, wait_s: float) -> _Job | None:
+    def _enqueue(self, wanted: KeysAndPages | None, prefetch: bool, wait_s: float) -> _Job | None:
         if self._worker.foreign:
             return None
+        groups = wanted or {}
         own, blocks, problem = self._own(groups)
+        if wanted is None:
+            problem = str(Reason.BAD_MESSAGE)
         mark: object = None
         if self._door.closed:
             problem = str(Reason.CLOSED)

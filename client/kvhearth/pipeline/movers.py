@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, Protocol
 
 from kvhearth.arena import ArenaMapping
@@ -17,7 +18,7 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.copiers.register import ArenaRegistration, CudartRegistrar
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
-from kvhearth.meters import LOGGER
+from kvhearth.meters import LOGGER, Warnings
 
 CopierFactory = Callable[[PagedKV, ArenaView], Copier]
 _DROP_S = 1.0
@@ -124,10 +125,21 @@ class Movers:
         self._arena: ArenaMapping | None = None
         self._copiers: dict[int, Copier] = {}
         self._closed = False
+        self._warnings = Warnings()
         client.add_drain(self.drain)
 
     def copier(self, kv_group: int, boot_id: str) -> Copier | None:
-        """The copier into the mapped arena of that boot; None if that is not mapped (any more)."""
+        """The copier into the mapped arena of that boot; None if that is not mapped (any more), or
+        no copier can be made.
+        """
+        try:
+            return self._copier(kv_group, boot_id)
+        except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
+            # Asked for anew with each batch: said once, not each time.
+            self._warnings.warn(f"copier:{kv_group}", "no copier for group %d: %r", kv_group, error)
+            return None
+
+    def _copier(self, kv_group: int, boot_id: str) -> Copier | None:
         with self._lock:
             arena = self._client.arena
             if arena is None or arena.boot_id != boot_id or self._closed:
@@ -136,11 +148,7 @@ class Movers:
                 return None
             copier = self._copiers.get(kv_group)
             if copier is None:
-                try:
-                    copier = self._make(self._kv[kv_group], arena)
-                except KVHearthError as error:
-                    LOGGER.warning("no copier for group %d: %s", kv_group, error)
-                    return None
+                copier = self._make(self._kv[kv_group], arena)
                 self._copiers[kv_group] = copier
             # A drain that came before the lock was taken would not have seen it.
             if self._client.arena is not arena:
@@ -148,9 +156,9 @@ class Movers:
                 return None
             return copier
 
-    def key_problem(self, kv_group: int, keys: Sequence[bytes]) -> str:
+    def key_problem(self, kv_group: object, keys: Sequence[bytes]) -> str:
         """Why these cannot be keys of blocks that are moved here, or empty."""
-        if kv_group not in self._kv:
+        if not isinstance(kv_group, Integral) or kv_group not in self._kv:
             return str(Reason.BAD_GROUP)
         size = self._client.contract.hash_bytes
         if not all(isinstance(key, bytes) and len(key) == size for key in keys):

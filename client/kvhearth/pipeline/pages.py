@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvhearth.model import I64
+
+
+KeysAndPages = Mapping[int, tuple[Sequence[bytes], I64 | Sequence[int]]]
+"""By KV cache group: n keys in chain order and n distinct engine pages."""
+
+
+def own_pages(groups: KeysAndPages) -> KeysAndPages:
+    """A caller's keys, read once, with their pages."""
+    return {group: (tuple(keys), pages) for group, (keys, pages) in groups.items()}
 
 
 def page_numbers(pages: I64 | Sequence[int]) -> I64 | None:

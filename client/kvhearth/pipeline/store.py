@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvhearth.caller import understood
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import BlockFailure, Done
 from kvhearth.errors import KVHearthError, Reason
@@ -112,10 +113,13 @@ class StorePipeline:
         """
         if self._worker.foreign:
             return None
-        keys, numbers, problem = tuple(keys), page_numbers(pages), ""
+        own, numbers, problem = understood(tuple, keys), page_numbers(pages), ""
+        keys = own or ()
         mark: object = None
         if self._door.closed:
             problem = str(Reason.CLOSED)
+        elif own is None or not isinstance(parent, bytes):
+            problem = str(Reason.BAD_KEYS)
         elif numbers is None or len(numbers) != len(keys):
             problem = str(Reason.BAD_EXTENTS)
         elif len(keys) > self._queue_blocks_max:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, error_from_code
+from kvhearth.statuses import STATUS_DETAILS_KEY, BareError, decode_status, error_from_code
 from kvhearth.transports.base import SERVICE, TOKEN_KEY, ReplyT, RequestT, Rpc
 
 
@@ -110,7 +110,7 @@ def _translate(error: grpc.RpcError) -> KVHearthError:
     # The errors that gRPC raises are calls as well; its stubs say that nothing can be both.
     call: Any = error
     if not isinstance(call, grpc.Call):
-        return KVHearthError(Reason.INTERNAL, f"gRPC failed without a status: {call}")
+        return BareError(Reason.INTERNAL, f"gRPC failed without a status: {call}")
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             return decode_status(value)

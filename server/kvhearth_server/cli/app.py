@@ -57,6 +57,7 @@ def build() -> typer.Typer:
     import typer
 
     from kvhearth_server.cli import (
+        bench,
         config,
         doctor,
         drain,
@@ -94,6 +95,9 @@ def build() -> typer.Typer:
     app.command("explain", epilog=explain.EPILOG)(explain.explain)
     app.command("evict", epilog=evict.EPILOG)(evict.evict)
     app.command("drain", epilog=drain.EPILOG)(drain.drain)
+    benches = typer.Typer(help="Measure, with daemons of its own.", no_args_is_help=True)
+    benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
+    app.add_typer(benches, name="bench")
     app.command("version", epilog=version.EPILOG)(version.version)
     return app
 

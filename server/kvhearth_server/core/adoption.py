@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhearth.model import FLAG_VERIFY, I64, Bools, Records
-from kvhearth_server.core.actions import Mark, Sum
+from kvhearth_server.core.actions import Mark, SlabSized, Sum
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.state import CoreState, flat
 from kvhearth_server.core.table import State
@@ -35,12 +35,13 @@ class AdoptedBlocks:
 class Adoption:
     """What the journal gave.
 
-    ``slabs``: (slab, slot size) in use. ``held``: slots by the number of the group that may still
-    write to them; 0 for a group that nobody knows. ``dropped``: slots that become free, with why in
-    ``reasons``.
+    ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose size nobody knows, taken
+    as one slot. ``held``: slots by the number of the group that may still write to them; 0 for a
+    group that nobody knows. ``dropped``: slots that become free, with why in ``reasons``.
     """
 
     slabs: list[tuple[int, int]] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
     blocks: list[AdoptedBlocks] = field(default_factory=list)
     held: dict[int, I64] = field(default_factory=dict)
     dropped: list[I64] = field(default_factory=list)
@@ -50,15 +51,22 @@ class Adoption:
 
 def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
     """Fill a fresh core; ``groups`` are the holders of ``found.held`` by number, restored."""
+    damaged = set(found.damaged)
     _restore_slabs(state, found)
     for part in found.blocks:
         _restore_blocks(state, part)
     for number, slots in found.held.items():
         _restore_held(state, groups[number], slots)
     state.sequence = max(state.sequence, found.sequence)
-    state.actions.clear()
+    # The journal says the sizes already, but of damaged slabs; those last, so that a crash before
+    # finds them damaged again.
+    sized = [a for a in state.take_actions() if isinstance(a, SlabSized) and a.slab in damaged]
+    state.actions += [
+        Mark(slots, State.QUARANTINED, number) for number, slots in found.held.items()
+    ]
     if found.dropped:
         state.actions.append(Mark(np.concatenate(found.dropped), State.FREE))
+    state.actions += sized
     for part in found.blocks:
         if not part.summed.all():
             slots = part.slots[~part.summed]

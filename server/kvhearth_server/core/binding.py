@@ -43,6 +43,7 @@ class Binder:
         spare = flat(item.slots[~fresh])
         size = state.ledger.unreserved(group.segment, flat(item.slots))
         group.stock_bytes -= size
+        state.loosened += 1  # a slab of reserved slots could not be emptied, one of blocks can
         if len(spare):
             state.table.bump(spare)
             namespace.used_bytes -= state.table.total_bytes(spare)

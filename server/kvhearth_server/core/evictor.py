@@ -36,6 +36,9 @@ class Evictor:
         """
         pool = self._state.pools[segment]
         while (have := pool.can_take(slot_bytes)) < count:
+            if (slab := pool.empty_of_others(slot_bytes)) is not None:
+                self._take_back(segment, slab)
+                continue
             if self._prefer_slab(segment, slot_bytes) and self._steal_slab(segment, slot_bytes):
                 continue
             if self._evict_of_size(segment, slot_bytes, count - have):
@@ -65,14 +68,23 @@ class Evictor:
         """Nobody leases or pins the block."""
         return not self._refs[head] and not self._pins[head]
 
+    def _policies(self, segment: int, slot_bytes: int) -> dict[int, EvictionPolicy]:
+        """By namespace, those of one tenant that hold slots of a size: its neighbours' blocks are
+        none of its business.
+        """
+        state = self._state
+        return {
+            number: policy
+            for number, policy in state.policies.of_size(slot_bytes)
+            if state.segment_of[state.namespaces.get(number).tenant] == segment
+        }
+
     def _evict_of_size(self, segment: int, slot_bytes: int, count: int) -> bool:
-        tenant_spaces = self._state.namespaces
-        policies = [
-            policy
-            for number, policy in self._state.policies.of_size(slot_bytes)
-            if self._state.segment_of[tenant_spaces.get(number).tenant] == segment
-        ]
-        heads = self._pick(policies, min(count, 256))
+        policies = self._policies(segment, slot_bytes)
+        contracts = [self._state.namespaces.get(number).contract for number in policies]
+        shards = max((spec.shards for made in contracts for spec in made.groups), default=1)
+        # As many as are certainly needed; a block of several shards gives several slots.
+        heads = self._pick(list(policies.values()), min(-(-count // shards), 256))
         if not len(heads):
             return False
         forget_blocks(self._state, heads, "space")
@@ -106,7 +118,10 @@ class Evictor:
             # last victim's parent is where the next search starts, while the same root is proposed
             # and no block was taken out since but by us (its slot may hold another block by now).
             end = chains.leaf(proposed)
-        victim = end if self.evictable(end) else proposed
+        victim = end
+        while victim != proposed and not self.evictable(victim):
+            # A held tail (a window's lease, a pin) stays; what is in front of it goes from there.
+            victim = chains.parent_of(victim)
         parent = chains.parent_of(victim) if victim != proposed else -1
         chains.unlink(victim)
         self._line = (proposed, parent, chains.cuts)
@@ -119,11 +134,10 @@ class Evictor:
         if self._countdown > 0:
             return False
         self._countdown = _CONSIDER_SLABS_EVERY
-        state = self._state
-        victims = [
-            policy.victim(self.evictable) for _, policy in state.policies.of_size(slot_bytes)
-        ]
-        ages = [int(state.table.used_at[head]) for head in victims if head is not None]
+        policies = self._policies(segment, slot_bytes).values()
+        victims = [policy.victim(self.evictable) for policy in policies]
+        used_at = self._state.table.used_at
+        ages = [int(used_at[head]) for head in victims if head is not None]
         best = self._coldest_slab(segment, slot_bytes)
         return best is not None and (not ages or best[1] < min(ages))
 
@@ -142,9 +156,12 @@ class Evictor:
         heads = self._heads_in(segment, slab)
         if len(heads):
             remove_blocks(self._state, heads, "slab")
+        self._take_back(segment, slab)
+        return True
+
+    def _take_back(self, segment: int, slab: int) -> None:
         self._state.pools[segment].take_back(slab)
         self._state.index.forget_slab(slab)
-        return True
 
     def _coldest_slab(self, segment: int, slot_bytes: int) -> tuple[int, int] | None:
         """(slab, last use) of the slab of another size that was used longest ago and can be

@@ -72,6 +72,7 @@ class Group:
     aside_bytes: int = 0
     handed: list[I64] = field(default_factory=list)
     handed_count: int = 0
+    doubtful: list[I64] = field(default_factory=list)
     reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
     leases: dict[int, I64] = field(default_factory=dict)
     leased_at: dict[int, float] = field(default_factory=dict)
@@ -88,6 +89,11 @@ class Group:
         here = self.attached
         ranks = {m.rank for m in here if m.rank >= 0}
         return any(m.scheduler for m in here) and len(ranks) == self.world_size
+
+    @property
+    def unsure(self) -> bool:
+        """A member left without a word and may still be writing."""
+        return any(m.state is MemberState.GONE for m in self.members.values())
 
     @property
     def drained(self) -> bool:
@@ -191,6 +197,13 @@ class Groups:
         """Add a member."""
         group.members[member.session] = member
         self._by_session[member.session] = group
+
+    def forget_drained(self, group: Group) -> None:
+        """Forget members that can do nothing any more."""
+        for member in list(group.members.values()):
+            if member.state is MemberState.DRAINED:
+                del group.members[member.session]
+                del self._by_session[member.session]
 
     def drop(self, group: Group) -> None:
         """Forget a group that holds nothing any more."""

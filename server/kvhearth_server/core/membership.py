@@ -129,14 +129,16 @@ class Membership:
             Reason.BAD_MESSAGE,
             f"rank {joining.rank} is not in the contract's {contract.world_size} ranks",
         )
-        capacity = state.ledger.segments[state.segment_of[joining.tenant]].capacity
+        geometry = state.table.geometry
+        segment = state.segment_of[joining.tenant]
+        capacity, slabs = geometry.segment_bytes(segment), geometry.segments[segment].slabs
         for index, spec in enumerate(contract.groups):
             size = state.slot_bytes(spec)
             require(
-                size and size * spec.shards <= capacity,
+                size and spec.shards <= slabs * (geometry.slab_bytes // size),
                 Reason.BAD_CONTRACT,
                 f"groups[{index}].page_bytes: a block of {spec.shards} x {spec.page_bytes} bytes "
-                f"does not fit slabs of {state.table.geometry.slab_bytes} in {capacity} bytes",
+                f"does not fit slabs of {geometry.slab_bytes} in {capacity} bytes",
             )
 
     def _check_place(self, group: Group, namespace: Namespace, joining: Joining) -> None:
@@ -178,7 +180,19 @@ class Membership:
         group.reservations.clear()
 
     def settle(self, group: Group) -> None:
-        """Free what an ended group put aside, once nobody of it can write."""
+        """Free what an ended group put aside, once nobody of it can write.
+
+        Members that are drained are forgotten, or a rank that comes and goes would leave a record
+        each time.
+        """
+        self._state.groups.forget_drained(group)
+        if not group.unsure and group.doubtful and not group.ended:
+            state = self._state
+            slots = np.unique(np.concatenate(group.doubtful))
+            group.doubtful.clear()
+            mine = state.table.owner[slots] == group.number
+            aside = state.table.state[slots] == State.QUARANTINED
+            take_from_aside(state, group, slots[mine & aside])
         if group.ended and group.drained:
             held = group.held_slots(self._state.table)
             take_from_aside(self._state, group, held)

@@ -58,7 +58,8 @@ class SlabPool:
         self._slab_bytes = geometry.slab_bytes
         self._classes: dict[int, _SizeClass] = {}
         self.slab_used = np.zeros(shape.slabs, np.int64)
-        self._unassigned = list(range(self.end_slab - 1, self.first_slab - 1, -1))
+        # A dict, because adoption takes slabs out of the middle; the last one is assigned next.
+        self._unassigned = dict.fromkeys(range(self.end_slab - 1, self.first_slab - 1, -1))
 
     @property
     def unassigned_count(self) -> int:
@@ -89,7 +90,7 @@ class SlabPool:
         """Up to ``count`` free slots, assigning slabs as needed; their state stays FREE."""
         found = self._classes.setdefault(slot_bytes, _SizeClass())
         while found.count < count and self._unassigned:
-            self.assign(self._unassigned.pop(), slot_bytes)
+            self.assign(self._unassigned.popitem()[0], slot_bytes)
         slots = found.pop(min(count, found.count))
         np.add.at(self.slab_used, slots // self._stride - self.first_slab, 1)
         return slots
@@ -107,23 +108,21 @@ class SlabPool:
         for size in np.unique(sizes):
             self._classes[int(size)].push(slots[sizes == size][::-1])
 
-    def assign(self, slab: int, slot_bytes: int) -> None:
-        """Give a slab to a slot size; all its slots become free."""
+    def assign(self, slab: int, slot_bytes: int, used: I64 | None = None) -> None:
+        """Give a slab to a slot size; all its slots but those ``used`` become free."""
         self._table.slab_slot_bytes[slab] = slot_bytes
         self._sized(slab, slot_bytes)
-        count = self.slots_per_slab(slot_bytes)
-        slots = slab * self._stride + np.arange(count - 1, -1, -1, dtype=np.int64)
+        free = np.ones(self.slots_per_slab(slot_bytes), np.bool_)
+        first = slab * self._stride
+        if used is not None:
+            free[used - first] = False
+        slots = np.flatnonzero(free)[::-1].astype(np.int64) + first
         self._classes.setdefault(slot_bytes, _SizeClass()).push(slots)
 
     def adopt(self, slab: int, slot_bytes: int, used: I64) -> None:
         """Restore a slab after a restart: ``used`` are its slots that are not free."""
-        self._unassigned.remove(slab)
-        self.assign(slab, slot_bytes)
-        found = self._classes[slot_bytes]
-        live = found.free[: found.count]
-        kept = live[~np.isin(live, used)] if len(used) else live
-        found.free[: len(kept)] = kept
-        found.count = len(kept)
+        del self._unassigned[slab]
+        self.assign(slab, slot_bytes, used)
         self.slab_used[slab - self.first_slab] = len(used)
 
     def take_back(self, slab: int) -> None:
@@ -134,7 +133,7 @@ class SlabPool:
         self._classes[size].drop_slab(slab, self._stride)
         self._table.slab_slot_bytes[slab] = 0
         self._sized(slab, 0)
-        self._unassigned.append(slab)
+        self._unassigned[slab] = None
 
     def slabs_of_others(self, slot_bytes: int) -> list[int]:
         """Slabs that other slot sizes hold, the emptiest first."""
@@ -142,6 +141,13 @@ class SlabPool:
         others = np.flatnonzero((sizes != 0) & (sizes != slot_bytes))
         order = np.argsort(self.slab_used[others], kind="stable")
         return [int(slab) + self.first_slab for slab in others[order]]
+
+    def empty_of_others(self, slot_bytes: int) -> int | None:
+        """A slab that another slot size holds, but has nothing in; None if there is none."""
+        sizes = self._table.slab_slot_bytes[self.first_slab : self.end_slab]
+        empty = (self.slab_used == 0) & (sizes != 0) & (sizes != slot_bytes)
+        place = int(empty.argmax())
+        return place + self.first_slab if empty[place] else None
 
     def slots_in(self, slab: int) -> slice:
         """Row range of a slab's slots."""

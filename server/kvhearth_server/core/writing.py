@@ -111,10 +111,13 @@ class Writing:
         for room, reason in (
             (stock, Reason.STOCK_CAP),
             (hold_room(state, segment), Reason.HELD_CAP),
-            (self._quota_room(namespace, count * block), Reason.QUOTA_EXCEEDED),
         ):
             if count * block > room:
                 count, bound = max(0, room // block), reason
+        # Last, because it evicts: not for what the other bounds refuse.
+        room = self._quota_room(namespace, count * block)
+        if count * block > room:
+            count, bound = max(0, room // block), Reason.QUOTA_EXCEEDED
         can = self._evictor.make_room(segment, size, count * spec.shards)
         if can < count * spec.shards:
             count, bound = can // spec.shards, Reason.NO_SPACE
@@ -283,6 +286,11 @@ class Writing:
                 parts.append(slots[still])
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         stock = slots[state.table.state[slots] == State.RESERVED]
+        if group.unsure and not in_doubt:
+            # The scheduler cannot know what a rank that died is still writing; the group's last
+            # such member, once drained, frees it.
+            group.doubtful.append(slots)
+            in_doubt = True
         if in_doubt:
             put_aside(state, group, stock)
             return 0, len(stock)

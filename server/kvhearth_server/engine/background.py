@@ -203,7 +203,11 @@ class Background:
         mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(
             session.lock_byte
         )
-        if exited is False or mapped:
+        group = engine.core.state.groups.of_session(session.number)
+        # A group that was never handed a slot can write nowhere: attaching and failing again and
+        # again must not cost a record each time for as long as the process lives.
+        writer = group is not None and bool(group.handed)
+        if mapped or (writer and exited is False):
             session.quiet_since = None
             return False
         if session.quiet_since is None:

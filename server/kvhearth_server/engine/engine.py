@@ -298,6 +298,9 @@ class Engine:
         """Take over what an earlier run left, if the arena is one that it left."""
         old = self.arena.catalogue
         if old is None or self.journal is None:
+            # Epochs of an earlier run are forgotten, and so must not come again: an engine that
+            # still runs with old weights would share with one that has new ones.
+            self.core.state.namespaces.epoch_floor = int(time.time())
             return
         state = self.core.state
         self.sessions.number_from(int(old.get("next_session", 1)))

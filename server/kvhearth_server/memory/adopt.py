@@ -19,6 +19,7 @@ from kvhearth_server.memory.journal import (
     HEADER_BYTES,
     HEADER_DTYPE,
     MAGIC,
+    READERS,
     STATE_WORDS,
     VERSION,
     Journal,
@@ -102,13 +103,11 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
     found = Adoption()
     specs = _Specs(namespaces, geometry)
     held: dict[int, list[I64]] = defaultdict(list)
-    for slab, size in enumerate(journal.slab_sizes.tolist()):
-        if not size:
-            continue
-        if size % geometry.slot_bytes_min or not 0 < size <= geometry.slab_bytes:
-            found.reasons["slab"] += 1
-            continue
-        found.slabs.append((slab, size))
+    for slab, size in enumerate(journal.slab_sizes()):
+        if size > geometry.slab_bytes or size < 0 or size % geometry.slot_bytes_min:
+            _damaged_slab(found, held, journal, geometry, slab)
+        elif size:
+            found.slabs.append((slab, size))
     capacity = sum(geometry.slab_bytes // size for _, size in found.slabs)
     columns = _Columns(capacity, specs.key_bytes_max)
     reader = _Reader(found, held, columns, specs, geometry)
@@ -123,8 +122,27 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             reader.sort_out(rows[used], slots[used], sizes[used])
     for number, parts in held.items():
         found.held[number] = np.concatenate(parts)
+    found.slabs.extend((slab, geometry.slab_bytes) for slab in found.damaged)
     _blocks(found, specs, columns)
     return found
+
+
+def _damaged_slab(
+    found: Adoption,
+    held: dict[int, list[I64]],
+    journal: Journal,
+    geometry: Geometry,
+    slab: int,
+) -> None:
+    """Nobody knows where the slots of this slab begin, or who may be writing to them: all of it is
+    held as one slot, and its old headers go, or a later run would believe them.
+    """
+    found.damaged.append(slab)
+    first = slab * geometry.stride
+    rows = np.arange(first + 1, first + geometry.stride, dtype=np.int64)
+    used = journal.headers["state"][rows] != STATE_WORDS[State.FREE]
+    _drop(found, "slab", rows[used])
+    held[0].append(np.array([first], np.int64))
 
 
 def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[I64, I64]]:
@@ -168,7 +186,7 @@ class _Reader:
         bound = np.isin(words, _BOUND)
         if not bound.all():
             aside = words == STATE_WORDS[State.QUARANTINED]
-            read_only = aside & (rows["owner"] == 0)
+            read_only = aside & (rows["owner"] == READERS)
             busy = np.isin(words, _BUSY) | (aside & ~read_only)
             _drop(found, "readers", slots[read_only])
             for owner in np.unique(rows["owner"][busy]).tolist():
@@ -184,11 +202,11 @@ class _Reader:
             self._keep(rows, slots, sizes)
 
     def _keep(self, rows: Records, slots: I64, sizes: I64) -> None:
-        found = self._found
-        found.sequence = max(found.sequence, int(rows["sequence"].max()))
         whole = self._whole(rows, slots, sizes)
         if not whole.all():
             rows, slots = rows[whole], slots[whole]
+        # Not of damaged headers: one flipped bit would use up all numbers at once.
+        self._found.sequence = max(self._found.sequence, int(rows["sequence"].max(initial=0)))
         self._columns.add(rows, slots)
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:

@@ -65,6 +65,9 @@ STATE_WORDS: dict[State, int] = {
 }
 """How states are written; a new file is all zeros, so FREE is zero."""
 
+READERS = 0xFFFF_FFFF
+"""The owner of a slot that only readers keep from reuse; a group's number is many bits away."""
+
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _SEED = np.uint64(0x51_7CC1_B727_220A)
 
@@ -104,6 +107,11 @@ def journal_bytes(geometry: Geometry, page_bytes: int) -> int:
     return -(-size // page_bytes) * page_bytes
 
 
+def slab_word(slot_bytes: int) -> int:
+    """A slab's slot size as it is written: with its complement above it, 0 for none."""
+    return slot_bytes | (~slot_bytes & 0xFFFF_FFFF) << 32 if slot_bytes else 0
+
+
 class Journal:
     """Slot headers on a mapped file: slab sizes first, then a header for each slot number."""
 
@@ -113,7 +121,7 @@ class Journal:
         self._segment = segment
         self._table = table
         slabs = geometry.slab_count * 8
-        self.slab_sizes = segment.view[:slabs].view(np.int64)
+        self.slab_words = segment.view[:slabs].view(np.uint64)
         end = slabs + geometry.slot_count * HEADER_BYTES
         self.headers: Records = segment.view[slabs:end].view(HEADER_DTYPE)
 
@@ -121,7 +129,7 @@ class Journal:
         """New states of slots; owner and generation first."""
         slots = action.slots
         if action.state is not State.FREE:
-            self.headers["owner"][slots] = action.owner
+            self.headers["owner"][slots] = action.owner or READERS
             hit("journal.mark_owner")
         self.headers["state"][slots] = STATE_WORDS[action.state]
         hit("journal.mark_state")
@@ -184,12 +192,19 @@ class Journal:
 
     def slab(self, action: SlabSized) -> None:
         """The slot size of a slab."""
-        self.slab_sizes[action.slab] = action.slot_bytes
+        self.slab_words[action.slab] = slab_word(action.slot_bytes)
         hit("journal.slab")
+
+    def slab_sizes(self) -> list[int]:
+        """The slot size of each slab: 0 for none, -1 where the word is damaged."""
+        sizes = [word & 0xFFFF_FFFF for word in self.slab_words.tolist()]
+        words = map(slab_word, sizes)
+        pairs = zip(sizes, words, self.slab_words.tolist(), strict=True)
+        return [size if right == word else -1 for size, right, word in pairs]
 
     def close(self) -> None:
         """Unmap the file."""
-        del self.headers, self.slab_sizes
+        del self.headers, self.slab_words
         self._segment.close()
 
 

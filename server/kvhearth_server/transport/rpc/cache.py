@@ -198,15 +198,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         engine = self._engine
 
         async def work(caller: Caller) -> cache_pb2.ReleaseResponse:
-            items = slots_items(request.bad, engine.limits.keys_max)
             _few(len(request.lease_ids), "lease ids")
-            suspects = engine.core.reading.suspects(caller[0], items)
             try:
                 engine.call(engine.core.reading.release, caller[0], list(request.lease_ids))
             finally:
                 # Many releases travel together: one lease that has ended already must not lose
-                # another one's report of wrong bytes.
-                await self._verify(suspects, "reader")
+                # another one's report of wrong bytes, nor a bad report keep the leases.
+                items = slots_items(request.bad, engine.limits.keys_max)
+                await self._verify(engine.core.reading.suspects(caller[0], items), "reader")
             return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 
         return await self._run(context, work)

@@ -62,6 +62,9 @@ async def guarded(
     raise AssertionError("abort returned") from refusal
 
 
+_STREAMS_MAX = 32
+
+
 class MessageGuard(grpc.aio.ServerInterceptor):
     """Admits a caller before his message is parsed, and refuses bytes that are no message.
 
@@ -79,6 +82,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         self._engine = engine
         self._admit = admit
         self._handlers: dict[str, Any] = {}
+        self._streams = 0
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -88,13 +92,44 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         wrapped = self._handlers.get(method)
         if wrapped is None:
             found = await continuation(handler_call_details)
-            if found is None or found.unary_unary is None:
+            if found is None:
                 return found
+            if found.unary_unary is None:
+                wrapped = self._handlers[method] = self._bounded(found)
+                return wrapped
             service = method.split("/")[1]
             admit = self._admit.get(service, _everybody)
             wrapped = self._wrap(method.rpartition("/")[2], found, admit)
             self._handlers[method] = wrapped
         return wrapped
+
+    def _bounded(self, handler: Any) -> Any:
+        """Streams (health's Watch, reflection) need no token and may never end: a few at a time, so
+        that they cannot take the places of decisions.
+        """
+        inner = handler.unary_stream or handler.stream_stream
+
+        async def run(request: Any, context: Context) -> None:
+            if self._streams >= _STREAMS_MAX:
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await context.abort(code, f"{_STREAMS_MAX} streams are open; close some")
+            self._streams += 1
+            try:
+                answers = inner(request, context)
+                if hasattr(answers, "__aiter__"):
+                    async for answer in answers:
+                        await context.write(answer)
+                else:
+                    await answers
+            finally:
+                self._streams -= 1
+
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.unary_stream
+            else grpc.stream_stream_rpc_method_handler
+        )
+        return make(run, handler.request_deserializer, handler.response_serializer)
 
     def _wrap(self, method: str, handler: Any, admit: Callable[[Context], object]) -> Any:
         parse, work, engine = handler.request_deserializer, handler.unary_unary, self._engine

@@ -1,0 +1,75 @@
+"""The epoch of an engine's weights, and what it becomes when the daemon starts anew."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+EPOCH_UNKNOWN = -1
+
+
+class Epochs:
+    """This engine's epoch, and the daemon's as it was last heard. Thread-safe.
+
+    An engine gets no new weights because another one did, so its epoch follows only its own word.
+    But a daemon that starts cold has none of the old blocks and begins at an epoch that no earlier
+    run used: the Unix time of its start, in seconds. An engine that was up to date when the
+    daemon before it was last heard goes on with that one. A daemon that starts warm keeps its
+    epochs, which lie before the last contact: a higher one is another engine's bump.
+
+    Args:
+        clock: Unix time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._own: int | None = None
+        self._daemon = EPOCH_UNKNOWN
+        self._boot_id = ""
+        self._heard_at = 0.0
+
+    @property
+    def own(self) -> int:
+        """Of this engine's weights; -1 while that is not known."""
+        own = self._own
+        return EPOCH_UNKNOWN if own is None else own
+
+    @property
+    def daemon(self) -> int:
+        """As the daemon last said; -1 before it did."""
+        return self._daemon
+
+    def use(self, epoch: int) -> None:
+        """The engine says which epoch its weights have; -1 for none."""
+        with self._lock:
+            self._own = epoch
+
+    def bumped(self, boot_id: str, epoch: int) -> None:
+        """The daemon has moved on to ``epoch``, which this engine's weights now have."""
+        with self._lock:
+            self._own = epoch
+            self._note(boot_id, epoch)
+
+    def attached(self, boot_id: str, epoch: int) -> None:
+        """A welcome came."""
+        with self._lock:
+            cold = boot_id != self._boot_id and epoch >= int(self._heard_at)
+            up_to_date = bool(self._boot_id) and self._own == self._daemon
+            if self._own is None or (cold and up_to_date):
+                self._own = epoch
+            if boot_id != self._boot_id:
+                self._boot_id, self._daemon = boot_id, EPOCH_UNKNOWN
+            self._note(boot_id, epoch)
+
+    def heard(self, boot_id: str, epoch: int) -> None:
+        """A heartbeat's reply came; one of an earlier boot says nothing any more."""
+        with self._lock:
+            self._note(boot_id, epoch)
+
+    def _note(self, boot_id: str, epoch: int) -> None:
+        if boot_id == self._boot_id:
+            # Answers may overtake each other; within a boot an epoch only grows.
+            self._daemon = max(self._daemon, epoch)
+            self._heard_at = self._clock()

@@ -1,0 +1,241 @@
+"""Stores and loads of 2 MiB blocks, each beside a plain copy of as many bytes.
+
+Sources and destinations are distinct, page order is random, the arena is full: a store evicts.
+Between two measurements the daemon becomes quiet, so that its sums of the one do not slow the
+baseline of the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.host import HostCopier
+from kvhearth.layout import PagedKV
+from kvhearth.model import I64, U8
+from kvhearth.pipeline import Stock
+from kvhearth.results import CommitGroup
+from kvhearth.transports.base import CacheTransport
+from kvhearth_server.bench.blocks import blocks, plain_batch, plain_one, shuffled
+from kvhearth_server.bench.figures import Result, p50, ratio_of, us
+from kvhearth_server.bench.served import (
+    Served,
+    attached,
+    broken,
+    contract,
+    empty_call,
+    served,
+    wire,
+)
+from kvhearth_server.bench.sizes import BATCH, PAGE_BYTES, Sizes
+from kvhearth_server.bench.steps import steps
+
+_WARM_ROUNDS = 2
+"""Until the arena is full and every page of it was touched."""
+_STOCK_BLOCKS = 32
+_STOCK_WAIT_S = 20.0
+CONTRACT = contract(PAGE_BYTES)
+Measure = Callable[[], float]
+
+
+@dataclass
+class Bench:
+    """One client, its pages and copiers, and what the last store left to load.
+
+    Attributes:
+        plain, sealing: store from ``source``, the second with checksums.
+        trusting, verifying: load into ``target``.
+    """
+
+    daemon: Served
+    client: KVClient
+    result: Result
+    source: U8
+    target: U8
+    pages: I64
+    plain: HostCopier
+    sealing: HostCopier
+    trusting: HostCopier
+    verifying: HostCopier
+    keys: list[bytes]
+
+    def store(self, copier: HostCopier) -> float:
+        """Seconds of reserve, copy and commit of a batch."""
+        keys = [secrets.token_bytes(32) for _ in range(BATCH)]
+        start = time.perf_counter()
+        slots = self.client.reserve({0: BATCH})
+        extents = slots.groups[0]
+        done = copier.store_now(slots.boot_id, self.pages[: len(extents)], extents[:, 0])
+        group = CommitGroup(keys[: len(extents)], extents, done.checksums)
+        answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+        seconds = time.perf_counter() - start
+        kept = int(np.count_nonzero(answer.stored[0] & done.ok))
+        self.result.store(BATCH, kept)
+        if kept < BATCH // 2:
+            raise broken(f"stores do not work: {slots.reason or answer.reason or done.reasons}")
+        self.keys = keys
+        return seconds
+
+    def load(self, copier: HostCopier) -> float:
+        """Seconds of lookup and copy (and verification) of the batch that was stored last."""
+        start = time.perf_counter()
+        found = self.client.lookup({0: self.keys})
+        extents = found.groups[0].extents
+        done = copier.load_now(found.boot_id, extents, self.pages[: len(extents)])
+        seconds = time.perf_counter() - start
+        self.client.release(found.lease)
+        if len(done.ok) != BATCH or not done.ok.all():
+            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+        return seconds
+
+    def store_one(self, stock: Stock, copier: HostCopier, index: int) -> float:
+        """Seconds of copy and commit of one block, into a slot that was reserved ahead."""
+        if not stock.held(0):  # the thread that fills it is not on the path of an engine either
+            stock.give_back(0, stock.take(0, 1, wait_s=_STOCK_WAIT_S))
+        key = secrets.token_bytes(32)
+        page = self.pages[index : index + 1]
+        start = time.perf_counter()
+        slots = stock.take(0, 1, wait_s=_STOCK_WAIT_S)
+        done = copier.store_now(slots.boot_id, page[: len(slots)], slots.extents[:, 0])
+        group = CommitGroup([key][: len(slots)], slots.extents, done.checksums)
+        answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+        seconds = time.perf_counter() - start
+        self.result.store(1, int(np.count_nonzero(answer.stored[0] & done.ok)))
+        self.keys = [key]
+        return seconds
+
+    def load_one(self, copier: HostCopier, index: int) -> float:
+        """Seconds of lookup and copy of the block that was stored last; the release is behind."""
+        start = time.perf_counter()
+        found = self.client.lookup({0: self.keys})
+        extents = found.groups[0].extents
+        page = self.pages[index : index + 1]
+        done = copier.load_now(found.boot_id, extents, page[: len(extents)])
+        seconds = time.perf_counter() - start
+        self.client.release(found.lease)
+        if not len(done.ok) or not done.ok.all():
+            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+        return seconds
+
+
+@contextlib.contextmanager
+def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
+    arena = client.arena
+    if arena is None:
+        raise broken("the arena is not mapped")
+    (source, kind), (target, _) = blocks(1), blocks(2)
+    result.values["source_pages"] = kind
+    stores, loads = PagedKV([source]), PagedKV([target])
+    made = Bench(
+        daemon=daemon,
+        client=client,
+        result=result,
+        source=source,
+        target=target,
+        pages=shuffled(),
+        plain=HostCopier(stores, arena, sums=False),
+        sealing=HostCopier(stores, arena),
+        trusting=HostCopier(loads, arena, verify=False),
+        verifying=HostCopier(loads, arena),
+        keys=[],
+    )
+    try:
+        yield made
+    finally:
+        for copier in (made.plain, made.sealing, made.trusting, made.verifying):
+            copier.close()
+
+
+def copy_part(result: Result, sizes: Sizes) -> None:
+    """All figures of copies."""
+    # Half of the arena may be reserved: a batch, and beside it the stock.
+    flags = ("--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off")
+    with served(*flags) as daemon:
+        result.values["pages"] = daemon.ready()["pages"]
+        with attached(daemon.url, CONTRACT) as client, _bench(daemon, client, result) as bench:
+            _batches(bench, sizes.rounds)
+            with wire(daemon.url, CONTRACT) as calls:
+                _ones(bench, calls, sizes.ones)
+            _first_touches(bench, sizes.first_touches)
+        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+
+
+def _batches(bench: Bench, rounds: int) -> None:
+    measures: dict[str, Measure] = {
+        "store_ratio": lambda: bench.store(bench.plain),
+        "store_sealed_ratio": lambda: bench.store(bench.sealing),
+        "load_ratio": lambda: bench.load(bench.verifying),
+        "load_unverified_ratio": lambda: bench.load(bench.trusting),
+    }
+    baselines: dict[str, list[float]] = {name: [] for name in measures}
+    times: dict[str, list[float]] = {name: [] for name in measures}
+    for number in steps(rounds + _WARM_ROUNDS, "batches of 128 x 2 MiB"):
+        for name, measure in measures.items():
+            baseline = plain_batch(bench.source, bench.target)
+            seconds = measure()
+            bench.daemon.wait_quiet()
+            if number >= _WARM_ROUNDS:
+                baselines[name].append(baseline)
+                times[name].append(seconds)
+        if number == 0 and not np.array_equal(bench.source, bench.target):
+            raise broken("what was loaded is not what was stored")
+    every = [seconds for part in baselines.values() for seconds in part]
+    bench.result.values["memcpy_gbs"] = round(BATCH * PAGE_BYTES / p50(every) / 1e9, 2)
+    for name in measures:
+        bench.result.ratio(name, ratio_of(baselines[name], times[name]))
+
+
+def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
+    """Single blocks; the slots are reserved ahead and the release is behind, so one call is on the
+    path.
+    """
+    stock = Stock(bench.client, {0: _STOCK_BLOCKS})
+    names = ("store_one", "store_one_sealed", "load_one", "load_one_unverified", "rpc_one")
+    baselines: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for number in steps(count, "single blocks of 2 MiB"):
+            index = number % BATCH
+            measures: tuple[Measure, ...] = (
+                lambda at=index: bench.store_one(stock, bench.plain, at),  # type: ignore[misc]
+                lambda at=index: bench.store_one(stock, bench.sealing, at),  # type: ignore[misc]
+                lambda at=index: bench.load_one(bench.verifying, at),  # type: ignore[misc]
+                lambda at=index: bench.load_one(bench.trusting, at),  # type: ignore[misc]
+                lambda: empty_call(calls),
+            )
+            for name, measure in zip(names, measures, strict=True):
+                baselines.append(plain_one(bench.source, bench.target, (index + 7) % BATCH))
+                times[name].append(measure())
+                bench.daemon.wait_quiet()
+    finally:
+        stock.close()
+    values, memcpy_s = bench.result.values, p50(baselines)
+    values["memcpy_one_p50_us"] = us(memcpy_s)
+    for name in names:
+        values[f"{name}_p50_us"] = us(p50(times[name]))
+    for name in ("store_one", "load_one"):
+        values[f"{name}_ratio"] = round(p50(times[name]) / memcpy_s, 2)
+
+
+def _first_touches(bench: Bench, count: int) -> None:
+    """The first store of a client that has just attached: its page tables are empty."""
+    baselines, times = [], []
+    for number in steps(count, "first touch of a mapping"):
+        bench.daemon.wait_quiet()
+        with attached(bench.daemon.url, CONTRACT, f"bench-fresh-{number}") as fresh:
+            if fresh.arena is None:
+                raise broken("the arena is not mapped")
+            copier = HostCopier(PagedKV([bench.source]), fresh.arena, sums=False)
+            one = Bench(**{**vars(bench), "client": fresh, "plain": copier})
+            baselines.append(plain_batch(bench.source, bench.target))
+            times.append(one.store(copier))
+            bench.daemon.wait_quiet()
+            copier.close()
+            del one, copier
+    bench.result.ratio("first_touch_ratio", ratio_of(baselines, times))

@@ -1,0 +1,229 @@
+"""Lookups beside empty calls, at ten thousand blocks and at all of them; and what the index takes.
+
+A lookup leases what it finds. Leases are released behind a series, so that no release shares the
+daemon with a lookup that is measured.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.client import KVClient
+from kvhearth.results import CommitGroup, LookupResult
+from kvhearth.transports.base import CacheTransport
+from kvhearth_server.bench.crowd import crowd
+from kvhearth_server.bench.figures import Result, p50, p99, us
+from kvhearth_server.bench.keys import CHAIN_KEYS, keys_of
+from kvhearth_server.bench.served import (
+    Served,
+    attached,
+    broken,
+    contract,
+    empty_call,
+    served,
+    wire,
+)
+from kvhearth_server.bench.sizes import (
+    CROWD_KEYS,
+    KEYS,
+    KEYS_LONG,
+    SLAB_BYTES,
+    SMALL_BYTES,
+    Sizes,
+)
+from kvhearth_server.bench.steps import steps
+from kvhearth_server.values import host_and_port
+
+_COMMIT_KEYS = 4096
+_SERIES = 50
+_DEADLINE_S = 10.0
+CONTRACT = contract(SMALL_BYTES)
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """One client and its daemon, an empty call's transport, and the run's keys."""
+
+    daemon: Served
+    client: KVClient
+    wire: CacheTransport
+    result: Result
+    seed: bytes
+
+    def fill(self, first: int, end: int) -> None:
+        """Commit the blocks ``first`` to ``end``; their bytes are whatever the slots hold."""
+        checksums = np.zeros((_COMMIT_KEYS, 1, 16), np.uint8)
+        starts = range(first, end, _COMMIT_KEYS)
+        for number in steps(len(starts), f"{end:,} blocks"):
+            start = starts[number]
+            keys = keys_of(self.seed, start, min(_COMMIT_KEYS, end - start))
+            parent = keys_of(self.seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
+            slots = self.client.reserve({0: len(keys)})
+            granted = len(slots.groups[0])
+            group = CommitGroup(keys[:granted], slots.groups[0], checksums[:granted], parent)
+            answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+            kept = int(np.count_nonzero(answer.stored[0]))
+            self.result.store(len(keys), kept)
+            if kept < len(keys):
+                raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
+
+    def lookup(self, keys: list[bytes]) -> tuple[float, LookupResult]:
+        """Seconds of a lookup that finds and leases every key."""
+        start = time.perf_counter()
+        found = self.client.lookup({0: keys})
+        seconds = time.perf_counter() - start
+        if not found.groups[0].leased.all():
+            raise broken(f"a lookup missed: {found.reason or found.lease_short or 'evicted'}")
+        return seconds, found
+
+    def series(self, what: str, blocks: int, key_count: int, count: int) -> Series:
+        """``count`` lookups of neighbours in a chain, each right after an empty call."""
+        places = random.Random(blocks)
+        calls, lookups = [], []
+        rounds = -(-count // _SERIES)
+        for _ in steps(rounds, what):
+            starts = [places.randrange(blocks - key_count + 1) for _ in range(_SERIES)]
+            asked = [keys_of(self.seed, start, key_count) for start in starts]
+            leases = []
+            for keys in asked:
+                calls.append(empty_call(self.wire))
+                seconds, found = self.lookup(keys)
+                lookups.append(seconds)
+                leases.append(found.lease)
+            for lease in leases:
+                self.client.release(lease)
+            self.daemon.wait_quiet()
+        return Series(calls[:count], lookups[:count])
+
+    def rate(self, asked: list[list[bytes]], seconds: float) -> float:
+        """Lookups per second of this client alone."""
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            _, found = self.lookup(asked[count % len(asked)])
+            self.client.release(found.lease)
+            count += 1
+        return count / (time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Seconds of empty calls and of lookups, in turn."""
+
+    calls: list[float]
+    lookups: list[float]
+
+
+def lookup_part(result: Result, sizes: Sizes) -> None:
+    """All figures of lookups through the daemon."""
+    slabs = -(-sizes.blocks * SMALL_BYTES // SLAB_BYTES) + 1
+    flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
+    flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "127.0.0.1:0"]
+    with served(*flags) as daemon:
+        said = daemon.ready()
+        before = daemon.anonymous_bytes()
+        with attached(daemon.url, CONTRACT) as client, wire(daemon.url, CONTRACT) as calls:
+            one = Lookups(daemon, client, calls, result, secrets.token_bytes(16))
+            one.fill(0, sizes.blocks_small)
+            _small(one, sizes)
+            one.fill(sizes.blocks_small, sizes.blocks)
+            grown = daemon.anonymous_bytes() - before
+            result.values["blocks"] = sizes.blocks
+            result.values["index_bytes_per_block"] = round(grown / sizes.blocks, 1)
+            _many(one, sizes)
+            _scraped(one, sizes, str(said["http"]))
+        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+
+
+def _small(one: Lookups, sizes: Sizes) -> None:
+    values = one.result.values
+    found = one.series("lookups, few blocks", sizes.blocks_small, KEYS, sizes.lookups)
+    values["rpc_p50_us"], values["rpc_p99_us"] = us(p50(found.calls)), us(p99(found.calls))
+    values["lookup512_p50_us"] = us(p50(found.lookups))
+    values["lookup512_p99_us"] = us(p99(found.lookups))
+    values["lookup512_ratio"] = round(p50(found.lookups) / p50(found.calls), 2)
+    values["lookup512_p99_ratio"] = round(p99(found.lookups) / p99(found.calls), 2)
+
+
+def _many(one: Lookups, sizes: Sizes) -> None:
+    values = one.result.values
+    found = one.series("lookups, all blocks", sizes.blocks, KEYS, sizes.lookups)
+    values["rpc_1m_p50_us"] = us(p50(found.calls))
+    values["lookup512_1m_p50_us"] = us(p50(found.lookups))
+    values["lookup512_1m_ratio"] = round(p50(found.lookups) / p50(found.calls), 2)
+    found = one.series("lookups of 4096 keys", sizes.blocks, KEYS_LONG, sizes.lookups_long)
+    values["lookup4096_p50_us"] = us(p50(found.lookups))
+    for _ in steps(1, "8 clients"):
+        rate = crowd(one.daemon.url, one.seed, sizes.blocks, sizes.crowd_s)
+        values["clients8_lookups_per_s"] = round(rate)
+    one.daemon.wait_quiet()
+
+
+def _scraped(one: Lookups, sizes: Sizes, address: str) -> None:
+    """What ``/metrics`` takes, and what lookups lose to a scrape each second; null without HTTP."""
+    values = one.result.values
+    place = host_and_port(address)
+    if place is None:
+        values.update(metrics_p99_ms=None, metrics_cpu_ms=None, metrics_overhead=None)
+        return
+
+    def scrape() -> float:
+        start = time.perf_counter()
+        connection = http.client.HTTPConnection(*place, timeout=_DEADLINE_S)
+        try:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            answer.read()
+        finally:
+            connection.close()
+        if answer.status != http.client.OK:
+            raise broken(f"/metrics answers {answer.status}")
+        return time.perf_counter() - start
+
+    used_s = one.daemon.cpu_s()
+    times = [scrape() for _ in steps(sizes.scrapes, "scrapes")]
+    used_s = one.daemon.cpu_s() - used_s
+    values["metrics_p99_ms"] = round(p99(times) * 1e3, 2)
+    values["metrics_cpu_ms"] = round(used_s / sizes.scrapes * 1e3, 2)
+    places = random.Random(3)
+    starts = [places.randrange(sizes.blocks - CROWD_KEYS + 1) for _ in range(64)]
+    asked = [keys_of(one.seed, start, CROWD_KEYS) for start in starts]
+    lost = []
+    for number in steps(sizes.scrape_pairs, "lookups with and without scrapes"):
+        rates = {}
+        # In turns the one first and the other: a machine that becomes slower harms both.
+        for scraped in (bool(number % 2), not number % 2):
+            with _Each(scrape if scraped else lambda: 0.0):
+                rates[scraped] = one.rate(asked, sizes.scrape_slice_s)
+        lost.append(1 - rates[True] / rates[False])
+    one.daemon.wait_quiet()
+    values["metrics_overhead"] = round(p50(lost), 4)
+    one.result.spread["metrics_overhead"] = [round(min(lost), 4), round(max(lost), 4)]
+
+
+class _Each:
+    """A context in which ``work`` is done once a second, by a thread."""
+
+    def __init__(self, work: Callable[[], float]) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kvhearth-bench-scraper")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while not self._ended.is_set():
+            self._work()
+            self._ended.wait(1.0)

@@ -1,0 +1,307 @@
+"""The contract: one canonical form, refusals by the field's name, and differences by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhearth.contract import (
+    CONTRACT_JSON_BYTES_MAX,
+    DTYPE_BYTES,
+    Contract,
+    GroupKind,
+    GroupSpec,
+    differences,
+    namespace_digest,
+)
+from kvhearth.errors import KVHearthError, Reason
+
+FULL = GroupSpec(GroupKind.FULL, 16, 65536, layers=8, token_bytes=512, shards=2)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, 65536, 8, 512, 2, window_tokens=1024)
+MAMBA = GroupSpec(GroupKind.MAMBA, 512, 4096, layers=4)
+BASE = Contract(
+    model="org/model",
+    revision="abc",
+    kv_dtype="bfloat16",
+    groups=(FULL, WINDOW, MAMBA),
+    tensor_parallel=2,
+)
+
+
+def raw() -> dict[str, Any]:
+    """The base contract as plain JSON values."""
+    values: dict[str, Any] = json.loads(BASE.to_json())
+    return values
+
+
+def refusal(text: str) -> str:
+    """The field by which a text is refused."""
+    with pytest.raises(KVHearthError) as caught:
+        Contract.from_json(text)
+    assert caught.value.reason is Reason.BAD_CONTRACT
+    field = caught.value.details["field"]
+    assert not field or field in caught.value.message
+    return field
+
+
+def refused_field(**changes: Any) -> str:
+    """The field by which the base contract with changes is refused; None removes a field."""
+    values = {**raw(), **changes}
+    return refusal(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def refused_group(index: int = 0, **changes: Any) -> str:
+    """The same for a change to one group."""
+    values = raw()
+    group = {**values["groups"][index], **changes}
+    values["groups"][index] = {k: v for k, v in group.items() if v is not None}
+    return refusal(json.dumps(values))
+
+
+# -- the canonical form ----------------------------------------------------------------------------
+
+printable = st.characters(codec="utf-8").filter(str.isprintable)
+names = st.text(printable, min_size=1, max_size=20)
+contracts = st.builds(
+    lambda model, revision, seed, kv_dtype, hash_bytes, ranks, tokens: dataclasses.replace(
+        BASE,
+        model=model,
+        revision=revision,
+        hash_seed=seed,
+        kv_dtype=kv_dtype,
+        hash_bytes=hash_bytes,
+        tensor_parallel=ranks,
+        groups=(dataclasses.replace(FULL, token_bytes=0, block_tokens=tokens), MAMBA),
+    ),
+    names,
+    names,
+    st.text(printable, max_size=5),
+    st.sampled_from(sorted(DTYPE_BYTES)),
+    st.integers(16, 64),
+    st.integers(2, 256),
+    st.integers(1, 1 << 20),
+)
+
+
+@given(made=contracts)
+def test_the_text_comes_back_as_the_same_contract(made: Contract) -> None:
+    text = made.to_json()
+    assert text.isascii()
+    assert Contract.from_json(text) == made
+    assert Contract.from_json(text).to_json() == text
+    # Order and spaces of the input do not matter: the canonical form does.
+    loose = json.dumps(dict(reversed(json.loads(text).items())), indent=2)
+    assert Contract.from_json(loose).to_json() == text
+
+
+@given(one=contracts, other=contracts)
+def test_two_contracts_are_one_namespace_exactly_if_equal(one: Contract, other: Contract) -> None:
+    assert (one == other) == (namespace_digest("t", one) == namespace_digest("t", other))
+    assert (one == other) == (differences(one, other) == [])
+    assert namespace_digest("t", one) != namespace_digest("u", one)
+
+
+def test_every_field_counts() -> None:
+    changed = {
+        "model": "x",
+        "revision": "x",
+        "kv_dtype": "float16",
+        "groups": (FULL,),
+        "layout": "x",
+        "model_dtype": "x",
+        "quantization": "x",
+        "hash_bytes": 16,
+        "hash_algorithm": "x",
+        "hash_seed": "x",
+        "tensor_parallel": 4,
+        "pipeline_parallel": 2,
+        "decode_context_parallel": 2,
+        "rope_digest": "x",
+        "draft_model": "x",
+    }
+    fields = {field.name for field in dataclasses.fields(Contract)} - {"version"}
+    assert set(changed) == fields, "a new field: say here what changes it"
+    digests = {
+        namespace_digest("t", dataclasses.replace(BASE, **{name: value}))
+        for name, value in changed.items()
+    }
+    assert len(digests | {namespace_digest("t", BASE)}) == len(fields) + 1
+
+
+def test_omitted_fields_have_their_defaults() -> None:
+    values = raw()
+    for name in ("layout", "quantization", "hash_bytes", "version"):
+        del values[name]
+    assert Contract.from_json(json.dumps(values)) == BASE
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", "1", '"x"', "[" * 100_000, "NaN", "1" * 5000, "\ud800"]
+)
+def test_a_text_that_is_no_contract(text: str) -> None:
+    assert refusal(text) == ""
+
+
+def test_a_text_that_is_too_long() -> None:
+    assert refusal(json.dumps({**raw(), "model": "x" * CONTRACT_JSON_BYTES_MAX})) == ""
+
+
+@pytest.mark.parametrize("name", ["model", "revision", "kv_dtype", "groups"])
+def test_a_required_field_is_missing(name: str) -> None:
+    assert refused_field(**{name: None}) == name
+
+
+@pytest.mark.parametrize("name", ["kind", "block_tokens", "page_bytes"])
+def test_a_required_field_of_a_group_is_missing(name: str) -> None:
+    assert refused_group(1, **{name: None}) == f"groups[1].{name}"
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    assert refused_field(flavour="x") == "flavour"
+    assert refused_group(2, flavour="x") == "groups[2].flavour"
+    assert len(refused_field(**{"x" * 5000: 1})) == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 1),
+        ("model", ["x"]),
+        ("revision", True),
+        ("tensor_parallel", "2"),
+        ("tensor_parallel", 2.0),
+        ("tensor_parallel", True),
+        ("hash_bytes", [32]),
+        ("groups", "x"),
+        ("groups", {}),
+        ("version", "1"),
+    ],
+)
+def test_a_field_of_another_type(name: str, value: object) -> None:
+    assert refused_field(**{name: value}) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", 2),
+        ("model", ""),
+        ("model", "x" * 1025),
+        ("revision", ""),
+        ("hash_seed", "x" * 1025),
+        ("hash_seed", "\ud800"),
+        ("draft_model", "a\nb"),
+        ("layout", "\x1b[31m"),
+        ("kv_dtype", "float17"),
+        ("kv_dtype", ""),
+        ("hash_bytes", 15),
+        ("hash_bytes", 65),
+        ("tensor_parallel", 0),
+        ("tensor_parallel", 257),
+        ("pipeline_parallel", -1),
+        ("decode_context_parallel", 1 << 70),
+        ("groups", []),
+        ("groups", [raw()["groups"][2]] * 17),
+    ],
+)
+def test_a_value_out_of_its_bounds(name: str, value: object) -> None:
+    assert refused_field(**{name: value}) == name
+
+
+def test_too_many_ranks_together() -> None:
+    assert refused_field(tensor_parallel=128, pipeline_parallel=4) == "tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kind", "half"),
+        ("kind", 1),
+        ("block_tokens", 0),
+        ("block_tokens", (1 << 20) + 1),
+        ("page_bytes", 0),
+        ("page_bytes", (1 << 30) + 1),
+        ("layers", 0),
+        ("layers", 4097),
+        ("shards", 0),
+        ("shards", 3),
+        ("token_bytes", -2),
+        ("token_bytes", 513),
+        ("window_tokens", 1),
+        ("window_tokens", -1),
+    ],
+)
+def test_a_groups_value_out_of_its_bounds(name: str, value: object) -> None:
+    assert refused_group(0, **{name: value}) == f"groups[0].{name}"
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 1 << 70])
+def test_a_window_must_be_one(tokens: int) -> None:
+    assert refused_group(1, window_tokens=tokens) == "groups[1].window_tokens"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"page_bytes": 65535},
+        {"page_bytes": 2 * 65536 + 1},
+        {"layers": 9},
+        {"layers": 3},
+        {"block_tokens": 17},
+        {"token_bytes": 514},
+        {"token_bytes": 100},
+    ],
+)
+def test_sizes_that_contradict_each_other(lie: dict[str, int]) -> None:
+    """A page holds all its tokens and layers, and is not twice as large as they."""
+    assert refused_group(0, **lie) == "groups[0].page_bytes"
+
+
+def test_padding_up_to_twice_the_content_is_no_lie() -> None:
+    values = raw()
+    values["groups"][0]["page_bytes"] = 2 * 65536
+    assert Contract.from_json(json.dumps(values)).groups[0].page_bytes == 2 * 65536
+
+
+def test_elements_are_whole() -> None:
+    assert refused_field(kv_dtype="float32", groups=[{**raw()["groups"][0], "token_bytes": 510}])
+
+
+def test_the_arguments_of_an_engine_are_checked_alike() -> None:
+    with pytest.raises(KVHearthError, match="shards"):
+        dataclasses.replace(BASE, tensor_parallel=1)
+    with pytest.raises(KVHearthError, match="revision"):
+        dataclasses.replace(BASE, revision="")
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+
+def test_differences_name_each_field_with_both_values() -> None:
+    other = dataclasses.replace(
+        BASE,
+        kv_dtype="float16",
+        hash_seed="7",
+        groups=(FULL, dataclasses.replace(WINDOW, window_tokens=2048)),
+    )
+    found = differences(other, BASE)
+    assert [name for name, _, _ in found] == sorted(name for name, _, _ in found)
+    by_name = {name: (asked, stored) for name, asked, stored in found}
+    assert by_name["kv_dtype"] == ("float16", "bfloat16")
+    assert by_name["hash_seed"] == ("7", "")
+    assert by_name["groups[1].window_tokens"] == ("2048", "1024")
+    assert by_name["groups[2].kind"] == ("absent", "mamba")
+    assert not any(name.startswith("groups[0]") for name in by_name)
+    assert differences(BASE, BASE) == []
+
+
+def test_the_longest_world_and_its_size() -> None:
+    assert dataclasses.replace(BASE, tensor_parallel=8, pipeline_parallel=4).world_size == 32

@@ -1,0 +1,231 @@
+"""Chains: a forest of links over heads, compared with dicts of parents and children."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.core_kit import Rig, contract, full, key, keys
+
+from kvhearth.model import I64
+from kvhearth_server.core.chains import Chains
+from kvhearth_server.core.table import Geometry, SlotTable
+
+SLOTS = 32
+
+
+def forest() -> tuple[SlotTable, Chains]:
+    """Empty chains over a small table."""
+    geometry = Geometry.of([("t", 4096 * SLOTS)], 4096 * SLOTS, 4096)
+    table = SlotTable(geometry, np.zeros(SLOTS, np.uint32))
+    return table, Chains(table)
+
+
+def heads(*numbers: int) -> I64:
+    """Heads as an array."""
+    return np.array(numbers, np.int64)
+
+
+def test_a_run_is_a_line() -> None:
+    _, chains = forest()
+    chains.link_run(heads(5, 3, 9))
+    assert chains.leaf(5) == 9
+    assert [chains.parent_of(head) for head in (5, 3, 9)] == [-1, 5, 3]
+    assert [chains.is_leaf(head) for head in (5, 3, 9)] == [False, False, True]
+    chains.check(heads(3, 5, 9))
+
+
+def test_a_run_of_one_and_slot_zero() -> None:
+    _, chains = forest()
+    chains.link_run(heads(0))
+    chains.link(0, 1)
+    assert (chains.leaf(0), chains.parent_of(1), chains.parent_of(0)) == (1, 0, -1)
+    chains.check(heads(0, 1))
+
+
+def test_the_youngest_child_goes_first() -> None:
+    _, chains = forest()
+    for child in (4, 2, 7):
+        chains.link(1, child)
+    for expected in (7, 2, 4):
+        assert chains.leaf(1) == expected
+        chains.unlink(expected)
+    assert chains.is_leaf(1)
+    chains.check(heads(1))
+
+
+@pytest.mark.parametrize("gone", [2, 4, 7])
+def test_a_child_between_others_leaves_them_linked(gone: int) -> None:
+    _, chains = forest()
+    for child in (4, 2, 7):
+        chains.link(1, child)
+    chains.unlink(gone)
+    chains.check(heads(*{1, 2, 4, 7} - {gone}))
+    assert chains.leaf(1) == next(child for child in (7, 2, 4) if child != gone)
+
+
+def test_children_of_a_removed_head_become_roots() -> None:
+    _, chains = forest()
+    chains.link_run(heads(0, 1, 2))
+    chains.link(1, 5)
+    chains.unlink(1)
+    chains.check(heads(0, 2, 5))
+    assert [chains.parent_of(head) for head in (0, 2, 5)] == [-1, -1, -1]
+    assert chains.is_leaf(0)
+
+
+def test_taking_out_is_counted() -> None:
+    _, chains = forest()
+    chains.link_run(heads(0, 1))
+    before = chains.cuts
+    chains.unlink(1)
+    assert chains.cuts == before + 1
+
+
+def test_the_check_finds_links_that_disagree() -> None:
+    table, chains = forest()
+    chains.link_run(heads(0, 1, 2))
+    with pytest.raises(ValueError, match="bound to no key"):
+        chains.check(heads(1, 2))
+    table.younger[2] = 9
+    with pytest.raises(ValueError, match="disagree"):
+        chains.check(heads(0, 1, 2))
+    table.younger[2] = 0
+    table.child[0] = 0
+    with pytest.raises(ValueError, match="children listed"):
+        chains.check(heads(0, 1, 2))
+
+
+class Plain:
+    """The same in dicts: parent of each head, children of each oldest first."""
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {}
+        self.children: dict[int, list[int]] = {}
+
+    def add(self, head: int, parent: int) -> None:
+        self.parents[head] = parent
+        self.children[head] = []
+        if parent >= 0:
+            self.children[parent].append(head)
+
+    def remove(self, head: int) -> None:
+        for child in self.children.pop(head):
+            self.parents[child] = -1
+        parent = self.parents.pop(head)
+        if parent >= 0:
+            self.children[parent].remove(head)
+
+    def leaf(self, head: int) -> int:
+        while self.children[head]:
+            head = self.children[head][-1]
+        return head
+
+
+@given(data=st.data())
+def test_against_dicts(data: st.DataObject) -> None:
+    _, chains = forest()
+    plain, free = Plain(), list(range(SLOTS))
+    for _ in range(data.draw(st.integers(1, 40))):
+        present = sorted(plain.parents)
+        if present and data.draw(st.booleans()) and (len(present) > 20 or data.draw(st.booleans())):
+            head = data.draw(st.sampled_from(present))
+            chains.unlink(head)
+            plain.remove(head)
+            free.append(head)
+        elif free:
+            parent = data.draw(st.sampled_from([-1, *present]))
+            run = [free.pop(0) for _ in range(data.draw(st.integers(1, min(4, len(free)))))]
+            if parent >= 0:
+                chains.link(parent, run[0])
+            chains.link_run(heads(*run))
+            for head, before in zip(run, [parent, *run], strict=False):
+                plain.add(head, before)
+        chains.check(heads(*plain.parents))
+        for head, parent in plain.parents.items():
+            assert chains.parent_of(head) == parent
+            assert chains.leaf(head) == plain.leaf(head)
+
+
+@given(parents=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS))
+def test_many_at_once_are_as_one_after_the_other(parents: list[int]) -> None:
+    """Oldest first: each parent is older than its child, as an adopted journal gives them."""
+    order = [min(parent, number - 1) for number, parent in enumerate(parents)]
+    one, single = forest()
+    for head, parent in enumerate(order):
+        if parent >= 0:
+            single.link(parent, head)
+    other, many = forest()
+    many.link_many(np.arange(len(order)), np.array(order, np.int64))
+    for name in ("parent", "child", "older", "younger"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist()
+    many.check(np.arange(len(order)))
+
+
+# -- through commits -------------------------------------------------------------------------------
+
+
+def line(rig: Rig, session: int, number: int) -> list[int]:
+    """Keys from one up to the root of its chain."""
+    chains, found = rig.state.chains, [number]
+    number_of = {rig.head(session, key(i)): i for i in range(100)}
+    while (head := chains.parent_of(rig.head(session, key(found[-1])))) >= 0:
+        found.append(number_of[head])
+    return found
+
+
+def test_commits_that_name_their_parent_make_one_chain() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0, 1))
+    rig.put(session, keys(2), parent=key(1))
+    rig.put(session, keys(3, 4), parent=key(2))
+    assert line(rig, session, 4) == [4, 3, 2, 1, 0]
+
+
+def test_a_commit_over_blocks_that_are_there_links_to_them() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0, 1))
+    rig.put(session, keys(0, 1, 2, 3))
+    assert line(rig, session, 3) == [3, 2, 1, 0]
+    rig.put(session, keys(0, 1, 7))
+    assert line(rig, session, 7) == [7, 1, 0]
+    assert line(rig, session, 3) == [3, 2, 1, 0]
+
+
+def test_an_unknown_parent_starts_a_chain() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(5, 6), parent=key(4))
+    assert line(rig, session, 6) == [6, 5]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "parent"),
+    [
+        ((0, 0), 0),
+        ((0, 1, 0), 1),
+        ((0, 1, 0, 2), 2),
+        ((1, 0, 1), 0),
+        ((0, 1, 2), 2),
+        ((2, 1, 0), 0),
+    ],
+)
+def test_odd_keys_never_make_a_ring(numbers: tuple[int, ...], parent: int) -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(*numbers), parent=key(parent))
+    rig.put(session, keys(*reversed(numbers)), parent=key(numbers[-1]))
+    for number in set(numbers):
+        assert len(line(rig, session, number)) <= len(set(numbers))
+
+
+def test_chains_of_two_groups_do_not_meet() -> None:
+    rig = Rig()
+    session = rig.attach(contract(full(), full()))
+    rig.put(session, keys(0, 1), kv_group=0)
+    rig.put(session, keys(2), kv_group=1, parent=key(1))
+    head = rig.head(session, key(2), kv_group=1)
+    assert rig.state.chains.parent_of(head) == -1

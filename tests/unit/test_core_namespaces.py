@@ -1,0 +1,255 @@
+"""Whoever differs in anything that changes KV bytes never gets another's: a miss or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from support.core_kit import Rig, contract, full, items, key, keys, mamba, refused, window
+
+from kvhearth.contract import Contract, namespace_digest
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core import namespaces as namespaces_module
+from kvhearth_server.core.namespaces import Namespaces
+from kvhearth_server.core.table import State
+from kvhearth_server.core.writing import SlotsItem
+
+PAGE = 4096
+BASE = contract(full(), window(20), tensor_parallel=2)
+CHANGES: dict[str, dict[str, Any]] = {
+    "model": {"model": "m2"},
+    "revision": {"revision": "r2"},
+    "quantization": {"quantization": "awq"},
+    "model dtype": {"model_dtype": "float16"},
+    "kv dtype": {"kv_dtype": "int8"},
+    "layout": {"layout": "NLHC"},
+    "hash algorithm": {"hash_algorithm": "xxh3"},
+    "hash seed": {"hash_seed": "1"},
+    "pipeline parallel": {"tensor_parallel": 1, "pipeline_parallel": 2},
+    "tensor parallel": {"tensor_parallel": 4},
+    "context parallel": {"decode_context_parallel": 2},
+    "rope": {"rope_digest": "yarn"},
+    "draft": {"draft_model": "d"},
+    "block size": {"groups": (full(block_tokens=32), window(20))},
+    "page size": {"groups": (full(PAGE - 1), window(20))},
+    "window": {"groups": (full(), window(21))},
+    "kind": {"groups": (full(), mamba())},
+    "shards": {"groups": (full(shards=2), window(20))},
+    "layers": {"groups": (dataclasses.replace(full(), layers=2), window(20))},
+    "order of groups": {"groups": (window(20), full())},
+    "one group less": {"groups": (full(),)},
+    "one group more": {"groups": (full(), window(20), full())},
+}
+
+
+def changed(name: str) -> Contract:
+    """The base contract with one change."""
+    return dataclasses.replace(BASE, **CHANGES[name])
+
+
+def serving(rig: Rig) -> int:
+    """An engine under the base contract that has stored blocks 0 to 3 in both groups."""
+    session = rig.attach(BASE)
+    for kv_group in range(2):
+        rig.put(session, keys(0, 1, 2, 3), kv_group=kv_group)
+    return session
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_engine_under_another_contract_misses(name: str) -> None:
+    rig = Rig(8)
+    serving(rig)
+    other = rig.attach(changed(name), engine_id="other")
+    for kv_group in range(len(changed(name).groups)):
+        found = rig.lookup(other, keys(0, 1, 2, 3), kv_group=kv_group, lease_id=5)
+        assert (found.hit_tokens, found.lease_id) == (0, 0)
+        assert not found.groups[0].present.any()
+        assert len(found.groups[0].extents) == 0
+        assert rig.pin(other, 5 + kv_group, keys(0), kv_group=kv_group) == [False]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_rank_under_another_contract_is_refused_by_the_fields_name(name: str) -> None:
+    rig = Rig(8)
+    rig.join(BASE)
+    with pytest.raises(KVHearthError) as caught:
+        rig.join(changed(name), scheduler=False, rank=1 % changed(name).world_size)
+    assert caught.value.reason is Reason.CONTRACT_MISMATCH
+    differing = {
+        field
+        for field in ("groups", *CHANGES[name])
+        if getattr(BASE, field) != getattr(changed(name), field)
+    }
+    named = {field.partition("[")[0] for field in caught.value.details["fields"].split(",")}
+    assert named == differing
+
+
+def test_the_same_contract_shares_across_engines_and_restarts_of_them() -> None:
+    rig = Rig(8)
+    session = serving(rig)
+    other = rig.attach(Contract.from_json(BASE.to_json()), engine_id="other")
+    assert rig.lookup(other, keys(0, 1)).hit_tokens == 32
+    rig.leave(session)
+    again = rig.attach(BASE)
+    assert rig.group(again).incarnation == 2
+    assert rig.lookup(again, keys(0, 1)).hit_tokens == 32
+
+
+def test_tenants_never_meet_even_under_one_contract() -> None:
+    rig = Rig(4, tenants=("t", "u"))
+    mine = rig.attach(BASE)
+    rig.put(mine, keys(0))
+    theirs = rig.attach(BASE, tenant="u")
+    assert rig.lookup(theirs, keys(0), lease_id=1).hit_tokens == 0
+    assert rig.group(theirs).namespace != rig.group(mine).namespace
+    assert rig.group(theirs).segment != rig.group(mine).segment
+    rig.put(theirs, keys(0))
+    extents = [
+        rig.lookup(session, keys(0), lease_id=2).groups[0].extents for session in (mine, theirs)
+    ]
+    assert [int(one["segment"][0]) for one in extents] == [0, 1]
+
+
+def test_slots_of_another_tenant_cannot_be_named() -> None:
+    rig = Rig(4, tenants=("t", "u"))
+    mine, theirs = rig.attach(), rig.attach(tenant="u")
+    slots, generations = rig.take(mine, 2)
+    rig.take(theirs, 2)
+    with refused(Reason.FOREIGN_EXTENT):
+        rig.commit(theirs, rig.item(keys(0, 1), slots, generations))
+    with refused(Reason.FOREIGN_EXTENT):
+        rig.abort(theirs, slots, generations)
+    rig.commit(mine, rig.item(keys(0, 1), slots, generations))
+    named = SlotsItem(slots.reshape(-1), generations.reshape(-1))
+    assert rig.core.reading.suspects(theirs, [named]) == []
+    assert len(rig.core.reading.suspects(mine, [named])) == 2
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+
+def test_an_epoch_makes_older_blocks_invisible_and_refuses_old_callers() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0, 1))
+    slots, generations = rig.take(session, 1)
+    assert rig.core.bump_epoch(session, 1) == 2
+    found = rig.lookup(session, keys(0, 1), lease_id=1)
+    assert (found.hit_tokens, found.lease_id) == (0, 0)
+    assert not found.groups[0].present.any()
+    late = rig.item(keys(5), slots, generations)
+    for call in (
+        lambda: rig.core.reading.lookup(session, 1, items(keys(0)), 0),
+        lambda: rig.core.reading.touch(session, 1, items(keys(0))),
+        lambda: rig.core.writing.reserve(session, 99, 1, [(0, 1)]),
+        lambda: rig.core.writing.commit(session, 1, [late]),
+        lambda: rig.core.pinning.pin(session, 1, 1, items(keys(0)), ttl_s=1.0, now=0.0),
+        lambda: rig.core.bump_epoch(session, 1),
+    ):
+        with pytest.raises(KVHearthError) as caught:
+            call()
+        assert caught.value.reason is Reason.STALE_EPOCH
+        assert caught.value.details == {"epoch": "2"}
+    rig.check()
+
+
+def test_a_new_block_takes_the_place_of_an_older_epochs() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0, 1))
+    old = rig.head(session, key(0))
+    rig.core.bump_epoch(session, 1)
+    assert rig.put(session, keys(0)).all()
+    assert rig.head(session, key(0)) != old
+    assert rig.state.table.state[old] == State.FREE
+    assert rig.present(session, keys(0, 1)) == [True, False]
+
+
+def test_a_leased_block_of_an_older_epoch_is_not_reused_under_its_reader() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0))
+    rig.lookup(session, keys(0), lease_id=1)
+    old = rig.head(session, key(0))
+    rig.core.bump_epoch(session, 1)
+    rig.put(session, keys(0))
+    assert rig.state.table.state[old] == State.QUARANTINED
+    rig.core.reading.release(session, [1])
+    rig.check()
+    assert rig.state.table.state[old] == State.FREE
+
+
+# -- the catalogue ---------------------------------------------------------------------------------
+
+
+def test_the_digest_binds_tenant_and_contract() -> None:
+    digests = {namespace_digest("t", changed(name)) for name in CHANGES}
+    digests |= {namespace_digest(tenant, BASE) for tenant in ("t", "u", "")}
+    assert len(digests) == len(CHANGES) + 3
+    assert all(len(digest) == 32 for digest in digests)
+
+
+def test_numbers_are_not_used_again_while_there_are_new_ones() -> None:
+    spaces = Namespaces(count_max=2)
+    seen = [spaces.obtain("t", contract(revision=f"r{i}")).number for i in range(10)]
+    assert seen == list(range(1, 11))
+    assert len(spaces) == 2
+
+
+def test_numbers_come_again_only_when_all_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces_module, "NUMBER_MAX", 5)
+    spaces = Namespaces(count_max=4)
+    busy = spaces.obtain("t", contract(revision="busy"))
+    busy.blocks = 1
+    for turn in range(20):
+        made = spaces.obtain("t", contract(revision=f"r{turn}"))
+        assert 1 <= made.number <= 5
+        assert made.number != busy.number
+        assert spaces.get(made.number) is made
+        assert spaces.find(made.digest) is made
+
+
+@pytest.mark.parametrize("field", ["blocks", "groups", "used_bytes"])
+def test_only_a_namespace_that_holds_nothing_is_forgotten(field: str) -> None:
+    spaces = Namespaces(count_max=1)
+    made = spaces.obtain("t", BASE)
+    setattr(made, field, 1)
+    with refused(Reason.TOO_MANY_NAMESPACES):
+        spaces.obtain("t", contract(revision="other"))
+    assert spaces.obtain("t", BASE) is made
+    setattr(made, field, 0)
+    version = spaces.version
+    spaces.obtain("t", contract(revision="other"))
+    assert spaces.find(made.digest) is None
+    assert spaces.version == version + 2
+
+
+def test_a_forgotten_namespace_comes_back_without_its_old_epoch() -> None:
+    """Else an engine that kept running with old weights would find its epoch current again."""
+    spaces = Namespaces(count_max=1)
+    made = spaces.obtain("t", BASE)
+    for expected in (1, 2):
+        spaces.bump(made, expected)
+    spaces.obtain("t", contract(revision="other"))
+    assert spaces.obtain("t", BASE).epoch > 3
+
+
+def test_a_restored_namespace_is_found_and_its_number_passed_over() -> None:
+    spaces = Namespaces(count_max=8)
+    made = spaces.restore(7, "t", BASE, 3)
+    assert spaces.obtain("t", BASE) is made
+    assert (made.number, made.epoch) == (7, 3)
+    assert spaces.obtain("t", contract(revision="other")).number == 8
+
+
+def test_explain_puts_the_nearest_first() -> None:
+    spaces = Namespaces(count_max=16)
+    for name in ("draft", "pipeline parallel", "one group more"):
+        spaces.obtain("t", changed(name))
+    spaces.obtain("u", BASE)
+    pairs = spaces.explain("t", BASE)
+    assert [len(differing) for _, differing in pairs] == sorted(len(d) for _, d in pairs)
+    assert pairs[0][1] == [("draft_model", "", "d")]
+    assert all(space.tenant == "t" for space, _ in pairs)
+    assert len(spaces.explain("t", BASE, count_max=2)) == 2

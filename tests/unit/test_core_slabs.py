@@ -1,0 +1,268 @@
+"""Slabs: slots of a size out of fixed pieces, and pieces that change their size."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.core_kit import SLAB_BYTES, Rig, contract, full, key, keys, refused
+
+from kvhearth.errors import Reason
+from kvhearth.model import I64
+from kvhearth_server.core.slabs import SlabPool
+from kvhearth_server.core.table import Geometry, SlotTable, State
+
+SMALL, ODD, LARGE = 4096, 12288, 16384
+
+
+class Pool:
+    """A pool, its table and what it was told of sizes."""
+
+    def __init__(self, slabs: int = 4) -> None:
+        geometry = Geometry.of([("a", SLAB_BYTES), ("b", slabs * SLAB_BYTES)], SLAB_BYTES, 4096)
+        self.table = SlotTable(geometry, np.zeros(geometry.slot_count, np.uint32))
+        self.sized: list[tuple[int, int]] = []
+        self.pool = SlabPool(self.table, 1, lambda slab, size: self.sized.append((slab, size)))
+
+    def take(self, size: int, count: int) -> I64:
+        """Take and use slots."""
+        slots = self.pool.take(size, count)
+        self.table.state[slots] = State.RESERVED
+        self.pool.check()
+        return slots
+
+    def give(self, slots: I64) -> None:
+        """Free slots."""
+        self.table.state[slots] = State.FREE
+        self.pool.give(slots)
+        self.pool.check()
+
+
+def test_neighbours_come_out_in_rising_order() -> None:
+    pool = Pool()
+    slots = pool.take(SMALL, 5)
+    assert slots.tolist() == list(range(16, 21))
+    assert pool.take(SMALL, 2).tolist() == [21, 22]
+    assert pool.sized == [(1, SMALL)]
+
+
+def test_a_slab_that_no_size_divides_leaves_its_end_unused() -> None:
+    pool = Pool()
+    assert pool.pool.slots_per_slab(ODD) == 5
+    assert len(pool.take(ODD, 20)) == 20
+    assert pool.pool.can_take(ODD) == 0
+    extents = pool.table.extents(pool.take(ODD, 0), 100)
+    assert len(extents) == 0
+
+
+def test_more_than_there_is_gives_what_there_is() -> None:
+    pool = Pool(1)
+    assert len(pool.take(SMALL, 99)) == 16
+    assert len(pool.take(SMALL, 1)) == 0
+    assert len(pool.take(LARGE, 1)) == 0
+
+
+def test_what_is_given_back_is_taken_again() -> None:
+    pool = Pool(1)
+    slots = pool.take(SMALL, 16)
+    pool.give(slots[4:9])
+    assert sorted(pool.take(SMALL, 16).tolist()) == slots[4:9].tolist()
+
+
+def test_only_an_empty_slab_can_be_taken_back() -> None:
+    pool = Pool(2)
+    slots = pool.take(SMALL, 3)
+    with pytest.raises(ValueError, match="not empty"):
+        pool.pool.take_back(1)
+    pool.give(slots)
+    assert pool.pool.empty_of_others(SMALL) is None
+    assert pool.pool.empty_of_others(LARGE) == 1
+    pool.pool.take_back(1)
+    pool.pool.check()
+    assert pool.pool.can_take(LARGE) == 8
+    assert pool.sized == [(1, SMALL), (1, 0)]
+
+
+def test_extents_lie_inside_of_their_segment_and_apart() -> None:
+    pool = Pool(3)
+    taken = [pool.take(SMALL, 16), pool.take(ODD, 5), pool.take(LARGE, 4)]
+    sizes = [SMALL, ODD, LARGE]
+    spans = []
+    for slots, size in zip(taken, sizes, strict=True):
+        extents = pool.table.extents(slots, size)
+        assert (extents["segment"] == 1).all()
+        spans += [(int(start), int(start) + size) for start in extents["offset"]]
+    spans.sort()
+    assert spans[0][0] == 0
+    assert spans[-1][1] <= 3 * SLAB_BYTES
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+
+
+def test_numbers_that_name_no_slot() -> None:
+    pool = Pool(2)
+    pool.take(ODD, 1)
+    numbers = np.array([-1, 0, 15, 16, 20, 21, 31, 32, 48, 1 << 32])
+    known = pool.table.in_use(numbers)
+    assert numbers[known].tolist() == [16, 20]
+
+
+@given(data=st.data())
+def test_against_a_set_of_free_slots(data: st.DataObject) -> None:
+    pool = Pool(3)
+    used: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        size = data.draw(st.sampled_from([SMALL, ODD, LARGE]))
+        if data.draw(st.booleans()):
+            count = data.draw(st.integers(0, 20))
+            can = pool.pool.can_take(size)
+            slots = pool.take(size, count)
+            assert len(slots) == min(count, can)
+            assert not used.keys() & set(slots.tolist())
+            used |= dict.fromkeys(slots.tolist(), size)
+        elif used:
+            some = data.draw(st.lists(st.sampled_from(sorted(used)), unique=True, min_size=1))
+            pool.give(np.array(some, np.int64))
+            used = {slot: size for slot, size in used.items() if slot not in some}
+        elif (slab := pool.pool.empty_of_others(size)) is not None:
+            pool.pool.take_back(slab)
+            pool.pool.check()
+        assert pool.pool.slab_used.sum() == len(used)
+        for slot, of_size in used.items():
+            assert pool.table.slot_bytes_of(np.array([slot]))[0] == of_size
+
+
+@given(used=st.sets(st.integers(0, 15)))
+def test_an_adopted_slab_has_the_other_slots_free(used: set[int]) -> None:
+    pool = Pool(2)
+    slots = np.array(sorted(used), np.int64) + 32
+    pool.table.state[slots] = State.SUMMED
+    pool.pool.adopt(2, SMALL, slots)
+    pool.pool.check()
+    assert pool.pool.free_count(SMALL) == 16 - len(used)
+    taken = pool.take(SMALL, 32)
+    assert len(taken) == 32 - len(used)
+    assert not set(taken.tolist()) & set(slots.tolist())
+
+
+# -- slabs that change their size ------------------------------------------------------------------
+
+TWO_SIZES = contract(full(SMALL), full(LARGE), full(ODD))
+
+
+def sizes(rig: Rig) -> list[int]:
+    """Slot size of each slab, sorted."""
+    return sorted(rig.state.table.slab_slot_bytes.tolist())
+
+
+def test_a_store_takes_slabs_of_blocks_of_another_size() -> None:
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    rig.put(session, keys(*range(32)))
+    rig.put(session, keys(*range(8)), kv_group=1)
+    assert sizes(rig) == [LARGE, LARGE]
+    assert rig.present(session, keys(*range(8)), 1) == [True] * 8
+    assert rig.present(session, keys(*range(32))) == [False] * 32
+    rig.put(session, keys(*range(5)), kv_group=2)
+    assert sizes(rig) == [ODD, LARGE]
+
+
+def test_the_slab_that_was_used_longest_ago_goes_first() -> None:
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    rig.put(session, keys(*range(16)))
+    rig.put(session, keys(*range(16, 32)))
+    rig.lookup(session, keys(*range(16)))
+    rig.put(session, keys(0), kv_group=1)
+    assert rig.present(session, keys(*range(32))) == [True] * 16 + [False] * 16
+
+
+def test_an_empty_slab_is_taken_before_anything_is_evicted() -> None:
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    slots, generations = rig.take(session, 16)
+    rig.put(session, keys(*range(4)), kv_group=1)
+    rig.abort(session, slots, generations)
+    # The countdown to a look at other sizes must not matter.
+    for number in range(4, 8):
+        rig.put(session, keys(number), kv_group=1)
+    assert rig.present(session, keys(*range(8)), 1) == [True] * 8
+
+
+def test_a_slab_with_something_held_in_it_is_not_taken() -> None:
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    rig.put(session, keys(*range(32)))
+    rig.lookup(session, keys(0), lease_id=1)
+    rig.pin(session, 1, keys(31))
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1, 1)
+    assert sum(rig.present(session, keys(*range(32)))) == 32
+    rig.core.reading.release(session, [1])
+    rig.check()
+    assert rig.reserve(session, 1, 1).short is None
+
+
+def test_a_commit_makes_reserved_slabs_evictable() -> None:
+    """A refusal is remembered until something changes; a commit is such a change."""
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    slots, generations = rig.take(session, 28)
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1, 1)
+    rig.commit(session, rig.item(keys(*range(28)), slots, generations))
+    assert rig.reserve(session, 1, 1).short is None
+
+
+@pytest.mark.parametrize("free_by", ["abort", "unpin", "expire", "release", "leave", "evict"])
+def test_a_refusal_is_not_remembered_for_too_long(free_by: str) -> None:
+    rig = Rig(2, held_fraction_max=1.0)
+    session, other = rig.attach(TWO_SIZES), rig.attach(TWO_SIZES, engine_id="other")
+    held = {"abort": 28, "leave": 28}.get(free_by, 0)
+    if held:
+        slots, generations = rig.take(other, held)
+    else:
+        rig.put(other, keys(*range(28)))
+        rig.lookup(other, keys(*range(28)), lease_id=9 if free_by == "release" else 0)
+        if free_by != "release":
+            rig.pin(other, 9, keys(*range(28)))
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1, 1)
+    if free_by == "abort":
+        rig.abort(other, slots, generations)
+    elif free_by == "leave":
+        rig.leave(other)
+    elif free_by == "release":
+        rig.core.reading.release(other, [9])
+    elif free_by == "unpin":
+        rig.core.pinning.unpin(other, [9])
+    elif free_by == "expire":
+        rig.core.pinning.expire(11.0)
+    else:
+        for number in range(28):
+            head = rig.head(other, key(number))
+            generation = int(rig.state.table.generation[head])
+            rig.core.reading.remove_bad(head, generation, "reader")
+    assert rig.reserve(session, 1, 1).short is None
+
+
+def test_sizes_take_turns_and_nothing_is_refused() -> None:
+    rig = Rig(3)
+    session = rig.attach(TWO_SIZES)
+    for turn in range(12):
+        group = turn % 3
+        count = {0: 40, 1: 9, 2: 12}[group]
+        rig.put(session, keys(*range(100 * turn, 100 * turn + count)), kv_group=group)
+        rig.state.take_actions()
+
+
+def test_a_tenant_does_not_take_from_another() -> None:
+    rig = Rig(2, tenants=("t", "u"))
+    mine, theirs = rig.attach(TWO_SIZES), rig.attach(TWO_SIZES, tenant="u")
+    rig.put(theirs, keys(*range(32)))
+    for turn in range(6):
+        rig.put(mine, keys(*range(100 * turn, 100 * turn + 30)), kv_group=0)
+        rig.put(mine, keys(*range(100 * turn, 100 * turn + 7)), kv_group=1)
+    assert rig.present(theirs, keys(*range(32))) == [True] * 32
