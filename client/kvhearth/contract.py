@@ -208,13 +208,7 @@ def _fields(kind: type[Any], data: object, where: str) -> dict[str, Any]:
 def _check(contract: Contract) -> None:
     if contract.version != CONTRACT_VERSION:
         raise _bad("version", f"{contract.version} is not {CONTRACT_VERSION}")
-    for item in dataclasses.fields(contract):
-        value = getattr(contract, item.name)
-        if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
-            raise _bad(item.name, f"longer than {TEXT_CHARS_MAX} characters")
-        if isinstance(value, str) and not value.isprintable():
-            # Half a surrogate pair, too, which JSON can write and protobuf cannot carry.
-            raise _bad(item.name, "not printable text")
+    _check_texts(contract)
     if not contract.model:
         raise _bad("model", "empty")
     if not contract.revision:
@@ -225,15 +219,29 @@ def _check(contract: Contract) -> None:
         raise _bad(
             "hash_bytes", f"{contract.hash_bytes} is not in {KEY_BYTES_MIN}..{KEY_BYTES_MAX}"
         )
+    _check_geometry(contract)
+    if not 1 <= len(contract.groups) <= GROUPS_MAX:
+        raise _bad("groups", f"{len(contract.groups)} groups, must be 1..{GROUPS_MAX}")
+    for index, group in enumerate(contract.groups):
+        _check_group(contract, group, f"groups[{index}].")
+
+
+def _check_geometry(contract: Contract) -> None:
     for name in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
         if not 1 <= getattr(contract, name) <= SHARDS_MAX:
             raise _bad(name, f"not in 1..{SHARDS_MAX}")
     if not 1 <= contract.world_size <= SHARDS_MAX:
         raise _bad("tensor_parallel", f"more than {SHARDS_MAX} ranks")
-    if not 1 <= len(contract.groups) <= GROUPS_MAX:
-        raise _bad("groups", f"{len(contract.groups)} groups, must be 1..{GROUPS_MAX}")
-    for index, group in enumerate(contract.groups):
-        _check_group(contract, group, f"groups[{index}].")
+
+
+def _check_texts(contract: Contract) -> None:
+    for item in dataclasses.fields(contract):
+        value = getattr(contract, item.name)
+        if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
+            raise _bad(item.name, f"longer than {TEXT_CHARS_MAX} characters")
+        if isinstance(value, str) and not value.isprintable():
+            # Half a surrogate pair, too, which JSON can write and protobuf cannot carry.
+            raise _bad(item.name, "not printable text")
 
 
 def _check_group(contract: Contract, group: GroupSpec, where: str) -> None:

@@ -514,6 +514,25 @@ def test_an_abort_in_doubt_puts_aside_and_a_plain_one_frees(daemon: Daemon, thie
         gets(thief, slots_of(extents[1:]))
 
 
+def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
+    daemon: Daemon, thief: Engine
+) -> None:
+    """The scheduler cannot know what a rank that hung up is still writing."""
+    with puppets(2) as (scheduler, worker):
+        scheduler.attach(daemon.url(), VICTIM)
+        worker.attach(daemon.url(), VICTIM, rank=1)
+        extents = scheduler.reserve(3)
+        worker.scribble(extents[1::2], GARBAGE)
+        worker.do("hang_up")
+        until(lambda: "victim/1:gone" in daemon.members(), "the rank is gone")
+        assert scheduler.abort(extents, in_doubt=False) == (0, 6)
+        must_not_get(thief, slots_of(extents))
+        worker.kill()
+        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        assert "victim/0:attached" in daemon.members()
+        gets(thief, slots_of(extents))
+
+
 # -- the same with a rule switched off -------------------------------------------------------------
 
 

@@ -90,6 +90,19 @@ def test_bumped_weights_stay_bumped() -> None:
         assert (served(engine, old), served(engine, new)) == (0, 4)
 
 
+def test_an_engine_with_bumped_weights_goes_on_after_a_cold_start() -> None:
+    with running_daemon(arena=False) as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = new_keys(4)
+        assert engine.client.bump_epoch() > 0
+        assert engine.store(keys).bound == keys
+        boot_id = engine.client.boot_id
+        daemon.restart()
+        back(engine, boot_id)
+        assert served(engine, keys) == 0
+        assert engine.store(keys).bound == keys
+        assert served(engine, keys) == 4
+
+
 def test_what_was_given_back_does_not_come_back() -> None:
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(30)

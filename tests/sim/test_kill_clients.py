@@ -23,7 +23,7 @@ from support.engine import contract_of, engine_of
 from support.nursery import Child, nursery
 
 ENGINES = 8
-SECONDS = 15.0
+SECONDS = 12.0
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
 SETTINGS = {"memory": "12MiB", "held_fraction_max": 0.9, "leases_max": 64}
 KINDS = (

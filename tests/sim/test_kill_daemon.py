@@ -27,7 +27,7 @@ from support.engine import Engine, Seen, contract_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 2
-KILLS = 80
+KILLS = 60
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
 TRAFFIC_S = 0.3
 """Longest life of a daemon in a round, after what it adopted was checked."""

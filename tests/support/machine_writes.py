@@ -338,13 +338,15 @@ class WritingRules(MachineBase):
             for held in chosen
         ]
         self._gave_back(chosen, in_doubt=in_doubt)
-        if not in_doubt:
-            self.sent_aborts += [(client.place, item) for item in items]
+        # While a member that left without a word may be writing, nobody's word frees anything.
+        unsure = self.state.group_of(client.number).unsure
         freed, aside = self.engine.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
         )
-        assert (freed == 0) == in_doubt
-        assert in_doubt or aside == 0
+        assert (freed == 0) == (in_doubt or unsure)
+        assert in_doubt or unsure or aside == 0
+        if freed:
+            self.sent_aborts += [(client.place, item) for item in items]
 
     def _gave_back(self, chosen: list[Held], *, in_doubt: bool) -> None:
         for held in chosen:

@@ -411,3 +411,36 @@ def test_a_full_cache_is_an_answer(tmp_path: Path, reason: Reason) -> None:
         assert (reservation.short_reason, reservation.reason) == (reason, "")
         assert reservation.groups[0].shape == (0, 2)
         assert "reserve_failed" not in client.counters()
+
+
+@pytest.mark.parametrize("groups", [None, 5, {0: None}, {"x": [key(1)]}, [key(1)], {0: 3}])
+def test_arguments_of_a_wrong_type_are_an_answer(tmp_path: Path, groups: Any) -> None:
+    with attached(tmp_path) as (daemon, client):
+        assert client.lookup(groups).reason == Reason.BAD_MESSAGE
+        assert client.prefetch(groups).reason == Reason.BAD_MESSAGE
+        assert client.pin(groups, 1.0).reason == Reason.BAD_MESSAGE
+        client.touch(groups)
+        wrong = {0: "x"} if groups == {0: 3} else groups
+        assert client.reserve(wrong).reason == Reason.BAD_MESSAGE
+        assert client.commit(groups, boot_id=daemon.boot_id).reason == Reason.BAD_MESSAGE
+        assert client.abort(groups, boot_id=daemon.boot_id) != ""
+        client.close()
+        assert client.lookup(groups).reason == Reason.CLOSED
+
+
+def test_generators_are_read_once(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        for reason in ("", Reason.INTERNAL):
+            keys: Any = {0: (key(number) for number in range(3))}
+            assert client.lookup(keys).reason == reason
+            assert len(daemon.requests["Lookup"][-1].groups[0].keys) == 3 * KEY_BYTES
+            daemon.refuse_next("Lookup", Reason.INTERNAL)
+
+
+def test_a_report_of_bad_blocks_fits_one_call(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", hit)
+        lease = client.lookup(KEYS).lease
+        client.release(lease, bad={0: extents(60), 1: extents(60)})
+        request = until(lambda: daemon.requests["Release"])[0]
+        assert [len(group.slots) // 4 for group in request.bad] == [60, 4]

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from types import SimpleNamespace
+from typing import Any
 
-from kvhearth.meters import COUNTERS_MAX, Counters
+import pytest
+
+from kvhearth.courier import RETRIES_MAX, Courier
+from kvhearth.errors import Code
+from kvhearth.meters import COUNTERS_MAX, Counters, Warnings
 from kvhearth.outbox import Errand, Outbox, batch, merge
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.transports.base import ABORT, RELEASE
+from kvhearth.statuses import error_from_code
+from kvhearth.transports.base import ABORT, RELEASE, TOUCH
 
 
 def release(lease_id: int, weight: int = 1) -> Errand:
@@ -27,6 +35,44 @@ def test_a_full_queue_refuses() -> None:
     assert [outbox.put(release(number)) for number in range(1, 4)] == [True, True, False]
     assert ids(outbox.take()) == [1, 2]
     assert len(outbox) == 0
+
+
+def touch() -> Errand:
+    return Errand(TOUCH, pb.TouchRequest(epoch=1), 1, "boot", 1, TOUCH.name)
+
+
+def test_touches_take_no_room_from_releases() -> None:
+    outbox = Outbox(2, touches_max=1)
+    assert [outbox.put(touch()) for _ in range(2)] == [True, False]
+    assert [outbox.put(release(number)) for number in range(1, 4)] == [True, True, False]
+    assert len(outbox) == 3
+    taken = outbox.take()
+    assert [each.rpc.name for each in taken] == ["Release", "Release", "Touch"]
+    assert outbox.put_back([*taken, touch()]) == 1
+
+
+@pytest.mark.parametrize(("failures", "sent"), [(RETRIES_MAX, 2), (RETRIES_MAX + 3, 0)])
+def test_what_grpc_refuses_is_sent_again_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, failures: int, sent: int
+) -> None:
+    monkeypatch.setattr("kvhearth.courier._PAUSE_S", 0.0)
+    answers = [error_from_code(Code.INTERNAL, "RST_STREAM")] * failures
+    arrived: list[int] = []
+
+    def call(_: Any, __: Any, request: Any) -> None:
+        if answers:
+            raise answers.pop()
+        arrived.extend(request.lease_ids)
+
+    link: Any = SimpleNamespace(boot_id="boot", welcome=SimpleNamespace(session=1, keys_max=64))
+    counters = Counters()
+    courier = Courier(call, counters, Warnings())
+    courier.put(release(1))
+    courier.put(release(2))
+    for _ in range(RETRIES_MAX + 3):
+        courier.deliver(link, time.monotonic() + 5)
+    assert len(arrived) == sent
+    assert counters.snapshot().get("errands_refused", 0) == 2 - sent
 
 
 def test_what_is_put_back_goes_first_and_keeps_its_order() -> None:

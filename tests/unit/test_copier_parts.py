@@ -248,6 +248,26 @@ class TestCudaCopierScripted:
         assert copier.close()
         copier.check_books()
 
+    @pytest.mark.parametrize("step", ["judge", "__init__"])
+    def test_a_batch_that_breaks_is_an_outcome(
+        self, parts: Any, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        copier, arena, device = parts
+
+        def break_down(*_: Any) -> None:
+            raise OSError("scripted")
+
+        device.held = step == "judge"
+        first = copier.store(BOOT, np.array([0]), arena.extents([0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, step, break_down)
+            second = copier.store(BOOT, np.array([1]), arena.extents([1]))
+            device.held = False
+            assert copier.wait(second, 10.0).reasons == {"copy_failed": 1}
+            copier.wait(first, 10.0)
+        assert copier.close()
+        copier.check_books()
+
     def test_issued_copies_hold_their_batch_after_an_error(self, parts: Any) -> None:
         copier, arena, device = parts
         device.fail_issue = device.held = True

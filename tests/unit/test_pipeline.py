@@ -332,6 +332,34 @@ def test_loads_are_bounded(client: KVClient, daemon: FakeDaemon) -> None:
 # -- parts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [None, 5, "x", [1], [b"short"]])
+def test_arguments_that_cannot_be_right_are_an_outcome(client: KVClient, keys: Any) -> None:
+    stores, loads = pipeline(client), made(LoadPipeline(client, pages()))
+    for group, parent in ((0, b""), ([], b""), (0, 7)):
+        ticket = stores.submit(group, keys, [0], parent)  # type: ignore[arg-type]
+        assert ticket is not None
+        done = stores.wait(ticket, DONE_S)
+        assert done is not None
+        assert done.reason
+    for groups in (keys, {0: keys}, {0: (keys, [0])}, {"x": (keys, None)}):
+        for each in (loads.load_now(groups), loads.load_now(groups)):
+            assert each is not None
+            assert each.reason
+            assert not each.usable_tokens
+
+
+def test_a_copier_that_cannot_be_made_is_none(
+    client: KVClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(*_: Any) -> Any:
+        raise MemoryError("scripted")
+
+    movers = Movers(client, pages(), make)
+    assert [movers.copier(0, client.boot_id) for _ in range(3)] == [None] * 3
+    assert len([each for each in caplog.records if "no copier" in each.getMessage()]) == 1
+    assert movers.close(1.0)
+
+
 def test_what_does_not_fit_the_contract_is_refused(client: KVClient, tmp_path: Path) -> None:
     narrow = PagedKV([np.zeros((4, 64), np.uint8)])
     for kv in ({0: narrow}, {2: pages()[0]}, {}):

@@ -14,6 +14,7 @@ from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, u
 
 from kvhearth.arena import ArenaMapping
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.link import open_link
 from kvhearth.session import attach
 from kvhearth.url import DaemonUrl
 from kvhearth.version import PROTOCOL_VERSION
@@ -188,4 +189,24 @@ def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
         with pytest.raises(KVHearthError) as refusal:
             ArenaMapping(session.welcome, session.descriptors, session.alive)
         assert refusal.value.reason is Reason.BAD_MESSAGE
+        session.close()
+
+
+def test_what_fails_after_the_welcome_ends_with_a_goodbye(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract(), generation_count=SLOTS + 5000) as daemon:
+        with pytest.raises(KVHearthError):
+            open_link(url(tmp_path), hello())
+        until(lambda: daemon.byes == daemon.ended == 1)
+        daemon._memory, real = daemon._memory[:1], daemon._memory
+        assert refusal_of(tmp_path).reason is Reason.BAD_MESSAGE
+        until(lambda: daemon.byes == daemon.ended == 2)
+        daemon._memory = real
+
+
+def test_a_byte_after_the_welcome_is_the_end(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        session = attach(url(tmp_path), hello(map_arena=False))
+        assert session.alive()
+        daemon.lines[0].sendall(b"x")
+        until(lambda: not session.alive())
         session.close()

@@ -9,7 +9,13 @@ from support.fake_daemon import running, small_contract
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.statuses import decode_status, encode_status, error_from_code, rebuild_error
+from kvhearth.statuses import (
+    BareError,
+    decode_status,
+    encode_status,
+    error_from_code,
+    rebuild_error,
+)
 from kvhearth.transports.base import HEARTBEAT, LOOKUP
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
 
@@ -56,6 +62,15 @@ def test_garbage_is_internal() -> None:
 )
 def test_bare_codes(code: int, reason: Reason) -> None:
     assert error_from_code(code, "m").reason is reason
+
+
+def test_too_many_calls_are_not_too_large_a_message() -> None:
+    for text, reason in (
+        ("Concurrent RPC limit exceeded!", Reason.DAEMON_AWAY),
+        ("CLIENT: Sent message larger than max (9 vs. 4)", Reason.BAD_MESSAGE),
+    ):
+        error = error_from_code(Code.RESOURCE_EXHAUSTED, text)
+        assert (error.reason, isinstance(error, BareError)) == (reason, True)
 
 
 def test_the_transport_tells_refusals_silence_and_absence_apart(tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,8 +24,9 @@ import xxhash
 from kvhearth import faults
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
+from kvhearth.copiers.device import CopyDevice, TorchCuda
 from kvhearth.copiers.register import PIECE_BYTES_MAX
-from kvhearth.copiers.tickets import TicketBook, deadline_of
+from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV, Shape
 from kvhearth.model import I64, Bools, Records
@@ -38,64 +37,6 @@ STAGING_BYTES = 16 << 20
 RUN_BYTES_MAX = 64 << 20
 POLL_S = 0.0001
 """Between two looks at the events while somebody waits."""
-
-
-class CopyDevice(Protocol):
-    """The door to CUDA's streams and events; all else that the copier does is plain torch."""
-
-    def issuing(self, kind: CopyKind) -> AbstractContextManager[None]:
-        """Make the stream of ``kind`` current, ordered after all work of the caller's stream."""
-
-    def record(self, kind: CopyKind) -> object:
-        """An event after all work on the stream of ``kind``.
-
-        Raises:
-            RuntimeError: the CUDA context is broken; nothing is copied any more.
-        """
-
-    def is_done(self, event: object) -> bool:
-        """Whether the event has passed; does not block.
-
-        Raises:
-            RuntimeError: the work before it failed.
-        """
-
-
-class TorchCuda:
-    """``CopyDevice`` by torch.
-
-    Args:
-        device: such as ``"cuda:0"``.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        self._device = device
-        # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
-        self._streams = {
-            kind: self._torch.cuda.Stream(device=device, priority=0) for kind in CopyKind
-        }
-
-    @contextmanager
-    def issuing(self, kind: CopyKind) -> Iterator[None]:
-        """See ``CopyDevice.issuing``."""
-        cuda, stream = self._torch.cuda, self._streams[kind]
-        # Loads wait, too: the page's last owner, or its zeroing, may still run on the engine's
-        # stream.
-        stream.wait_stream(cuda.current_stream(self._device))
-        with cuda.stream(stream):
-            yield
-
-    def record(self, kind: CopyKind) -> object:
-        """See ``CopyDevice.record``."""
-        event = self._torch.cuda.Event()
-        event.record(self._streams[kind])
-        return event
-
-    def is_done(self, event: object) -> bool:
-        """See ``CopyDevice.is_done``."""
-        done: bool = event.query()  # type: ignore[attr-defined]
-        return done
 
 
 @dataclass
@@ -220,7 +161,7 @@ class CudaCopier:
                 batch = Batch(self._kv, self._arena, boot_id, pages, extents)
             except Exception:  # noqa: BLE001 - a ticket must always get an outcome
                 _LOG.exception("a batch of %d blocks could not be begun", len(extents))
-                self._book.finish(_copy_failed(ticket))
+                self._book.finish(copy_failed(ticket))
                 return ticket
             event, failed = self._issue(ticket.kind, batch)
             self._flights.append(_Flight(ticket, batch, event, started_s, failed))
@@ -281,7 +222,7 @@ class CudaCopier:
             return self._judged(flight)
         except Exception:  # noqa: BLE001 - a ticket must always get an outcome
             _LOG.exception("batch %d could not be judged", flight.ticket.number)
-            return _copy_failed(flight.ticket)
+            return copy_failed(flight.ticket)
 
     def _judged(self, flight: _Flight) -> Done:
         batch = flight.batch
@@ -302,11 +243,6 @@ class CudaCopier:
             view = self._arena.views[int(record["segment"])]
             if xxhash.xxh3_128_digest(view[start : start + self._kv.page_bytes].data) != wanted:
                 batch.fail_one(position, BlockFailure.CHECKSUM_MISMATCH)
-
-
-def _copy_failed(ticket: Ticket) -> Done:
-    reasons = {BlockFailure.COPY_FAILED.value: ticket.count} if ticket.count else {}
-    return Done(ticket, np.zeros(ticket.count, np.bool_), None, 0, 0.0, reasons)
 
 
 class _Mover:

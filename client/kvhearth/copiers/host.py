@@ -21,7 +21,7 @@ import xxhash
 from kvhearth import faults
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch, HeldArena, Run, own_arrays
-from kvhearth.copiers.tickets import TicketBook, deadline_of
+from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.layout import PagedKV
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
 
@@ -162,9 +162,7 @@ class HostCopier:
             return self._run(job)
         except Exception:  # noqa: BLE001 - thread main: a batch must always get an outcome
             _LOG.exception("batch %d of %d blocks failed", job.ticket.number, job.ticket.count)
-            count = job.ticket.count
-            reasons = {BlockFailure.COPY_FAILED.value: count} if count else {}
-            return Done(job.ticket, np.zeros(count, np.bool_), None, 0, 0.0, reasons)
+            return copy_failed(job.ticket)
 
     def _run(self, job: _Job) -> Done:
         started = time.perf_counter()

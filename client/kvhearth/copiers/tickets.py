@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvhearth.copiers.base import CopyKind, Done, Ticket
+import numpy as np
+
+from kvhearth.copiers.base import BlockFailure, CopyKind, Done, Ticket
 from kvhearth.errors import KVHearthError, Reason
 
 
@@ -131,3 +133,9 @@ class TicketBook:
 def deadline_of(deadline_s: float) -> float:
     """The monotonic time ``deadline_s`` seconds from now."""
     return time.monotonic() + max(deadline_s, 0.0)
+
+
+def copy_failed(ticket: Ticket) -> Done:
+    """The outcome of a batch whose copies all failed."""
+    reasons = {BlockFailure.COPY_FAILED.value: ticket.count} if ticket.count else {}
+    return Done(ticket, np.zeros(ticket.count, np.bool_), None, 0, 0.0, reasons)

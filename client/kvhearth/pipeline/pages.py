@@ -8,7 +8,6 @@ import numpy as np
 
 from kvhearth.model import I64
 
-
 KeysAndPages = Mapping[int, tuple[Sequence[bytes], I64 | Sequence[int]]]
 """By KV cache group: n keys in chain order and n distinct engine pages."""
 
