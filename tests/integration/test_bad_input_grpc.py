@@ -232,14 +232,16 @@ def test_too_many_counters(daemon: Daemon, session: RawSession) -> None:
 
 
 def test_too_long_a_message(daemon: Daemon, session: RawSession) -> None:
-    """gRPC itself refuses it; such a status without details means bad_message to a client."""
+    """gRPC itself refuses it; a client tells it by its text from a daemon that is overloaded."""
     request = pb.HeartbeatRequest(counters={"x" * MESSAGE_BYTES_MAX: 1})
     call = session.channel.unary_unary("/kvhearth.proto.v1.CacheService/Heartbeat")
     with pytest.raises(grpc.RpcError) as caught:
         call(request.SerializeToString(), timeout=CALL_S, metadata=session.metadata)
     code = caught.value.code().value[0]
     assert code == Code.RESOURCE_EXHAUSTED
-    assert error_from_code(code, "").reason is Reason.BAD_MESSAGE
+    text = caught.value.details() or ""
+    assert error_from_code(code, text).reason is Reason.BAD_MESSAGE
+    assert error_from_code(code, "").reason is Reason.DAEMON_AWAY
     session.call("Heartbeat", pb.HeartbeatRequest())
 
 

@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,46 @@ def test_what_was_not_summed_is_summed_after_a_crash_before_it_is_served() -> No
             until(lambda: served(engine, keys) == 20, "all is summed and served")
             counters = daemon.counters()
             assert (counters["adopted_blocks"], counters["summed_blocks"]) == (20, 20)
+
+
+# -- a daemon that stands still --------------------------------------------------------------------
+
+
+def test_a_daemon_that_stands_still_hangs_nobody_and_leaks_nothing() -> None:
+    """What it answers too late must come back: leases, reservations, pins of calls given up."""
+    options = "lookup_ms=400&call_ms=600&heartbeat_ms=200"
+    with (
+        running_daemon() as daemon,
+        engine_of(daemon.url(options), CONTRACT) as engine,
+    ):
+        keys = new_keys(20)
+        until(lambda: engine.store(keys).bound == keys, "it stores")
+        session = engine.client.session_id
+        assert daemon.process is not None
+        for _ in range(3):
+            daemon.process.send_signal(signal.SIGSTOP)
+            for call in (
+                lambda: engine.client.lookup({0: keys}),
+                lambda: engine.reserve(8),
+                lambda: engine.pin(keys, 60),
+                lambda: engine.client.lookup({0: keys}),
+            ):
+                began = time.monotonic()
+                assert call().reason in ("deadline", "daemon_away")
+                assert time.monotonic() - began < 5
+            daemon.process.send_signal(signal.SIGCONT)
+            until(lambda: served(engine, keys) == 20, "it goes on")
+            until(_nothing_held(daemon), "what was answered too late comes back")
+        assert engine.client.session_id == session, "it was not dead: the session goes on"
+
+
+def _nothing_held(daemon: Daemon) -> Callable[[], bool]:
+    def nothing_held() -> bool:
+        found = daemon.stats()
+        (part,) = found.segments
+        return not (found.leases or found.pins or part.reserved_bytes or part.held_bytes)
+
+    return nothing_held
 
 
 # -- the end by SIGTERM ----------------------------------------------------------------------------

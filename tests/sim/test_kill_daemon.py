@@ -33,6 +33,8 @@ TRAFFIC_S = 0.3
 """Longest life of a daemon in a round, after what it adopted was checked."""
 WORLD_ROUNDS = 9
 AT_START = ("catalogue", "durable")
+EARLY = "start"
+"""Instead of a fault: die at a random moment of the start."""
 BLOCKS_MAX = 700
 """Blocks in a roomy world, of at most 48 KiB and two shards: less than half of its memory."""
 
@@ -109,11 +111,16 @@ class World:
 
     def round(self, fault: str) -> None:
         """Start with ``fault`` armed, check what was adopted, make traffic, die."""
-        if self.daemon.start(fault):
+        if fault == EARLY:
+            process = self.daemon.launch()
+            time.sleep(self.random.uniform(0, 0.08))
+            process.kill()
+            process.wait()
+        elif self.daemon.start(fault):
             self._be_reborn()
             with ThreadPoolExecutor(len(self.engines)) as pool:
                 list(pool.map(self._live, range(len(self.engines))))
-        died_at_fault = self.daemon.dead
+        died_at_fault = self.daemon.dead  # or at its start
         self.daemon.kill()
         self.deaths[fault.partition(":")[0] if died_at_fault else "random"] += 1
 
@@ -232,13 +239,14 @@ def _some(dice: random.Random, keys: Iterable[bytes], count: int) -> list[bytes]
 
 
 def plan(random_: random.Random) -> Iterator[str]:
-    """Faults to arm, without end: every point in turn, in random order, and random moments."""
+    """Deaths without end: at every fault point in turn, in random order, and random ones."""
     while True:
-        points = [*fault_points(), "", "", ""]
+        points = [*fault_points(), EARLY, EARLY, "", "", ""]
         random_.shuffle(points)
         for point in points:
             few = point.startswith(AT_START)
-            yield f"{point}:{random_.randint(1, 4 if few else 12)}" if point else ""
+            armed = point not in ("", EARLY)
+            yield f"{point}:{random_.randint(1, 4 if few else 12)}" if armed else point
 
 
 @dataclass

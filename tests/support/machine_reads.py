@@ -225,7 +225,7 @@ class ReadingRules(MachineBase):
             self.model.drop_pin(name)
         assert self.engine.call(self.core.pinning.expire, self.shell.now) == len(over)
 
-    @precondition(lambda self: len(self.model.blocks) > 4)
+    @precondition(lambda self: len(self.model.blocks) > 4 and self.quiet_steps % 3 == 0)
     @with_engine
     @rule(data=st.data())
     @survives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,12 +52,14 @@ class WritingRules(MachineBase):
 
     # -- reserve ----------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.quiet_steps % 3 != 0)
     @with_engine
     @rule(data=st.data(), count=st.integers(1, 8), numbered=RESERVATIONS)
     @survives
     def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
+        """Under a number that may have been used before."""
         client = self.decider(data)
-        self._reserve(client, self.kv_group(data, client), count, numbered)
+        self._reserve(client, [(self.kv_group(data, client), count)], numbered)
 
     @with_engine
     @rule(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3))
@@ -64,28 +67,32 @@ class WritingRules(MachineBase):
     def store(self, data: st.DataObject, counts: list[int]) -> None:
         """Reserve and commit at once, runs of keys: the usual way."""
         client = self.decider(data)
-        kv_group = self.kv_group(data, client)
+        every = data.draw(st.sampled_from([False, False, True]), label="all kv groups")
+        groups = range(len(client.contract.groups)) if every else [self.kv_group(data, client)]
         first, summed = data.draw(starts, label="first key"), data.draw(mostly, label="summed")
         for count in counts:
-            self._reserve(client, kv_group, count, next(self.serial) + 1000)
-            mine = [held for held in self._own(client) if held.kv_group == kv_group]
-            if mine:
+            self._reserve(client, [(kv, count) for kv in groups], next(self.serial) + 1000)
+            parts = []
+            for kv_group in groups:
+                mine = [held for held in self._own(client) if held.kv_group == kv_group][:count]
                 numbers = [(first + i) % KEYS for i in range(len(mine))]
-                parent = key(first - 1) if first else b""
-                self._commit(client, mine, numbers, summed=summed, parent=parent)
-                first = (first + len(mine)) % KEYS
+                if mine:
+                    parts.append((mine, numbers))
+            parent = key(first - 1) if first else b""
+            self._commit(client, parts, summed=summed, parent=parent)
+            first = (first + count) % KEYS
 
-    def _reserve(self, client: Client, kv_group: int, count: int, numbered: int) -> None:
+    def _reserve(self, client: Client, wants: list[tuple[int, int]], numbered: int) -> None:
         group, space = self.state.group_of(client.number), self.space(client)
         again = group.reservations.get(numbered)
         self.shrinking = space.number
         try:
             reserved = self.engine.call(
-                self.core.writing.reserve, client.number, numbered, space.epoch, [(kv_group, count)]
+                self.core.writing.reserve, client.number, numbered, space.epoch, wants
             )
         except KVHearthError as error:
             self.sync()
-            self._justify(client, kv_group, error.reason, again)
+            self._justify(client, wants[0][0], error.reason, again)
             return
         self.sync()
         assert group.complete
@@ -93,10 +100,11 @@ class WritingRules(MachineBase):
             assert reserved.handed == again
             return
         self._note_handed(client, numbered, reserved)
+        granted = {part.kv_group: len(part.slots) for part in reserved.handed}
+        short = [kv_group for kv_group, count in wants if granted.get(kv_group, 0) < count]
+        assert bool(short) == (reserved.short is not None)
         if reserved.short is not None:
-            self._justify(client, kv_group, reserved.short, None)
-        else:
-            assert sum(len(part.slots) for part in reserved.handed) == count
+            self._justify(client, short[0], reserved.short, None)
 
     def _note_handed(self, client: Client, numbered: int, reserved: Reserved) -> None:
         writers = {c.number for c in self.clients if c.group == client.group and c.attached}
@@ -194,34 +202,46 @@ class WritingRules(MachineBase):
         chosen = mine[: data.draw(st.integers(1, len(mine)), label="blocks")]
         count = len(chosen)
         numbers = data.draw(st.lists(key_numbers, min_size=count, max_size=count), label="keys")
-        self._commit(client, chosen, numbers, summed=summed, parent=parent or b"")
+        self._commit(client, [(chosen, numbers)], summed=summed, parent=parent or b"")
 
     def _commit(
-        self, client: Client, chosen: list[Held], numbers: list[int], *, summed: bool, parent: bytes
+        self,
+        client: Client,
+        parts: list[tuple[list[Held], list[int]]],
+        *,
+        summed: bool,
+        parent: bytes,
     ) -> None:
-        kv_group, named = chosen[0].kv_group, [key(number) for number in numbers]
-        blocks = self._write(client, chosen, named, summed=summed)
-        present = self.known(client, kv_group, named)
-        item = CommitItem(
-            kv_group,
-            named,
-            np.array([held.slots for held in chosen], np.int64),
-            np.array([held.generations for held in chosen], np.uint32),
-            self._sums(blocks) if summed else None,
-            parent,
-        )
+        """Commit blocks under numbered keys, in one call; a part is of one KV group."""
+        expected, items, blocks = [], [], []
+        for chosen, numbers in parts:
+            named = [key(number) for number in numbers]
+            present = self.known(client, chosen[0].kv_group, named)
+            fresh = [
+                block is None and each not in named[:i]
+                for i, (block, each) in enumerate(zip(present, named, strict=True))
+            ]
+            written = self._write(client, chosen, named, summed=summed)
+            expected.append(fresh)
+            blocks += written
+            items.append(
+                CommitItem(
+                    chosen[0].kv_group,
+                    named,
+                    np.array([held.slots for held in chosen], np.int64),
+                    np.array([held.generations for held in chosen], np.uint32),
+                    self._sums(written) if summed else None,
+                    parent,
+                )
+            )
         self.pending = blocks
-        self.sent_commits.append((client.place, item))
-        (stored,) = self.engine.call(
-            self.core.writing.commit, client.number, self.space(client).epoch, [item]
+        self.sent_commits += [(client.place, item) for item in items]
+        stored = self.engine.call(
+            self.core.writing.commit, client.number, self.space(client).epoch, items
         )
-        expected = [
-            block is None and each not in named[:i]
-            for i, (block, each) in enumerate(zip(present, named, strict=True))
-        ]
-        assert stored.tolist() == expected
+        assert [flags.tolist() for flags in stored] == expected
         self.sync()
-        for block, new in zip(blocks, expected, strict=True):
+        for block, new in zip(blocks, itertools.chain(*expected), strict=True):
             if new:
                 self.model.blocks[block.namespace, block.kv_group, block.key] = block
 
@@ -258,7 +278,7 @@ class WritingRules(MachineBase):
         data = b"".join(self.memory.checksum(place) for b in blocks for place in b.places)
         return np.frombuffer(data, np.uint8).reshape(len(blocks), -1, 16)
 
-    @precondition(lambda self: self.sent_commits)
+    @precondition(lambda self: self.sent_commits and self.quiet_steps % 4 == 1)
     @with_engine
     @rule(data=st.data())
     def repeat_commit(self, data: st.DataObject) -> None:
@@ -298,12 +318,13 @@ class WritingRules(MachineBase):
             sums = self._sums([by_slot[int(action.slots[row, 0])] for row in rows])
             self.sums.append((action.slots[rows], action.generations[rows], sums))
 
-    @precondition(lambda self: self.sums)
-    @rule()
+    @precondition(lambda self: self.sums and self.quiet_steps % 3 == 0)
+    @rule(data=st.data())
     @survives
-    def finish_sum(self) -> None:
-        """And reports later; meanwhile the blocks may have gone."""
-        slots, generations, sums = self.sums.pop(0)
+    def finish_sum(self, data: st.DataObject) -> None:
+        """And reports later; meanwhile the blocks may have gone, and others be in their slots."""
+        which = data.draw(st.integers(0, len(self.sums) - 1), label="which sums")
+        slots, generations, sums = self.sums.pop(which)
         pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
         live = [
             block
