@@ -15,6 +15,7 @@ import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.engine import Engine, contract_of, engine_of
 
+from kvhearth.model import FLAG_VERIFY
 from kvhearth.proto.v1 import admin_pb2
 
 PAGE = 64 << 10
@@ -199,6 +200,9 @@ def test_a_reader_finds_a_damaged_block_first_and_tells() -> None:
         damage(daemon, place)
         daemon.start()
         back(engine, boot_id)
+        found = engine.client.lookup({0: keys})
+        engine.client.release(found.lease)
+        assert (found.groups[0].extents["flags"] & FLAG_VERIFY).all(), "readers are told to verify"
         seen = engine.check(keys)
         assert dict(seen.failed) == {"checksum_mismatch": 1}
         assert (seen.absent, len(seen.right)) == ([], 19)

@@ -36,7 +36,7 @@ class CoreMachine(WritingRules, ReadingRules, RefusalRules):
 
 def test_the_core_against_a_model() -> None:
     run_state_machine_as_test(
-        CoreMachine, settings=settings(SETTINGS, max_examples=150, stateful_step_count=50)
+        CoreMachine, settings=settings(SETTINGS, max_examples=100, stateful_step_count=50)
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
@@ -26,7 +27,9 @@ from kvhearth_server.core.writing import CommitItem, Reserved, SlotsItem
 SLOT_BYTES = 4096
 SLAB_BYTES = 64 * 1024
 KEY_BYTES = 32
-EPOCH = 1
+
+no_deadline = settings(deadline=None)
+"""For random examples on machines that others use, too."""
 
 
 def key(number: int, width: int = KEY_BYTES) -> bytes:

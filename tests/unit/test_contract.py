@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.core_kit import no_deadline
 
 from kvhearth.contract import (
     CONTRACT_JSON_BYTES_MAX,
@@ -88,6 +89,7 @@ contracts = st.builds(
 )
 
 
+@no_deadline
 @given(made=contracts)
 def test_the_text_comes_back_as_the_same_contract(made: Contract) -> None:
     text = made.to_json()
@@ -99,6 +101,7 @@ def test_the_text_comes_back_as_the_same_contract(made: Contract) -> None:
     assert Contract.from_json(loose).to_json() == text
 
 
+@no_deadline
 @given(one=contracts, other=contracts)
 def test_two_contracts_are_one_namespace_exactly_if_equal(one: Contract, other: Contract) -> None:
     assert (one == other) == (namespace_digest("t", one) == namespace_digest("t", other))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core_kit import Rig, contract, full, key, keys
+from support.core_kit import Rig, contract, full, key, keys, no_deadline
 
 from kvhearth.model import I64
 from kvhearth_server.core.chains import Chains
@@ -123,6 +123,7 @@ class Plain:
         return head
 
 
+@no_deadline
 @given(data=st.data())
 def test_against_dicts(data: st.DataObject) -> None:
     _, chains = forest()
@@ -148,6 +149,7 @@ def test_against_dicts(data: st.DataObject) -> None:
             assert chains.leaf(head) == plain.leaf(head)
 
 
+@no_deadline
 @given(parents=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS))
 def test_many_at_once_are_as_one_after_the_other(parents: list[int]) -> None:
     """Oldest first: each parent is older than its child, as an adopted journal gives them."""

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.core_kit import Rig, contract, full, items, key, keys, mamba, refused, window
+from support.core_kit import (
+    Rig,
+    contract,
+    full,
+    items,
+    key,
+    keys,
+    mamba,
+    no_deadline,
+    refused,
+    window,
+)
 from support.core_model import longest_hit, needed_blocks
 
 from kvhearth.contract import GroupSpec
@@ -102,6 +113,7 @@ groups_of_flags = st.lists(
 )
 
 
+@no_deadline
 @given(groups=groups_of_flags)
 @example(groups=[(window(5, block_tokens=2), [False, True, True])])
 def test_against_trying_every_length(groups: list[tuple[GroupSpec, list[bool]]]) -> None:

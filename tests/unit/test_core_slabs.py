@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core_kit import SLAB_BYTES, Rig, contract, full, key, keys, refused
+from support.core_kit import SLAB_BYTES, Rig, contract, full, key, keys, no_deadline, refused
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64
@@ -109,6 +109,7 @@ def test_numbers_that_name_no_slot() -> None:
     assert numbers[known].tolist() == [16, 20]
 
 
+@no_deadline
 @given(data=st.data())
 def test_against_a_set_of_free_slots(data: st.DataObject) -> None:
     pool = Pool(3)
@@ -134,6 +135,7 @@ def test_against_a_set_of_free_slots(data: st.DataObject) -> None:
             assert pool.table.slot_bytes_of(np.array([slot]))[0] == of_size
 
 
+@no_deadline
 @given(used=st.sets(st.integers(0, 15)))
 def test_an_adopted_slab_has_the_other_slots_free(used: set[int]) -> None:
     pool = Pool(2)

@@ -293,3 +293,22 @@ def test_a_contract_whose_block_can_never_fit_is_refused_at_once(shards: int) ->
     with pytest.raises(KVHearthError, match=r"groups\[0\].page_bytes") as caught:
         rig.join(made)
     assert caught.value.reason is Reason.BAD_CONTRACT
+
+
+def test_the_list_of_what_was_handed_out_stays_short() -> None:
+    rig = Rig(4)
+    session = rig.attach()
+    for number in range(100):
+        slots, generations = rig.take(session, 60)
+        rig.commit(session, rig.item(keys(number), slots[:1], generations[:1]))
+        rig.abort(session, slots[1:], generations[1:])
+        assert rig.group(session).handed_count <= 4096 + 64
+
+
+def test_the_words_that_came_too_early_are_bounded() -> None:
+    rig = Rig()
+    session = rig.attach()
+    for number in range(1, 3000):
+        rig.core.writing.abort(session, [], [number], in_doubt=False)
+    assert len(rig.group(session).released_early) == 1024
+    assert rig.reserve(session, 1, reservation_id=5).short is None

@@ -184,6 +184,7 @@ def test_what_was_not_summed_is_summed_before_it_is_served() -> None:
         core.writing.summed, action.slots, action.generations, sums_of(action.slots)
     )
     assert done == 2
+    assert not core.state.table.flags[slots].any()
     core = desk.restart()
     assert (core.state.table.state[slots] == State.SUMMED).all()
 

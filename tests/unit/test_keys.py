@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core_kit import refused
+from support.core_kit import no_deadline, refused
 
 from kvhearth.errors import Reason
 from kvhearth.keys import chain_keys, fold_key, join_keys, split_keys
@@ -16,6 +16,7 @@ widths = st.integers(16, 64)
 TOKENS = list(range(100, 164))
 
 
+@no_deadline
 @given(data=st.data(), width=widths)
 def test_a_blob_is_its_keys_in_order(data: st.DataObject, width: int) -> None:
     keys = data.draw(st.lists(st.binary(min_size=width, max_size=width), max_size=200))
@@ -90,6 +91,7 @@ def test_an_adapters_content_counts_and_not_its_name() -> None:
     assert all(one != two for one, two in pairs)
 
 
+@no_deadline
 @given(width=widths, data=st.data())
 def test_folding_keeps_the_length_and_depends_on_both(width: int, data: st.DataObject) -> None:
     key, other = (data.draw(st.binary(min_size=width, max_size=width)) for _ in range(2))

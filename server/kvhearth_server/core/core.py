@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvhearth.errors import Reason
-from kvhearth.model import I64, U32
+from kvhearth.model import U32
 from kvhearth_server.core.actions import Catalogue
 from kvhearth_server.core.books import check_books
 from kvhearth_server.core.evictor import Evictor
@@ -79,7 +79,3 @@ class Core:
     def check_books(self) -> None:
         """Recount everything; see ``books.check_books``."""
         check_books(self.state, self.pinning)
-
-    def block_slots(self, heads: I64) -> list[I64]:
-        """All shards of each block."""
-        return [np.array(self.state.table.shards_of(head), np.int64) for head in heads.tolist()]

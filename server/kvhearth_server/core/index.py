@@ -90,15 +90,6 @@ class Index:
         for (namespace, group), found in self._maps.items():
             yield namespace, group, found
 
-    def heads(self, namespace: int) -> I64:
-        """Head slots of a namespace in all its groups."""
-        parts = [
-            np.fromiter(found.values(), np.int64, len(found))
-            for (number, _), found in self._maps.items()
-            if number == namespace
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
     def check(self) -> None:
         """Raise ValueError unless both directions agree."""
         forward = 0

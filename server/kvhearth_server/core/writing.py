@@ -248,6 +248,7 @@ class Writing:
             np.ascontiguousarray(sums[live]).view(f"V{CHECKSUM_BYTES}").reshape(-1)
         )
         table.state[every] = State.SUMMED
+        table.flags[every] = 0  # this sum is of the bytes as they are: nothing is left to verify
         state.actions.append(Summed(every))
         state.count("summed_blocks", len(kept))
         heads = kept[:, 0]
