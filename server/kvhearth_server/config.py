@@ -121,7 +121,9 @@ class Settings(BaseSettings):
     )
     sum_threads: int = Field(1, ge=1, le=64, description="Threads that take checksums.")
     verify_adopted: bool = Field(
-        True, description="Sum every adopted block before it is first served after a restart."
+        True,
+        description="Verify adopted blocks in the background after a restart; readers verify "
+        "what was not reached yet.",
     )
     http: HttpAddress = Field(
         "127.0.0.1:9460",
