@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvhearth.arena import ArenaMapping
 from kvhearth.session import Session, attach
 from kvhearth.transports.base import CacheTransport
+from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
 from kvhearth.url import DaemonUrl
 from kvhearth.wire import Hello, Welcome
@@ -64,6 +65,12 @@ def open_link(url: DaemonUrl, hello: Hello) -> Link:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        transport = GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
+        transport = _transport(url, welcome)
         undo.pop_all()
     return Link(session, transport, mapping)
+
+
+def _transport(url: DaemonUrl, welcome: Welcome) -> CacheTransport:
+    if url.calls == "grpc":
+        return GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
+    return FramesUnixTransport(url.calls_path, welcome.token, welcome.message_bytes_max)

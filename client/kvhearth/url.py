@@ -10,6 +10,7 @@ from kvhearth.errors import KVHearthError, Reason
 
 SCHEME = "kvhearth+unix"
 ATTACH_SOCKET = "attach.sock"
+CALLS_SOCKET = "calls.sock"
 GRPC_SOCKET = "grpc.sock"
 ADMIN_TOKEN_FILE = "admin.token"
 
@@ -19,11 +20,12 @@ class DaemonUrl:
     """Where the daemon's sockets are, and how long the client waits.
 
     Attributes:
-        socket_dir: directory of ``attach.sock`` and ``grpc.sock``.
+        socket_dir: directory of ``attach.sock``, ``calls.sock`` and ``grpc.sock``.
         lookup_ms: deadline of a lookup.
         call_ms: deadline of every other call.
         attach_ms: deadline of the attach handshake.
         heartbeat_ms: pause between heartbeats.
+        calls: how decisions travel: ``frames``, or ``grpc`` where a proxy or a tracer wants it.
     """
 
     socket_dir: Path
@@ -31,11 +33,17 @@ class DaemonUrl:
     call_ms: int = 2000
     attach_ms: int = 5000
     heartbeat_ms: int = 1000
+    calls: str = "frames"
 
     @property
     def attach_path(self) -> str:
         """Path of the attach socket."""
         return str(self.socket_dir / ATTACH_SOCKET)
+
+    @property
+    def calls_path(self) -> str:
+        """Path of the calls socket."""
+        return str(self.socket_dir / CALLS_SOCKET)
 
     @property
     def grpc_target(self) -> str:
@@ -44,6 +52,7 @@ class DaemonUrl:
 
 
 _TIMES = ("lookup_ms", "call_ms", "attach_ms", "heartbeat_ms")
+_CALLS = ("frames", "grpc")
 
 
 def parse_url(url: str) -> DaemonUrl:
@@ -58,12 +67,20 @@ def parse_url(url: str) -> DaemonUrl:
             Reason.BAD_URL, f"{url!r} is not of the form {SCHEME}:///run/kvhearth (three slashes)"
         )
     times: dict[str, int] = {}
+    calls = _CALLS[0]
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name == "calls":
+            if value not in _CALLS:
+                raise KVHearthError(
+                    Reason.BAD_URL, f"calls={value!r} is none of {', '.join(_CALLS)}"
+                )
+            calls = value
+            continue
         if name not in _TIMES:
             raise KVHearthError(
-                Reason.BAD_URL, f"unknown option {name!r}; known: {', '.join(_TIMES)}"
+                Reason.BAD_URL, f"unknown option {name!r}; known: calls, {', '.join(_TIMES)}"
             )
         if not value.isdecimal() or not 0 < int(value) <= 600_000:
             raise KVHearthError(Reason.BAD_URL, f"{name}={value!r} is not 1..600000 milliseconds")
         times[name] = int(value)
-    return DaemonUrl(Path(unquote(parts.path)), **times)
+    return DaemonUrl(Path(unquote(parts.path)), **times, calls=calls)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -23,6 +22,12 @@ from pydantic_settings import (
 
 from kvhearth import faults
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.settings_file import (
+    WRONG_CHARS_MAX,
+    cut,
+    one_line,
+    read_settings_file,
+)
 from kvhearth_server.units import format_size
 from kvhearth_server.values import (
     HttpAddress,
@@ -45,10 +50,14 @@ ENV_PREFIX = "KVHEARTH_"
 CONFIG_ENV = "KVHEARTH_CONFIG"
 ATTACH_SOCKET_NAME = "attach.sock"
 GRPC_SOCKET_NAME = "grpc.sock"
+CALLS_SOCKET_NAME = "calls.sock"
 DEFAULT_TENANT_NAME = "default"
 HUGEPAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
+_PROBLEMS_MAX = 20
+_NAME_CHARS_MAX = 64
+_VALUE_CHARS_MAX = 200
 
 
 class Settings(BaseSettings):
@@ -156,7 +165,18 @@ class Settings(BaseSettings):
     @field_validator("socket_dir", "arena_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else Path(os.path.abspath(value.expanduser()))
+        if value is None:
+            return None
+        if "\0" in str(value):
+            raise ValueError("a path has no zero byte; choose another directory")
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError("not UTF-8, which gRPC wants; choose another directory") from None
+        try:
+            return Path(os.path.abspath(value.expanduser()))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"not a directory here: {error}; write it from / on") from None
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -230,6 +250,11 @@ class Settings(BaseSettings):
         return self.socket_dir / ATTACH_SOCKET_NAME
 
     @property
+    def calls_socket(self) -> Path:
+        """Where engines call."""
+        return self.socket_dir / CALLS_SOCKET_NAME
+
+    @property
     def grpc_socket(self) -> Path:
         """Where decisions are asked for."""
         return self.socket_dir / GRPC_SOCKET_NAME
@@ -268,7 +293,7 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
     origins: dict[str, str] = {}
     from_env = EnvSettingsSource(Settings)()
     for values, origin in (
-        (_read_yaml(path), lambda name: f"{name} (in {path})"),
+        (read_settings_file(path), lambda name: f"{name} (in {path})"),
         (from_env, lambda name: ENV_PREFIX + name.upper()),
         (dict(flags), lambda name: "--" + name.replace("_", "-")),
     ):
@@ -276,13 +301,18 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
         origins |= {name: origin(name) for name in values}
     # Told apart here, because pydantic-settings takes names like _env_file for its own arguments.
     unknown = [name for name in merged if name not in Settings.model_fields]
-    problems = [f"{origins[name]}: there is no such setting; {_hint(name)}" for name in unknown]
+    problems = [
+        f"{cut(origins[name], WRONG_CHARS_MAX)}: there is no such setting; {_hint(name)}"
+        for name in unknown
+    ]
     try:
         settings = Settings(**{n: v for n, v in merged.items() if n not in unknown})
     except ValidationError as error:
         problems += [_explain(dict(line), merged, origins) for line in error.errors()]
     if problems:
-        raise KVHearthError(Reason.CONFIG_INVALID, "; ".join(problems))
+        more = len(problems) - _PROBLEMS_MAX
+        told = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
+        raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(told)))
     return settings
 
 
@@ -297,25 +327,6 @@ def unread_environment() -> list[str]:
     return sorted(n for n in os.environ if n.startswith(ENV_PREFIX) and n not in known)
 
 
-def _read_yaml(path: Path | None) -> dict[str, object]:
-    if path is None:
-        return {}
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())
-        raise KVHearthError(
-            Reason.CONFIG_INVALID, f"cannot read --config {path}: {told}"
-        ) from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise KVHearthError(
-            Reason.CONFIG_INVALID, f"{path} holds no settings; write lines like 'memory: 64GiB'"
-        )
-    return {str(name): value for name, value in loaded.items()}
-
-
 def _explain(
     line: Mapping[str, Any], written: Mapping[str, object], origins: Mapping[str, str]
 ) -> str:
@@ -325,9 +336,10 @@ def _explain(
     if not line["loc"]:
         return wrong
     name = str(line["loc"][0])
-    return f"{origins[name]}: {written[name]!r}: {wrong[:1].lower()}{wrong[1:]}"
+    value = cut(repr(written[name]), _VALUE_CHARS_MAX)
+    return f"{origins[name]}: {value}: {wrong[:1].lower()}{cut(wrong[1:], WRONG_CHARS_MAX)}"
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    near = difflib.get_close_matches(name[:_NAME_CHARS_MAX], Settings.model_fields, n=1)
     return f"did you mean {near[0]}?" if near else "see kvhearth serve --help"

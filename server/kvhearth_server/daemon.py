@@ -27,6 +27,8 @@ from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import PopulateBar
 from kvhearth_server.transport.attach import AttachServer
+from kvhearth_server.transport.calls import CallsServer
+from kvhearth_server.transport.decisions import Decisions
 from kvhearth_server.transport.peers import Tenancy
 from kvhearth_server.transport.rpc.server import RpcServer
 from kvhearth_server.values import HTTP_OFF
@@ -71,12 +73,15 @@ async def _serve(settings: Settings, arena: Arena) -> int:
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
     admin_token = secrets.token_hex(32)
-    rpc = RpcServer(engine, background.verify_blocks, admin_token)
+    decisions = Decisions(engine, background.verify_blocks)
+    rpc = RpcServer(engine, decisions, admin_token)
+    calls = CallsServer(engine, decisions, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
     await rpc.start(settings.grpc_socket)
+    await calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
         await web.start()
@@ -86,10 +91,11 @@ async def _serve(settings: Settings, arena: Arena) -> int:
     await _drain(settings, engine, background, rpc)
     if web is not None:
         await web.stop()
+    calls.stop()
     await attach.stop()
     await supervisor.stop()
     background.close()
-    for path in (settings.attach_socket, settings.grpc_socket, _token_path(settings)):
+    for path in _files(settings):
         path.unlink(missing_ok=True)
     _log.info("stopped", boot_id=engine.boot_id)
     return 0
@@ -151,6 +157,12 @@ def _token_path(settings: Settings) -> Path:
     return settings.socket_dir / ADMIN_TOKEN_FILE
 
 
+def _files(settings: Settings) -> list[Path]:
+    """What a daemon makes in its socket directory."""
+    sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
+    return [*sockets, _token_path(settings)]
+
+
 def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
     token.
@@ -162,7 +174,7 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         _lock_sockets(folder)
-        for path in (settings.attach_socket, settings.grpc_socket, _token_path(settings)):
+        for path in _files(settings):
             path.unlink(missing_ok=True)
         path = _token_path(settings)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

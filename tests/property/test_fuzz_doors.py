@@ -38,7 +38,7 @@ from kvhearth.wire import (
 )
 from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
 from kvhearth_server.transport.plain import TEXT_BYTES_MAX, plain_error, plain_text
-from kvhearth_server.transport.rpc.messages import commit_items, counts, keys_items, slots_items
+from kvhearth_server.transport.messages import commit_items, counts, keys_items, slots_items
 
 fuzz = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 

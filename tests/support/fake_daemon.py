@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from support.fake_calls import FakeCalls
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
@@ -90,6 +91,7 @@ class FakeDaemon:
         self.directory = directory
         self.contract = contract
         self.boot_id = secrets.token_hex(8)
+        self.lineage = secrets.token_hex(8)
         self.epoch = 7
         self.group_complete = True
         self.refuse: KVHearthError | None = None
@@ -123,6 +125,7 @@ class FakeDaemon:
         cache_pb2_grpc.add_CacheServiceServicer_to_server(_Servicer(self), self._server)
         self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
         self._server.start()
+        self._calls = FakeCalls(self.directory / "calls.sock", self.reply)
 
     def stop(self, *, keep_lines: bool = False) -> None:
         """Die: life lines end, sockets stay as files."""
@@ -132,6 +135,7 @@ class FakeDaemon:
         if not keep_lines:
             self.drop_lines()
         self._server.stop(None).wait(5)
+        self._calls.stop()
         for thread in self._threads:
             thread.join(5)
         self.segment.close()
@@ -145,6 +149,27 @@ class FakeDaemon:
         for line in self.lines:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
+
+    def reply(self, rpc: str, request: Any, token: str) -> Any:
+        """What ``rpc`` is answered, through whichever door it came."""
+        self.requests[rpc].append(request)
+        if token not in self.tokens:
+            raise KVHearthError(Reason.UNKNOWN_TOKEN, "attach anew")
+        reply = self.answers[rpc].popleft()(request) if self.answers[rpc] else None
+        reply = reply or self._default(rpc, request) or getattr(pb, f"{rpc}Response")()
+        reply.boot_id = reply.boot_id or self.boot_id
+        return reply
+
+    def _default(self, rpc: str, request: Any) -> Any:
+        if rpc == "Heartbeat":
+            return pb.HeartbeatResponse(epoch=self.epoch, group_complete=self.group_complete)
+        if rpc in ("Lookup", "Prefetch"):
+            reply_type = getattr(pb, f"{rpc}Response")
+            return reply_type(groups=[presence(group) for group in request.groups])
+        if rpc == "BumpEpoch":
+            self.epoch = request.expected_epoch + 1
+            return pb.BumpEpochResponse(epoch=self.epoch)
+        return None
 
     def answer(self, rpc: str, function: Answer) -> None:
         """Script the next answer to ``rpc`` that has none yet."""
@@ -212,6 +237,7 @@ class FakeDaemon:
             message_bytes_max=1 << 20,
             leases_max=16,
             segments=[SegmentInfo(1, SEGMENT_BYTES, 4096)] if hello.map_arena else [],
+            lineage=self.lineage,
         )
         welcome = dataclasses.replace(welcome, **self.welcome_changes)
         numbers = array.array("i", self._memory if hello.map_arena else [])
@@ -230,37 +256,16 @@ class _Servicer(cache_pb2_grpc.CacheServiceServicer):
             setattr(self, name, self._handler(name))
 
     def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-        reply_type = getattr(pb, f"{name}Response")
-
         def handle(request: Any, context: grpc.ServicerContext) -> Any:
-            daemon = self._daemon
-            token = dict(context.invocation_metadata()).get("kvhearth-token")
-            daemon.requests[name].append(request)
+            token = dict(context.invocation_metadata()).get("kvhearth-token", "")
             try:
-                if token not in daemon.tokens:
-                    raise KVHearthError(Reason.UNKNOWN_TOKEN, "attach anew")
-                reply = daemon.answers[name].popleft()(request) if daemon.answers[name] else None
+                return self._daemon.reply(name, request, str(token))
             except KVHearthError as error:
                 context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
                 codes = {code.value[0]: code for code in grpc.StatusCode}
                 context.abort(codes[int(error.status.code)], error.message)
-            reply = reply or self._default(name, request) or reply_type()
-            reply.boot_id = reply.boot_id or daemon.boot_id
-            return reply
 
         return handle
-
-    def _default(self, name: str, request: Any) -> Any:
-        daemon = self._daemon
-        if name == "Heartbeat":
-            return pb.HeartbeatResponse(epoch=daemon.epoch, group_complete=daemon.group_complete)
-        if name in ("Lookup", "Prefetch"):
-            reply_type = getattr(pb, f"{name}Response")
-            return reply_type(groups=[presence(group) for group in request.groups])
-        if name == "BumpEpoch":
-            daemon.epoch = request.expected_epoch + 1
-            return pb.BumpEpochResponse(epoch=daemon.epoch)
-        return None
 
 
 def presence(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from kvhearth.statuses import (
     error_from_code,
     rebuild_error,
 )
-from kvhearth.transports.base import HEARTBEAT, LOOKUP
+from kvhearth.transports.base import HEARTBEAT, LOOKUP, CacheTransport
+from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
 
 
@@ -73,8 +75,25 @@ def test_too_many_calls_are_not_too_large_a_message() -> None:
         assert (error.reason, isinstance(error, BareError)) == (reason, True)
 
 
-def test_the_transport_tells_refusals_silence_and_absence_apart(tmp_path: Path) -> None:
-    transport = GrpcUnixTransport(f"unix:{tmp_path}/grpc.sock", "t", 1 << 20)
+MakeTransport = Callable[[Path, int], CacheTransport]
+
+
+def _grpc(folder: Path, message_bytes_max: int) -> CacheTransport:
+    return GrpcUnixTransport(f"unix:{folder}/grpc.sock", "t", message_bytes_max)
+
+
+def _frames(folder: Path, message_bytes_max: int) -> CacheTransport:
+    return FramesUnixTransport(f"{folder}/calls.sock", "t", message_bytes_max)
+
+
+each_transport = pytest.mark.parametrize("make", [_grpc, _frames])
+
+
+@each_transport
+def test_the_transport_tells_refusals_silence_and_absence_apart(
+    tmp_path: Path, make: MakeTransport
+) -> None:
+    transport = make(tmp_path, 1 << 20)
     with running(tmp_path, small_contract()) as daemon:
         with pytest.raises(KVHearthError) as refusal:
             transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
@@ -100,8 +119,9 @@ def test_the_transport_tells_refusals_silence_and_absence_apart(tmp_path: Path) 
     assert refusal.value.reason is Reason.CLOSED
 
 
-def test_a_message_beyond_the_bound_is_refused(tmp_path: Path) -> None:
-    transport = GrpcUnixTransport(f"unix:{tmp_path}/grpc.sock", "t", 64)
+@each_transport
+def test_a_message_beyond_the_bound_is_refused(tmp_path: Path, make: MakeTransport) -> None:
+    transport = make(tmp_path, 64)
     with running(tmp_path, small_contract()) as daemon:
         daemon.tokens.append("t")
         request = pb.LookupRequest(groups=[types_pb2.GroupKeys(group=0, keys=b"x" * 1000)])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +175,17 @@ def attached(url: str, made: Contract, engine_id: str = "bench") -> Iterator[KVC
 
 
 @contextlib.contextmanager
-def wire(url: str, made: Contract) -> Iterator[CacheTransport]:
-    """The client's transport alone, of a session of its own: for calls that carry nothing."""
+def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTransport]:
+    """A transport alone, of a session of its own: for calls that carry nothing."""
     hello = Hello(
         protocol=PROTOCOL_VERSION,
-        engine_id="bench-wire",
+        engine_id=f"bench-wire-{calls}",
         contract=made.to_json(),
         rank=0,
         map_arena=False,
         pid=os.getpid(),
     )
-    link = open_link(parse_url(url), hello)
+    link = open_link(replace(parse_url(url), calls=calls), hello)
     try:
         yield link.transport
     finally:

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.statuses import STATUS_DETAILS_KEY, encode_status
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.transport.plain import plain_error, plain_text
+from kvhearth_server.transport.decisions import failure
+from kvhearth_server.transport.plain import plain_text
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -25,8 +25,6 @@ _MESSAGE_BYTES_MAX = 512
 """Of gRPC's own message. It may triple on the wire, and a peer drops an answer with more than 8 KiB
 of such headers; the details carry the text too.
 """
-
-_log = get_logger("kvhearth.rpc")
 
 
 def metadata_value(context: Context, name: str) -> str:
@@ -41,21 +39,14 @@ def metadata_value(context: Context, name: str) -> str:
 async def guarded(
     engine: Engine, context: Context, work: Callable[[], Reply | Awaitable[Reply]]
 ) -> Reply:
-    """Run ``work``; a domain error ends the call with its status and reason.
-
-    So does a bug, as ``internal``: the caller learns nothing else, the log has the traceback.
-    """
+    """Run ``work``; an error ends the call with its status and reason."""
     try:
         result = work()
         if isinstance(result, Awaitable):
             return await result
         return result
-    except KVHearthError as error:
-        refusal = plain_error(error)
-    except Exception:  # noqa: BLE001 - a call's main: one call's bug is not the others'
-        _log.exception("a call failed")
-        refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
-    engine.counters.add("refusals", 1, str(refusal.reason))
+    except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
+        refusal = failure(engine, error)
     trailing = ((STATUS_DETAILS_KEY, encode_status(refusal)),)
     text = plain_text(refusal.message, _MESSAGE_BYTES_MAX)
     await context.abort(_CODES[int(refusal.status.code)], text, trailing)

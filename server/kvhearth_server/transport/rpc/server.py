@@ -8,15 +8,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.decisions import Decisions
 from kvhearth_server.transport.rpc.admin import AdminService
-from kvhearth_server.transport.rpc.cache import CacheService, Verify
+from kvhearth_server.transport.rpc.cache import SERVICE as CACHE
+from kvhearth_server.transport.rpc.cache import CacheService
 from kvhearth_server.transport.rpc.guard import MessageGuard
 
-_CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-_SERVICES = (_CACHE, _ADMIN)
+_SERVICES = (CACHE, _ADMIN)
 
 _CONCURRENT_RPCS_MAX = 2048
 """More are refused by gRPC itself; each client has a handful under way."""
@@ -25,20 +26,20 @@ _CONCURRENT_RPCS_MAX = 2048
 class RpcServer:
     """Serves decisions. Start on the loop; ``stop`` lets calls in flight end within a grace."""
 
-    def __init__(self, engine: Engine, verify: Verify, admin_token: str) -> None:
+    def __init__(self, engine: Engine, decisions: Decisions, admin_token: str) -> None:
         self._health = health.aio.HealthServicer()
         options = [
             ("grpc.max_receive_message_length", engine.shell.message_bytes_max),
             ("grpc.max_send_message_length", engine.shell.message_bytes_max),
             ("grpc.so_reuseport", 0),
         ]
-        cache = CacheService(engine, verify)
+        cache = CacheService(engine, decisions)
         admin = AdminService(engine, admin_token)
-        guard = MessageGuard(engine, {_CACHE: cache.admit, _ADMIN: admin.admit})
+        guard = MessageGuard(engine, {CACHE: cache.admit, _ADMIN: admin.admit})
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=_CONCURRENT_RPCS_MAX, interceptors=[guard], options=options
         )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
+        cache.add_to(self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

@@ -1,0 +1,66 @@
+"""Frames of the calls socket: one decision and its answer, without gRPC's cost for each.
+
+A frame is a header of 8 bytes, little-endian, and a body: ``u32`` bytes of the body, ``u16`` kind,
+``u16`` number of the call. A client's kind is ``OPEN`` (body: the session's token; the first frame
+of every connection) or a method of ``METHODS`` (body: its request, protobuf). The daemon answers
+every frame in order with kind ``DONE`` (body: the reply, protobuf) or ``REFUSED`` (body: a
+``google.rpc.Status``, see ``statuses``) and the same number. A client has one call under way on
+a connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvhearth.errors import KVHearthError, Reason
+
+HEADER = struct.Struct("<IHH")
+OPEN = 0
+DONE = 0
+REFUSED = 1
+NUMBERS = 1 << 16
+"""Call numbers are taken modulo this."""
+
+METHODS: Mapping[str, int] = MappingProxyType(
+    {
+        "Heartbeat": 1,
+        "Lookup": 2,
+        "Reserve": 3,
+        "Commit": 4,
+        "Abort": 5,
+        "Release": 6,
+        "Prefetch": 7,
+        "Pin": 8,
+        "Unpin": 9,
+        "Touch": 10,
+        "BumpEpoch": 11,
+    }
+)
+"""The kinds of requests; a number is never given to another method."""
+
+NAMES: Mapping[int, str] = MappingProxyType({number: name for name, number in METHODS.items()})
+
+
+def encode(kind: int, number: int, body: bytes, body_bytes_max: int) -> bytes:
+    """One frame.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the body is larger than ``body_bytes_max``.
+    """
+    check_size(len(body), body_bytes_max)
+    return HEADER.pack(len(body), kind, number) + body
+
+
+def check_size(size: int, body_bytes_max: int) -> None:
+    """Before memory is taken for a body.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    if size > body_bytes_max:
+        raise KVHearthError(
+            Reason.BAD_MESSAGE,
+            f"a message of {size} bytes, larger than the {body_bytes_max} allowed",
+        )

@@ -1,0 +1,223 @@
+"""Decisions as frames on the daemon's calls socket: a few system calls each, no thread of its own.
+
+A call has a connection to itself, so that an answer that comes too late goes down with it. Idle
+connections are kept for the next calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+
+from kvhearth import frames
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.statuses import decode_status
+from kvhearth.transports.base import ReplyT, RequestT, Rpc
+
+_IDLE_MAX = 8
+_READ_BYTES = 64 * 1024
+
+
+class FramesUnixTransport:
+    """A ``CacheTransport`` of one session; connects with its first call.
+
+    Args:
+        path: the calls socket.
+        token: the session's secret.
+        message_bytes_max: bound of one message, both ways.
+    """
+
+    def __init__(self, path: str, token: str, message_bytes_max: int) -> None:
+        self._path = path
+        self._token = token.encode()
+        self._message_bytes_max = message_bytes_max
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: deque[_Connection] = deque()
+        self._open: set[_Connection] = set()
+        self._closed = False
+        _live.add(self)
+
+    def call(self, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float) -> ReplyT:
+        """See ``CacheTransport.call``."""
+        if os.getpid() != self._pid:
+            raise KVHearthError(Reason.CLOSED, "this session is the parent process's: connect anew")
+        end = time.monotonic() + deadline_s
+        body = rpc.serialize(request)
+        frames.check_size(len(body), self._message_bytes_max)
+        try:
+            connection = self._take(end)
+            try:
+                kind, reply = connection.exchange(frames.METHODS[rpc.name], body, end)
+            except BaseException:
+                # Whatever is still to come on it is no answer to the next call.
+                self._drop(connection)
+                raise
+        except OSError as error:
+            raise self._translate(error) from None
+        self._give(connection)
+        if kind == frames.REFUSED:
+            raise decode_status(reply)
+        return rpc.parse(reply)
+
+    def close(self) -> None:
+        """See ``CacheTransport.close``."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            idle, busy = set(self._idle), self._open - set(self._idle)
+            self._idle.clear()
+            self._open = set(busy)
+        for connection in idle:
+            connection.close()
+        for connection in busy:
+            connection.end()
+
+    def _take(self, end: float) -> _Connection:
+        with self._lock:
+            if self._ended():
+                raise KVHearthError(Reason.CLOSED, "the transport is closed")
+            if self._idle:
+                return self._idle.pop()
+        connection = _Connection(self._path, self._token, self._message_bytes_max, end)
+        with self._lock:
+            self._open.add(connection)
+        if self._ended():
+            self._drop(connection)
+            raise KVHearthError(Reason.CLOSED, "the transport is closed")
+        return connection
+
+    def _ended(self) -> bool:
+        return self._closed
+
+    def _give(self, connection: _Connection) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE_MAX:
+                self._idle.append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+
+    def _translate(self, error: OSError) -> KVHearthError:
+        if self._closed:
+            return KVHearthError(Reason.CLOSED, "the transport was closed during the call")
+        if isinstance(error, TimeoutError):
+            return KVHearthError(Reason.DEADLINE, "no answer from the daemon in time")
+        if isinstance(error, PermissionError):
+            return KVHearthError(
+                Reason.SOCKET_UNUSABLE,
+                f"may not connect to {self._path}: run as a user or group that may",
+            )
+        return KVHearthError(Reason.DAEMON_AWAY, f"no daemon at {self._path} ({error})")
+
+    def _forget(self) -> None:
+        """In a forked child: its copies of the connections are closed, the parent's stay."""
+        self._lock = threading.Lock()
+        self._closed = True
+        for connection in self._open:
+            connection.close()
+        self._open, self._idle = set(), deque()
+
+
+class _Connection:
+    """One stream with at most one call under way.
+
+    Raises:
+        OSError: while connecting; ``TimeoutError`` at the deadline.
+    """
+
+    def __init__(self, path: str, token: bytes, message_bytes_max: int, end: float) -> None:
+        self._message_bytes_max = message_bytes_max
+        self._number = 0
+        # The token travels with the first request and costs no round trip of its own.
+        self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._wait_until(end)
+            self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def exchange(self, method: int, body: bytes, end: float) -> tuple[int, bytes]:
+        """Send a request; the kind and body of its answer.
+
+        Raises:
+            KVHearthError: ``bad_message`` if the daemon breaks the protocol; the refusal of the
+                token.
+            OSError: the connection ended, or the deadline passed.
+        """
+        self._number = (self._number + 1) % frames.NUMBERS
+        preface, self._preface = self._preface, b""
+        self._wait_until(end)
+        self._socket.sendall(preface + frames.HEADER.pack(len(body), method, self._number) + body)
+        buffer = bytearray()
+        if preface:
+            kind, reply = self._receive(buffer, 0, end)
+            if kind == frames.REFUSED:
+                raise decode_status(reply)
+        answer = self._receive(buffer, self._number, end)
+        if buffer:
+            raise KVHearthError(Reason.BAD_MESSAGE, "the daemon said more than it was asked")
+        return answer
+
+    def end(self) -> None:
+        """Wake whoever waits on it, from another thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._socket.close()
+
+    def _receive(self, buffer: bytearray, number: int, end: float) -> tuple[int, bytes]:
+        """Take one frame from the front of ``buffer``, which is filled as needed."""
+        header = frames.HEADER
+        self._fill(buffer, header.size, end)
+        size, kind, answered = header.unpack_from(buffer)
+        frames.check_size(size, self._message_bytes_max)
+        # Number 0 refuses the whole connection.
+        mine = answered == number or (kind == frames.REFUSED and answered == 0)
+        if not mine or kind not in (frames.DONE, frames.REFUSED):
+            raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answered another call")
+        total = header.size + size
+        self._fill(buffer, total, end)
+        body = bytes(memoryview(buffer)[header.size : total])
+        del buffer[:total]
+        return kind, body
+
+    def _fill(self, buffer: bytearray, size: int, end: float) -> None:
+        while len(buffer) < size:
+            self._wait_until(end)
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("the daemon closed the connection")
+            buffer += data
+
+    def _wait_until(self, end: float) -> None:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left_s)
+
+
+_live: weakref.WeakSet[FramesUnixTransport] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for transport in list(_live):
+        transport._forget()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,236 @@
+"""The calls socket: decisions as frames (``kvhearth.frames``), handled where they are read.
+
+A call whose work needs no waiting costs no task: its reply is written before the next event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from kvhearth import frames
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.statuses import encode_status
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.transport.decisions import Decisions, failure
+
+CONNECTIONS_PER_SESSION_MAX = 64
+_UNOPENED_MAX = 64
+_BACKLOG = 128
+_TOKEN_BYTES_MAX = 256
+_REPLIES_WAITING_BYTES_MAX = 1 << 20
+
+
+class CallsServer:
+    """Serves one listening socket; every connection belongs to one session.
+
+    A connection that does not open with a token in time is closed; of more than ``_UNOPENED_MAX``
+    the oldest is.
+    """
+
+    def __init__(self, engine: Engine, decisions: Decisions, *, timeout_s: float) -> None:
+        self.engine = engine
+        self.decisions = decisions
+        self.timeout_s = timeout_s
+        self._server: asyncio.Server | None = None
+        self._connections: set[_Connection] = set()
+        self._unopened: dict[_Connection, None] = {}
+        self._by_session: Counter[int] = Counter()
+
+    async def start(self, path: Path) -> None:
+        """Listen; the socket's mode lets every user connect whom the directory lets in, the token
+        decides.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _Connection(self), str(path), backlog=_BACKLOG
+        )
+        path.chmod(0o666)
+
+    def stop(self) -> None:
+        """Close the door and all connections."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+
+    def made(self, connection: _Connection) -> None:
+        """A peer connected."""
+        self._connections.add(connection)
+        self._unopened[connection] = None
+        if len(self._unopened) > _UNOPENED_MAX:
+            next(iter(self._unopened)).close()
+
+    def open(self, connection: _Connection, token: str) -> Session:
+        """A connection told its token.
+
+        Raises:
+            KVHearthError: ``unknown_token``, ``too_many_sessions``.
+        """
+        session = self.decisions.admit(token)
+        if self._by_session[session.number] >= CONNECTIONS_PER_SESSION_MAX:
+            raise KVHearthError(
+                Reason.TOO_MANY_SESSIONS,
+                f"the session has {CONNECTIONS_PER_SESSION_MAX} connections for calls; close some",
+            )
+        self._by_session[session.number] += 1
+        self._unopened.pop(connection, None)
+        return session
+
+    def lost(self, connection: _Connection, session: Session | None) -> None:
+        """A connection ended."""
+        self._connections.discard(connection)
+        self._unopened.pop(connection, None)
+        if session is not None:
+            self._by_session[session.number] -= 1
+            if not self._by_session[session.number]:
+                del self._by_session[session.number]
+
+
+class _Connection(asyncio.Protocol):
+    """One peer: frames in, a reply for each in order."""
+
+    def __init__(self, server: CallsServer) -> None:
+        self._server = server
+        self._engine = server.engine
+        self._decisions = server.decisions
+        self._body_bytes_max = server.engine.shell.message_bytes_max
+        self._buffer = bytearray()
+        self._transport: Any = None
+        self._token = ""
+        self._session: Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._full = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._transport.set_write_buffer_limits(high=_REPLIES_WAITING_BYTES_MAX)
+        self._server.made(self)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._server.timeout_s, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._server.lost(self, self._session)
+
+    def close(self) -> None:
+        """End the connection; a call under way still runs to its end."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        self._work()
+
+    def pause_writing(self) -> None:
+        # A peer that does not read its replies is asked nothing more.
+        self._full = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._task is None:
+            self._transport.resume_reading()
+            self._work()
+
+    def _late(self) -> None:
+        if self._session is None:
+            self._refuse_and_close(
+                KVHearthError(Reason.DEADLINE, f"no token within {self._server.timeout_s} s")
+            )
+
+    def _work(self) -> None:
+        """Answer every whole frame, unless one is under way or replies pile up."""
+        header = frames.HEADER
+        while self._task is None and not self._full and not self._transport.is_closing():
+            if len(self._buffer) < header.size:
+                return
+            size, kind, number = header.unpack_from(self._buffer)
+            try:
+                bound = self._body_bytes_max if self._session else _TOKEN_BYTES_MAX
+                frames.check_size(size, bound)
+                if (kind == frames.OPEN) is not (self._session is None):
+                    raise KVHearthError(
+                        Reason.BAD_MESSAGE, "a connection opens once, with its token"
+                    )
+                if self._session is not None and kind not in frames.NAMES:
+                    raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
+            except KVHearthError as error:
+                self._refuse_and_close(error)
+                return
+            end = header.size + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[header.size : end])
+            del self._buffer[:end]
+            if self._session is None:
+                self._open(body)
+            else:
+                self._answer(frames.NAMES[kind], number, body)
+
+    def _open(self, token: bytes) -> None:
+        try:
+            self._token = token.decode("ascii", "replace")
+            self._session = self._server.open(self, self._token)
+        except KVHearthError as error:
+            self._refuse_and_close(error)
+            return
+        self._send(frames.DONE, 0, b"")
+
+    def _answer(self, name: str, number: int, body: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            # Before parsing, and for every call: the session may have ended.
+            session = self._decisions.admit(self._token)
+            reply = self._decisions.decide(name, self._decisions.parse(name, body), session)
+        except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
+            self._refuse(name, number, began, error)
+            return
+        if isinstance(reply, Coroutine):
+            self._transport.pause_reading()
+            self._task = asyncio.get_running_loop().create_task(
+                self._finish(name, number, began, reply)
+            )
+            return
+        self._done(name, number, began, reply)
+
+    async def _finish(
+        self, name: str, number: int, began: float, work: Coroutine[Any, Any, Any]
+    ) -> None:
+        try:
+            reply = await work
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self._refuse(name, number, began, error)
+        else:
+            self._done(name, number, began, reply)
+        self._task = None
+        if not self._transport.is_closing() and not self._full:
+            self._transport.resume_reading()
+            self._work()
+
+    def _done(self, name: str, number: int, began: float, reply: Any) -> None:
+        self._send(frames.DONE, number, reply.SerializeToString())
+        self._engine.timings.observe(name, "OK", time.perf_counter() - began)
+
+    def _refuse(self, name: str, number: int, began: float, error: Exception) -> None:
+        refusal = failure(self._engine, error)
+        self._send(frames.REFUSED, number, encode_status(refusal))
+        code = refusal.status.code.name
+        self._engine.timings.observe(name, code, time.perf_counter() - began)
+
+    def _refuse_and_close(self, error: KVHearthError) -> None:
+        """For what makes the stream useless; the peer learns why."""
+        if error.reason is Reason.BAD_MESSAGE:
+            self._engine.counters.add("attach_frames_bad")
+        self._send(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
+        self._transport.close()
+
+    def _send(self, kind: int, number: int, body: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(frames.HEADER.pack(len(body), kind, number) + body)

@@ -1,0 +1,298 @@
+"""The decisions of attached engines: what each call of CacheService does, whichever door it came
+through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.faults import hit
+from kvhearth.model import I64
+from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth_server.core.groups import Handed
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.state import require
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.transport.messages import (
+    bitmaps,
+    commit_items,
+    counts,
+    keys_items,
+    presence_message,
+    slots_items,
+)
+from kvhearth_server.transport.plain import plain_error
+
+COUNTERS_PER_HEARTBEAT_MAX = 64
+IDS_PER_CALL_MAX = 4096
+
+Verify = Callable[[list[I64], str], Awaitable[int]]
+_log = get_logger("kvhearth.decisions")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who is calling."""
+
+    session: int
+    contract: Contract
+    namespace: Namespace
+
+
+def failure(engine: Engine, error: Exception) -> KVHearthError:
+    """What the caller is told about ``error``, counted.
+
+    A bug becomes ``internal``: the caller learns nothing else, the log has the traceback.
+    """
+    if isinstance(error, KVHearthError):
+        refusal = plain_error(error)
+    else:
+        _log.error("a call failed", exc_info=error)
+        refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
+    engine.counters.add("refusals", 1, str(refusal.reason))
+    return refusal
+
+
+class Decisions:
+    """One method a call; each checks its bounds, calls the core, and builds the reply.
+
+    Args:
+        engine: whose state is decided about.
+        verify: sums blocks whose bytes a reader found wrong.
+    """
+
+    def __init__(self, engine: Engine, verify: Verify) -> None:
+        self._engine = engine
+        self._verify = verify
+        self._work: Mapping[str, Callable[[Any, Caller], Any]] = {
+            "Heartbeat": self._heartbeat,
+            "Lookup": self._lookup,
+            "Reserve": self._reserve,
+            "Commit": self._commit,
+            "Abort": self._abort,
+            "Release": self._release,
+            "Prefetch": self._prefetch,
+            "Pin": self._pin,
+            "Unpin": self._unpin,
+            "Touch": self._touch,
+            "BumpEpoch": self._bump_epoch,
+        }
+        self._parse: Mapping[str, Callable[[bytes], Any]] = {
+            name: getattr(cache_pb2, f"{name}Request").FromString for name in self._work
+        }
+
+    def admit(self, token: str) -> Session:
+        """The session of a token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        return self._engine.authenticate(token)
+
+    def parse(self, name: str, data: bytes) -> Any:
+        """The request of a call; only for callers that were admitted: parsing can cost a hundred
+        times what it cost to send.
+
+        Raises:
+            KVHearthError: ``bad_message``.
+        """
+        try:
+            return self._parse[name](data)
+        except DecodeError as error:
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}"
+            ) from None
+
+    def decide(self, name: str, request: Any, session: Session) -> Any:
+        """The reply to a request, or a coroutine that returns it.
+
+        Raises:
+            KVHearthError: why not.
+        """
+        group = self._engine.core.state.group_of(session.number)
+        if name != "Heartbeat" and not group.members[session.number].scheduler:
+            raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
+        namespace = self._engine.core.state.namespaces.get(group.namespace)
+        caller = Caller(session.number, namespace.contract, namespace)
+        return self._work[name](request, caller)
+
+    def _heartbeat(
+        self, request: cache_pb2.HeartbeatRequest, caller: Caller
+    ) -> cache_pb2.HeartbeatResponse:
+        require(
+            len(request.counters) <= COUNTERS_PER_HEARTBEAT_MAX,
+            Reason.BAD_MESSAGE,
+            f"{len(request.counters)} counters, at most {COUNTERS_PER_HEARTBEAT_MAX}",
+        )
+        group = self._engine.core.state.group_of(caller.session)
+        self._engine.reported.note(caller.session, request.counters)
+        return cache_pb2.HeartbeatResponse(
+            boot_id=self._engine.boot_id,
+            epoch=caller.namespace.epoch,
+            group_complete=group.complete,
+            draining=self._engine.draining,
+        )
+
+    def _lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
+        engine, contract = self._engine, caller.contract
+        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        found = engine.call(
+            engine.core.reading.lookup,
+            caller.session,
+            request.epoch,
+            items,
+            request.lease_id,
+            now=engine.now(),
+        )
+        return cache_pb2.LookupResponse(
+            boot_id=engine.boot_id,
+            lease_id=found.lease_id,
+            hit_tokens=found.hit_tokens,
+            groups=[presence_message(one) for one in found.groups],
+            lease_short=str(found.short or ""),
+        )
+
+    def _reserve(
+        self, request: cache_pb2.ReserveRequest, caller: Caller
+    ) -> cache_pb2.ReserveResponse:
+        engine, contract = self._engine, caller.contract
+        engine.refuse_while_draining()
+        _named(request.reservation_id, "reservation_id")
+        wants = counts(request.groups, engine.keys_max(contract))
+        hit("reserve.before")
+        reserved = engine.call(
+            engine.core.writing.reserve,
+            caller.session,
+            request.reservation_id,
+            request.epoch,
+            wants,
+        )
+        hit("reserve.after")
+        engine.counters.add("reserves")
+        return cache_pb2.ReserveResponse(
+            boot_id=engine.boot_id,
+            groups=[self._extents(contract, part) for part in reserved.handed],
+            short_reason=str(reserved.short or ""),
+        )
+
+    def _extents(self, contract: Contract, part: Handed) -> types_pb2.GroupExtents:
+        length = contract.groups[part.kv_group].page_bytes
+        extents = self._engine.core.state.table.extents(part.slots, length)
+        extents["generation"] = part.generations.reshape(-1)
+        return types_pb2.GroupExtents(
+            group=part.kv_group, count=len(part.slots), extents=extents.tobytes()
+        )
+
+    def _commit(self, request: cache_pb2.CommitRequest, caller: Caller) -> cache_pb2.CommitResponse:
+        engine, contract = self._engine, caller.contract
+        items = commit_items(contract, request.groups, engine.keys_max(contract))
+        hit("commit.before")
+        stored = engine.call(engine.core.writing.commit, caller.session, request.epoch, items)
+        hit("commit.after")
+        engine.counters.add("commits")
+        return cache_pb2.CommitResponse(
+            boot_id=engine.boot_id, stored=bitmaps([item.kv_group for item in items], stored)
+        )
+
+    def _abort(self, request: cache_pb2.AbortRequest, caller: Caller) -> cache_pb2.AbortResponse:
+        engine = self._engine
+        items = slots_items(request.groups, IDS_PER_CALL_MAX * 256)
+        _few(len(request.reservation_ids), "reservation ids")
+        freed, aside = engine.call(
+            engine.core.writing.abort,
+            caller.session,
+            items,
+            list(request.reservation_ids),
+            in_doubt=request.in_doubt,
+        )
+        engine.counters.add("aborts")
+        engine.counters.add("aborted_slots", freed)
+        return cache_pb2.AbortResponse(
+            boot_id=engine.boot_id, freed_slots=freed, quarantined_slots=aside
+        )
+
+    async def _release(
+        self, request: cache_pb2.ReleaseRequest, caller: Caller
+    ) -> cache_pb2.ReleaseResponse:
+        engine = self._engine
+        _few(len(request.lease_ids), "lease ids")
+        try:
+            engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
+        finally:
+            # Many releases travel together: one lease that has ended already must not lose
+            # another one's report of wrong bytes, nor a bad report keep the leases.
+            items = slots_items(request.bad, engine.limits.keys_max)
+            await self._verify(engine.core.reading.suspects(caller.session, items), "reader")
+        return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
+
+    def _prefetch(
+        self, request: cache_pb2.PrefetchRequest, caller: Caller
+    ) -> cache_pb2.PrefetchResponse:
+        engine, contract = self._engine, caller.contract
+        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
+        found = engine.core.reading.presence(caller.session, request.epoch, items)
+        return cache_pb2.PrefetchResponse(
+            boot_id=engine.boot_id, groups=[presence_message(one) for one in found]
+        )
+
+    def _pin(self, request: cache_pb2.PinRequest, caller: Caller) -> cache_pb2.PinResponse:
+        engine, contract = self._engine, caller.contract
+        _named(request.pin_id, "pin_id")
+        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        pinned = engine.call(
+            engine.core.pinning.pin,
+            caller.session,
+            request.epoch,
+            request.pin_id,
+            items,
+            ttl_s=request.ttl_ms / 1000,
+            now=engine.now(),
+        )
+        return cache_pb2.PinResponse(
+            boot_id=engine.boot_id, pinned=bitmaps([item.kv_group for item in items], pinned)
+        )
+
+    def _unpin(self, request: cache_pb2.UnpinRequest, caller: Caller) -> cache_pb2.UnpinResponse:
+        engine = self._engine
+        _few(len(request.pin_ids), "pin ids")
+        engine.call(engine.core.pinning.unpin, caller.session, list(request.pin_ids))
+        return cache_pb2.UnpinResponse(boot_id=engine.boot_id)
+
+    def _touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
+        engine, contract = self._engine, caller.contract
+        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        touched = engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
+        return cache_pb2.TouchResponse(boot_id=engine.boot_id, touched=touched)
+
+    def _bump_epoch(
+        self, request: cache_pb2.BumpEpochRequest, caller: Caller
+    ) -> cache_pb2.BumpEpochResponse:
+        engine = self._engine
+        epoch = engine.call(engine.core.bump_epoch, caller.session, request.expected_epoch)
+        return cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
+
+
+def _named(number: int, what: str) -> None:
+    require(
+        0 < number < np.iinfo(np.int64).max,
+        Reason.BAD_MESSAGE,
+        f"{what} must be a random number of 1..2^63, not {number}",
+    )
+
+
+def _few(count: int, what: str) -> None:
+    require(
+        count <= IDS_PER_CALL_MAX,
+        Reason.TOO_MANY_KEYS,
+        f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}",
+    )

@@ -1,0 +1,92 @@
+"""The calls socket of a scripted daemon: frames in, what a function answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvhearth import frames
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.statuses import encode_status
+
+BODY_MAX = 1 << 24
+Answer = Callable[[str, Any, str], Any]
+"""From method, request and token to a reply; a ``KVHearthError`` travels as a refusal."""
+
+
+class FakeCalls:
+    """Serves until ``stop``; a thread a connection."""
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        self._answer = answer
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(8)
+        self._spawn(self._accept)
+
+    def stop(self) -> None:
+        """Close everything; answers that are being made have five seconds."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+
+    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            self._spawn(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError):
+            _, _, token = _frame(connection)
+            connection.sendall(frames.encode(frames.DONE, 0, b"", BODY_MAX))
+            while True:
+                kind, number, body = _frame(connection)
+                connection.sendall(self._reply(kind, number, body, token.decode()))
+
+    def _reply(self, kind: int, number: int, body: bytes, token: str) -> bytes:
+        name = frames.NAMES[kind]
+        request = getattr(pb, f"{name}Request").FromString(body)
+        try:
+            reply = self._answer(name, request, token)
+        except KVHearthError as error:
+            return frames.encode(frames.REFUSED, number, encode_status(error), BODY_MAX)
+        return frames.encode(frames.DONE, number, reply.SerializeToString(), BODY_MAX)
+
+
+def _frame(connection: socket.socket) -> tuple[int, int, bytes]:
+    size, kind, number = frames.HEADER.unpack(_exactly(connection, frames.HEADER.size))
+    if size > BODY_MAX:
+        raise KVHearthError(Reason.BAD_MESSAGE, f"{size} bytes")
+    return kind, number, _exactly(connection, size)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
