@@ -47,17 +47,21 @@ class Evictor:
                 break
         return min(count, have)
 
-    def shrink(self, namespace: Namespace, used_bytes_max: int, cause: str) -> int:
-        """Evict a namespace's own blocks until it uses at most so many bytes; returns the blocks
-        evicted.
+    def shrink(
+        self, namespace: Namespace, used_bytes_max: int, cause: str, blocks_max: int | None = None
+    ) -> int:
+        """Evict a namespace's own blocks until it uses at most so many bytes, or ``blocks_max`` are
+        evicted; returns how many were.
         """
         evicted = 0
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
-        while (excess := namespace.used_bytes - used_bytes_max) > 0:
+        most = namespace.blocks if blocks_max is None else blocks_max
+        while (excess := namespace.used_bytes - used_bytes_max) > 0 and evicted < most:
             # As many as are certainly needed: in batches, but not one block too many.
             policies = list(state.policies.of_namespace(namespace.number))
-            heads = self._pick(policies, min(32, -(-excess // max(largest, 1))))
+            count = min(32, most - evicted, -(-excess // max(largest, 1)))
+            heads = self._pick(policies, count)
             if not len(heads):
                 break
             forget_blocks(state, heads, cause)
@@ -161,7 +165,6 @@ class Evictor:
 
     def _take_back(self, segment: int, slab: int) -> None:
         self._state.pools[segment].take_back(slab)
-        self._state.index.forget_slab(slab)
 
     def _coldest_slab(self, segment: int, slot_bytes: int) -> tuple[int, int] | None:
         """(slab, last use) of the slab of another size that was used longest ago and can be

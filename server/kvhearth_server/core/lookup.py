@@ -53,6 +53,11 @@ def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> I64:
     """
     if not groups:
         return np.zeros(0, np.int64)
+    spec, ready = groups[0]
+    if len(groups) == 1 and spec.kind is GroupKind.FULL:
+        # Most models, and the most of a lookup's time there: every boundary up to the first hole.
+        run = len(ready) if ready.all() else int(ready.argmin())
+        return np.arange(run, 0, -1) * spec.block_tokens
     step = math.lcm(*(spec.block_tokens for spec, _ in groups))
     limit = min(len(ready) * spec.block_tokens for spec, ready in groups) // step
     if not limit:

@@ -18,6 +18,11 @@ from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
 from kvhearth_server.core.writing import SlotsItem
 
+# A member of an enumeration costs a search each time it is named.
+_SUMMED = int(State.SUMMED)
+_TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
+"""By whether a block is present."""
+
 
 @dataclass(frozen=True)
 class KeysItem:
@@ -191,7 +196,7 @@ class Reading:
             heads = state.index.find(namespace.number, item.kv_group, item.keys)
             safe = np.maximum(heads, 0)
             present = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
-            ready = present & (table.state[safe] == State.SUMMED)
+            ready = present & (table.state[safe] == _SUMMED)
             seen.append(_Seen(item.kv_group, spec, heads, present, ready))
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
@@ -253,22 +258,22 @@ class Reading:
     def _lease_slots(self, seen: list[_Seen], hit: int) -> I64:
         """All shards of the blocks that a hit needs, each once, though a key may be asked twice."""
         table = self._state.table
-        parts = [np.zeros(0, np.int64)]
+        parts = []
         for one in seen:
             need = blocks_needed(one.spec, hit)
             parts.append(flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards)))
-        slots = np.sort(np.concatenate(parts))
-        fresh = np.ones(len(slots), np.bool_)
-        np.not_equal(slots[1:], slots[:-1], out=fresh[1:])
-        return slots[fresh]
+        slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if (slots[1:] > slots[:-1]).all():
+            return slots
+        return np.unique(slots)
 
     def _presence(self, one: _Seen, need: Need) -> Presence:
         table = self._state.table
         leased = np.zeros(len(one.heads), np.bool_)
         leased[need.first : need.end] = True
         slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
-        extents = table.extents(slots, one.spec.page_bytes)
-        tiers = np.where(one.present, Tier.DRAM, Tier.NOWHERE).astype(np.uint8)
+        extents = table.extents(slots, one.spec.page_bytes, summed=True)
+        tiers = _TIER[one.present.view(np.uint8)]
         return Presence(one.kv_group, one.present, one.ready, leased, tiers, extents)
 
     def _mark_used(self, heads: I64) -> None:

@@ -1,0 +1,195 @@
+"""A hash table of buckets in arrays: 32 bits of a hash to a slot's number, many at a time.
+
+See ``index`` for what it is for. Everything that a search, a growth or a removal needs of a key
+is in its cell: the bucket is made of the same 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.model import I64, U32, Bools
+
+_U64 = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
+"""32 bits each, never 0, shape (n,)."""
+Same = Callable[[I64, I64], Bools]
+"""Positions among the keys asked for, and a head for each: is it the key's own?"""
+
+_CELLS = 8
+_BUCKETS_MIN = 8
+_LOAD_MAX = 0.5
+_HIGH = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+_ONE = np.uint64(1)
+_WORD = (1 << 64) - 1
+_STEP = 6364136223846793005
+# The first bits of the golden ratio and of square roots: numbers without a pattern.
+_CONSTANTS = (
+    0x9E3779B97F4A7C15,
+    0xBB67AE8584CAA73B,
+    0x3C6EF372FE94F82B,
+    0xA54FF53A5F1D36F1,
+    0x510E527FADE682D1,
+    0x9B05688C2B3E6C1F,
+    0x1F83D9ABFB41BD6B,
+    0x5BE0CD19137E2179,
+)
+
+
+def multipliers(seed: int) -> _U64:
+    """What keys are hashed with. A secret seed keeps keys from being made to collide."""
+    numbers = []
+    for constant in _CONSTANTS:
+        seed = (seed * _STEP + constant) & _WORD
+        numbers.append(seed ^ seed >> 31 | 1)
+    return np.array(numbers, np.uint64)
+
+
+def hash_words(words: _U64, by: _U64) -> Hashes:
+    """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``."""
+    mixed = words[:, 0] * by[0]
+    for column in range(1, words.shape[1]):
+        mixed ^= mixed >> np.uint64(29)
+        mixed += words[:, column]
+        mixed *= by[column]
+    mixed ^= mixed >> _HIGH
+    mixed *= by[0]
+    mixed >>= _HIGH
+    mixed |= _ONE
+    return mixed
+
+
+class Buckets:
+    """One table; its hashes are ``hash_words`` of keys that are ``key_bytes`` long."""
+
+    def __init__(self, key_bytes: int) -> None:
+        self.key_bytes = key_bytes
+        self._count = 0
+        self._make(_BUCKETS_MIN)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _make(self, buckets: int) -> None:
+        self._cells = np.zeros((buckets, _CELLS), np.uint64)
+        self._passed: U32 = np.zeros(buckets, np.uint32)
+        self._mask = buckets - 1
+
+    def _home(self, hashes: Hashes) -> I64:
+        # The lowest bit is always set and tells nothing.
+        return (hashes >> _ONE).view(np.int64) & self._mask
+
+    def find(self, hashes: Hashes, same: Same) -> I64:
+        """Heads of keys, shape (n,); -1 where there is none."""
+        bucket = self._home(hashes)
+        rows = self._cells[bucket]
+        at = (rows >> _HIGH == hashes[:, None]).argmax(axis=1)
+        every = np.arange(len(hashes))
+        cells = rows[every, at]
+        like = cells >> _HIGH == hashes
+        heads = (cells & _LOW).view(np.int64) - 1
+        if like.all():
+            good = same(every, heads)
+        else:
+            good = np.zeros(len(hashes), np.bool_)
+            some = np.flatnonzero(like)
+            good[some] = same(some, heads[some])
+        if good.all():
+            return heads
+        heads[~good] = -1
+        # Few: what passed a full bucket, and other keys with the same 32 bits.
+        for position in np.flatnonzero(~good & (like | (self._passed[bucket] > 0))).tolist():
+            heads[position] = self._search(position, int(hashes[position]), same)
+        return heads
+
+    def _search(self, position: int, value: int, same: Same) -> int:
+        bucket = (value >> 1) & self._mask
+        asked = np.array([position], np.int64)
+        while True:
+            for cell in self._cells[bucket].tolist():
+                if cell >> 32 == value:
+                    head = (cell & 0xFFFFFFFF) - 1
+                    if same(asked, np.array([head], np.int64))[0]:
+                        return head
+            if not self._passed[bucket]:
+                return -1
+            bucket = (bucket + 1) & self._mask
+
+    def add(self, hashes: Hashes, heads: I64) -> None:
+        """Bind keys that are not bound."""
+        self._count += len(heads)
+        buckets = self._mask + 1
+        while self._count > buckets * _CELLS * _LOAD_MAX:
+            buckets *= 2
+        if buckets > self._mask + 1:
+            old = self._cells[self._cells != 0]
+            self._make(buckets)
+            self._place(old)
+        self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
+
+    def _place(self, cells: _U64) -> None:
+        bucket = self._home(cells >> _HIGH)
+        while len(cells):
+            order = np.argsort(bucket, kind="stable")
+            cells, bucket = cells[order], bucket[order]
+            rank = _ranks(bucket)
+            room = (self._cells[bucket] == 0).cumsum(axis=1)
+            fits = room[:, -1] > rank
+            column = (room == rank[:, None] + 1).argmax(axis=1)
+            self._cells[bucket[fits], column[fits]] = cells[fits]
+            cells, bucket = cells[~fits], bucket[~fits]
+            np.add.at(self._passed, bucket, np.uint32(1))
+            bucket = (bucket + 1) & self._mask
+
+    def remove(self, hashes: Hashes, heads: I64) -> None:
+        """Forget bound keys.
+
+        Raises:
+            ValueError: one is not bound.
+        """
+        wanted = hashes << _HIGH | (heads + 1).view(np.uint64)
+        bucket = self._home(hashes)
+        self._count -= len(heads)
+        while len(wanted):
+            match = self._cells[bucket] == wanted[:, None]
+            there = match.any(axis=1)
+            self._cells[bucket[there], match[there].argmax(axis=1)] = 0
+            wanted, bucket = wanted[~there], bucket[~there]
+            if not (self._passed[bucket] > 0).all():
+                raise ValueError("a slot is not in the index")
+            np.subtract.at(self._passed, bucket, np.uint32(1))
+            bucket = (bucket + 1) & self._mask
+
+    def heads(self) -> I64:
+        """All bound heads."""
+        return (self._cells[self._cells != 0] & _LOW).view(np.int64) - 1
+
+    def check(self) -> None:
+        """Raise ValueError unless the counts agree with the cells."""
+        full = self._cells != 0
+        if int(full.sum()) != self._count:
+            raise ValueError(f"{int(full.sum())} cells in use, {self._count} counted")
+        at = np.nonzero(full)[0]
+        home = self._home(self._cells[full] >> _HIGH)
+        passed = np.zeros_like(self._passed)
+        while True:
+            away = home != at
+            if not away.any():
+                break
+            home, at = home[away], at[away]
+            np.add.at(passed, home, np.uint32(1))
+            home = (home + 1) & self._mask
+        if (passed != self._passed).any():
+            raise ValueError("a bucket miscounts the keys that passed it")
+
+
+def _ranks(ordered: I64) -> I64:
+    """How many equal numbers stand before each, in sorted ones."""
+    places = np.arange(len(ordered))
+    first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return places - np.maximum.accumulate(np.where(first, places, 0))

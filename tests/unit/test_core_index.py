@@ -1,0 +1,132 @@
+"""The index against a dict, with keys that collide and tables that grow and empty."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvhearth_server.core.buckets import Buckets, hash_words, multipliers
+from kvhearth_server.core.index import Index
+
+SLOTS = 1 << 14
+
+
+def key(number: int, size: int = 32) -> bytes:
+    return number.to_bytes(size, "little")
+
+
+def heads_of(index: Index, keys: list[bytes], space: tuple[int, int] = (1, 0)) -> list[int]:
+    return index.find(*space, keys).tolist()
+
+
+@pytest.mark.parametrize("size", [16, 17, 20, 31, 32, 33, 64])
+def test_keys_of_every_length_come_back(size: int) -> None:
+    index = Index(SLOTS)
+    keys = [key(number, size) for number in range(300)]
+    index.bind(1, 0, keys, np.arange(300, dtype=np.int64) * 3)
+    assert heads_of(index, [*keys, key(300, size)]) == [*range(0, 900, 3), -1]
+    assert index.key(27) == keys[9]
+    index.check()
+    assert index.unbind(1, 0, [0, 897]) == [keys[0], keys[299]]
+    assert heads_of(index, [keys[0], keys[1]]) == [-1, 3]
+    index.check()
+
+
+def test_spaces_do_not_see_each_other() -> None:
+    index = Index(SLOTS)
+    index.bind(1, 0, [key(1)], np.array([5]))
+    index.bind(1, 1, [key(1)], np.array([6]))
+    index.bind(2, 0, [key(1, 20)], np.array([7]))
+    assert heads_of(index, [key(1)]) == [5]
+    assert heads_of(index, [key(1)], (1, 1)) == [6]
+    assert heads_of(index, [key(1)], (2, 0)) == [-1]
+    assert heads_of(index, [key(1, 20)], (2, 0)) == [7]
+    assert len(index) == 3
+    found = {(n, g): heads for n, g, heads in index.items()}
+    assert found == {(1, 0): {key(1): 5}, (1, 1): {key(1): 6}, (2, 0): {key(1, 20): 7}}
+    index.check()
+    index.unbind(1, 1, [6])
+    assert {(n, g) for n, g, _ in index.spaces()} == {(1, 0), (2, 0)}
+
+
+def test_a_key_that_is_asked_twice_is_found_twice() -> None:
+    index = Index(SLOTS)
+    index.bind(1, 0, [key(1), key(2)], np.array([8, 9]))
+    assert heads_of(index, [key(2), key(1), key(2)]) == [9, 8, 9]
+
+
+def test_what_is_not_bound_is_refused() -> None:
+    index = Index(SLOTS)
+    index.bind(1, 0, [key(1)], np.array([8]))
+    with pytest.raises(ValueError, match="bound to no key"):
+        index.key(9)
+    with pytest.raises(ValueError, match="bound to no key"):
+        index.unbind(1, 0, [8, 9])
+    with pytest.raises(ValueError, match="different lengths"):
+        index.find(1, 0, [key(1), key(1, 20)])
+    with pytest.raises(ValueError, match="20 bytes among keys of 32"):
+        index.bind(1, 0, [key(3, 20)], np.array([10]))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 7), st.sampled_from([1, 3, 64, 5000]))
+def test_the_index_is_a_dict(seed: int, rounds: int, spread: int) -> None:
+    """``spread`` keys' worth of hashes: most of them collide where it is small."""
+    chance = random.Random(seed)
+    table, rows = Buckets(8), np.zeros(SLOTS, np.int64)
+    model: dict[int, int] = {}
+    free = list(range(SLOTS))
+    chance.shuffle(free)
+
+    def hashes(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return np.array([(n % spread * 0x2468ACE & 0xFFFFFFFF) | 1 for n in numbers], np.uint64)
+
+    for _ in range(rounds):
+        fresh = [n for n in chance.sample(range(3000), chance.choice([1, 2, 90])) if n not in model]
+        heads = np.array([free.pop() for _ in fresh], np.int64)
+        if fresh:
+            rows[heads] = fresh
+            table.add(hashes(fresh), heads)
+            model.update(zip(fresh, heads.tolist(), strict=True))
+        gone = chance.sample(sorted(model), min(len(model), chance.choice([0, 1, 60])))
+        heads = np.array([model.pop(n) for n in gone], np.int64)
+        table.remove(hashes(gone), heads)
+        free += heads.tolist()
+        table.check()
+        asked = np.array(chance.choices(range(3000), k=200), np.int64)
+        found = table.find(
+            hashes(asked.tolist()), lambda some, at, asked=asked: rows[at] == asked[some]
+        )
+        assert found.tolist() == [model.get(n, -1) for n in asked.tolist()]
+        assert sorted(table.heads().tolist()) == sorted(model.values())
+    assert len(table) == len(model)
+
+
+def test_the_check_sees_what_is_wrong() -> None:
+    index = Index(SLOTS)
+    index.bind(1, 0, [key(n) for n in range(100)], np.arange(100))
+    index._rows[4][17] += np.uint64(1)
+    with pytest.raises(ValueError, match="not found"):
+        index.check()
+    index._rows[4][17] -= np.uint64(1)
+    index.check()
+    index._key_bytes[200] = 32
+    with pytest.raises(ValueError, match="100 slots in the index, 101 with a key"):
+        index.check()
+
+
+def test_hashes_depend_on_every_byte_and_on_the_seed() -> None:
+    base = np.zeros((1, 4), np.uint64)
+    plain = hash_words(base, multipliers(0))
+    for byte in range(32):
+        changed = base.copy()
+        changed.view(np.uint8)[0, byte] = 1
+        assert hash_words(changed, multipliers(0)) != plain
+    numbers = np.arange(4000, dtype=np.uint64).reshape(1000, 4)
+    one, other = (hash_words(numbers, multipliers(seed)) for seed in (1, 2))
+    assert (one != other).mean() > 0.99
+    assert len(np.unique(one)) > 990
