@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhearth_server.core.buckets import Buckets, hash_words, multipliers
+from kvhearth_server.core.buckets import Buckets, hash_one, hash_words, multipliers
 from kvhearth_server.core.index import Index
 
 SLOTS = 1 << 14
@@ -67,7 +67,7 @@ def test_what_is_not_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="bound to no key"):
         index.unbind(1, 0, [8, 9])
     with pytest.raises(ValueError, match="different lengths"):
-        index.find(1, 0, [key(1), key(1, 20)])
+        index.find(1, 0, [key(1), *[key(1, 20)] * 9])
     with pytest.raises(ValueError, match="20 bytes among keys of 32"):
         index.bind(1, 0, [key(3, 20)], np.array([10]))
 
@@ -130,3 +130,11 @@ def test_hashes_depend_on_every_byte_and_on_the_seed() -> None:
     one, other = (hash_words(numbers, multipliers(seed)) for seed in (1, 2))
     assert (one != other).mean() > 0.99
     assert len(np.unique(one)) > 990
+
+
+@given(st.binary(min_size=16, max_size=64), st.integers(0, 2**64 - 1))
+def test_one_key_has_the_hash_that_it_has_among_many(key: bytes, seed: int) -> None:
+    padded = key.ljust(-(-len(key) // 8) * 8, b"\0")
+    by = multipliers(seed)
+    words = np.frombuffer(padded * 3, np.uint64).reshape(3, -1)
+    assert hash_words(words, by).tolist() == [hash_one(padded, by.tolist())] * 3

@@ -37,8 +37,12 @@ class Binder:
     def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
         """Apply a checked item."""
         state, keys = self._state, item.keys
-        self._drop_stale(namespace, item.kv_group, keys)
-        fresh = self._fresh(namespace.number, item.kv_group, keys)
+        heads = self._current(namespace, item.kv_group, keys)
+        fresh = heads < 0
+        if len(keys) > 1 and len(set(keys)) != len(keys):
+            first: dict[bytes, int] = {}
+            for position, key in enumerate(keys):
+                fresh[position] &= first.setdefault(key, position) == position
         slots = item.slots[fresh]
         spare = flat(item.slots[~fresh])
         size = state.ledger.unreserved(group.segment, flat(item.slots))
@@ -56,7 +60,10 @@ class Binder:
             state.ledger.committed(group.segment, flat(slots), +1)
             namespace.blocks += len(slots)
             state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
-            self._chain(namespace, item, fresh)
+            heads[fresh] = slots[:, 0]
+            if len(new_keys) != len(keys):
+                heads = state.index.find(namespace.number, item.kv_group, keys)
+            self._chain(namespace, item, heads, fresh)
             spec = state.spec(namespace, item.kv_group)
             state.policies.insert(
                 namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
@@ -64,23 +71,17 @@ class Binder:
             self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
         return fresh
 
-    def _drop_stale(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
-        """Blocks of an older epoch under these keys make place."""
-        found = self._state.index.find(namespace.number, kv_group, keys)
-        found = np.unique(found[found >= 0])
-        old = found[self._state.table.epoch[found] != namespace.epoch]
-        if len(old):
-            remove_blocks(self._state, old, "epoch")
-
-    def _fresh(self, number: int, kv_group: int, keys: list[bytes]) -> Bools:
-        """Which keys are neither bound nor earlier in the same list."""
-        fresh = self._state.index.find(number, kv_group, keys) < 0
-        if len(set(keys)) != len(keys):
-            seen: set[bytes] = set()
-            for position, key in enumerate(keys):
-                fresh[position] &= key not in seen
-                seen.add(key)
-        return fresh
+    def _current(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> I64:
+        """Heads of the keys that are bound, -1 for the others; blocks of an older epoch under these
+        keys make place.
+        """
+        state = self._state
+        heads = state.index.find(namespace.number, kv_group, keys)
+        old = (heads >= 0) & (state.table.epoch[heads] != namespace.epoch)
+        if old.any():
+            remove_blocks(state, np.unique(heads[old]), "epoch")
+            heads[old] = -1
+        return heads
 
     def _fill(self, namespace: Namespace, kv_group: int, slots: I64, sums: U8 | None) -> None:
         table, every = self._state.table, flat(slots)
@@ -101,11 +102,9 @@ class Binder:
             )
             table.state[every] = State.SUMMED
 
-    def _chain(self, namespace: Namespace, item: CommitItem, fresh: Bools) -> None:
+    def _chain(self, namespace: Namespace, item: CommitItem, heads: I64, fresh: Bools) -> None:
         """Link new blocks to the ones before them; keys come root first."""
-        state = self._state
-        chains, index = state.chains, state.index
-        heads = index.find(namespace.number, item.kv_group, item.keys)
+        chains, index = self._state.chains, self._state.index
         if item.parent:
             before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
             if before >= 0 and fresh[0] and before not in heads:

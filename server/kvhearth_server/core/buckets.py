@@ -6,7 +6,8 @@ is in its cell: the bucket is made of the same 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,16 @@ def hash_words(words: _U64, by: _U64) -> Hashes:
     return mixed
 
 
+def hash_one(key: bytes, by: list[int]) -> int:
+    """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
+    first, *others = struct.unpack(f"<{len(key) // 8}Q", key)
+    mixed = first * by[0] & _WORD
+    for word, multiplier in zip(others, by[1:], strict=False):
+        mixed = ((mixed ^ mixed >> 29) + word) * multiplier & _WORD
+    mixed = (mixed ^ mixed >> 32) * by[0] & _WORD
+    return mixed >> 32 | 1
+
+
 class Buckets:
     """One table; its hashes are ``hash_words`` of keys that are ``key_bytes`` long."""
 
@@ -107,16 +118,19 @@ class Buckets:
         return heads
 
     def _search(self, position: int, value: int, same: Same) -> int:
-        bucket = (value >> 1) & self._mask
         asked = np.array([position], np.int64)
+        found = self.like(value)
+        return next((at for at in found if same(asked, np.array([at], np.int64))[0]), -1)
+
+    def like(self, value: int) -> Iterator[int]:
+        """Heads of all keys with this hash."""
+        bucket = (value >> 1) & self._mask
         while True:
             for cell in self._cells[bucket].tolist():
                 if cell >> 32 == value:
-                    head = (cell & 0xFFFFFFFF) - 1
-                    if same(asked, np.array([head], np.int64))[0]:
-                        return head
+                    yield (cell & 0xFFFFFFFF) - 1
             if not self._passed[bucket]:
-                return -1
+                return
             bucket = (bucket + 1) & self._mask
 
     def add(self, hashes: Hashes, heads: I64) -> None:
@@ -132,6 +146,9 @@ class Buckets:
         self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
 
     def _place(self, cells: _U64) -> None:
+        if len(cells) == 1:
+            self._place_one(int(cells[0]))
+            return
         bucket = self._home(cells >> _HIGH)
         while len(cells):
             order = np.argsort(bucket, kind="stable")
@@ -143,6 +160,16 @@ class Buckets:
             self._cells[bucket[fits], column[fits]] = cells[fits]
             cells, bucket = cells[~fits], bucket[~fits]
             np.add.at(self._passed, bucket, np.uint32(1))
+            bucket = (bucket + 1) & self._mask
+
+    def _place_one(self, cell: int) -> None:
+        bucket = (cell >> 33) & self._mask
+        while True:
+            cells = self._cells[bucket].tolist()
+            if 0 in cells:
+                self._cells[bucket, cells.index(0)] = cell
+                return
+            self._passed[bucket] += 1
             bucket = (bucket + 1) & self._mask
 
     def remove(self, hashes: Hashes, heads: I64) -> None:

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import I64, Bools
-from kvhearth_server.core.buckets import Buckets, Hashes, Same, hash_words, multipliers
+from kvhearth_server.core.buckets import Buckets, Hashes, Same, hash_one, hash_words, multipliers
 
 _U64 = npt.NDArray[np.uint64]
 _WORD_BYTES = 8
+_FEW = 4
+"""So many keys cost less one by one."""
 
 
 class Index:
@@ -32,6 +34,7 @@ class Index:
 
     def __init__(self, slot_count: int, seed: int = 0) -> None:
         self._by = multipliers(seed)
+        self._by_numbers = self._by.tolist()
         self._tables: dict[tuple[int, int], Buckets] = {}
         self._key_bytes = np.zeros(slot_count, np.uint8)
         # By words of a key; most daemons see one width. Rows that no slot used take no memory.
@@ -45,8 +48,16 @@ class Index:
         table = self._tables.get((namespace, group))
         if not table or not keys or len(keys[0]) != table.key_bytes:
             return np.full(len(keys), -1, np.int64)
+        if len(keys) <= _FEW:
+            rows = self._rows[_width(table.key_bytes)]
+            return np.array([self._find_one(table, rows, key) for key in keys], np.int64)
         words = _words(keys)
         return table.find(hash_words(words, self._by), self._asked(words))
+
+    def _find_one(self, table: Buckets, rows: _U64, key: bytes) -> int:
+        padded = key.ljust(rows.shape[1] * _WORD_BYTES, b"\0")
+        value = hash_one(padded, self._by_numbers)
+        return next((at for at in table.like(value) if rows[at].tobytes() == padded), -1)
 
     def bind(self, namespace: int, group: int, keys: list[bytes], heads: I64) -> None:
         """Bind distinct keys of one length, none of them bound, to heads."""
@@ -67,15 +78,26 @@ class Index:
 
     def key(self, head: int) -> bytes:
         """The key of a bound head."""
-        (key,) = self._keys_of(np.array([head], np.int64))
+        (key,) = self.keys(np.array([head], np.int64))
         return key
+
+    def keys(self, heads: I64) -> list[bytes]:
+        """The keys of bound heads of one group."""
+        if not len(heads):
+            return []
+        size = int(self._key_bytes[heads[0]])
+        if not size or not (self._key_bytes[heads] == size).all():
+            raise ValueError(f"a slot of {heads[:8].tolist()} is bound to no key of this group")
+        rows = self._rows[_width(size)][heads].view(np.uint8).reshape(len(heads), -1)
+        blob = np.ascontiguousarray(rows[:, :size]).tobytes()
+        return [blob[at : at + size] for at in range(0, len(blob), size)]
 
     def unbind(self, namespace: int, group: int, heads: list[int]) -> list[bytes]:
         """Forget bound heads of one group; returns their keys."""
         slots = np.array(heads, np.int64)
         if not len(slots):
             return []
-        keys = self._keys_of(slots)
+        keys = self.keys(slots)
         table = self._tables[namespace, group]
         table.remove(self._hashes_of(slots), slots)
         self._key_bytes[slots] = 0
@@ -84,14 +106,14 @@ class Index:
         return keys
 
     def spaces(self) -> Iterator[tuple[int, int, I64]]:
-        """(namespace, group, bound heads) of all that is bound."""
+        """(namespace, group, bound heads in ascending order) of all that is bound."""
         for (namespace, group), table in self._tables.items():
-            yield namespace, group, table.heads()
+            yield namespace, group, np.sort(table.heads())
 
     def items(self) -> Iterator[tuple[int, int, dict[bytes, int]]]:
         """(namespace, group, head by key) of all that is bound: for tests and small cores."""
         for namespace, group, heads in self.spaces():
-            yield namespace, group, dict(zip(self._keys_of(heads), heads.tolist(), strict=True))
+            yield namespace, group, dict(zip(self.keys(heads), heads.tolist(), strict=True))
 
     def check(self) -> None:
         """Raise ValueError unless every bound slot is found by its key, and nothing else is."""
@@ -123,16 +145,6 @@ class Index:
     def _hashes_of(self, heads: I64) -> Hashes:
         words = self._rows[_width(int(self._key_bytes[heads[0]]))][heads]
         return hash_words(words, self._by)
-
-    def _keys_of(self, heads: I64) -> list[bytes]:
-        if not len(heads):
-            return []
-        size = int(self._key_bytes[heads[0]])
-        if not size or not (self._key_bytes[heads] == size).all():
-            raise ValueError(f"a slot of {heads[:8].tolist()} is bound to no key of this group")
-        rows = self._rows[_width(size)][heads].view(np.uint8).reshape(len(heads), -1)
-        blob = np.ascontiguousarray(rows[:, :size]).tobytes()
-        return [blob[at : at + size] for at in range(0, len(blob), size)]
 
 
 def _width(key_bytes: int) -> int:
