@@ -194,7 +194,11 @@ class Background:
             for session in gone:
                 if self._quiet(session):
                     self._engine.drained(session)
-            await asyncio.sleep(_WATCH_S)
+            if gone:
+                await asyncio.sleep(_WATCH_S)
+            else:
+                self._engine.sessions.someone_left.clear()
+                await self._engine.sessions.someone_left.wait()
 
     def _quiet(self, session: Session) -> bool:
         """Process exited, mapping gone, and the grace for its GPU's last write passed?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import secrets
@@ -66,6 +67,8 @@ class Sessions:
         self._next = first
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[str, Session] = {}
+        self.someone_left = asyncio.Event()
+        """Set when a session leaves, for whoever waits to see it drained."""
 
     @property
     def next_number(self) -> int:
@@ -115,6 +118,7 @@ class Sessions:
     def leave(self, session: Session) -> None:
         """Its life line closed: the token is void, the record stays until drained."""
         session.gone = True
+        self.someone_left.set()
         self._by_token.pop(session.token, None)
 
     def drop(self, session: Session) -> None:

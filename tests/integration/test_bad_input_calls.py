@@ -1,0 +1,200 @@
+"""Bad input on the calls socket of a real daemon: a reason, a count, and nothing more."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.daemon import Daemon, running_daemon, until
+from support.engine import Engine, contract_of, engine_of
+from support.raw_calls import RawCalls, packed
+from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, refused
+
+from kvhearth import frames
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1.types_pb2 import GroupKeys
+
+TIMEOUT_S = 0.6
+MESSAGE_MAX = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(
+        arena=False, attach_timeout_s=TIMEOUT_S, message_bytes_max=MESSAGE_MAX
+    ) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture(scope="module")
+def neighbour(daemon: Daemon) -> Iterator[Engine]:
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
+    yield
+    goes_on(neighbour)
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Iterator[RawSession]:
+    with RawSession(daemon) as session:
+        yield session
+
+
+def private_bytes(daemon: Daemon) -> int:
+    """Memory of the daemon's own."""
+    assert daemon.process is not None
+    text = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+BAD_OPENINGS = {
+    "wrong token": (packed(frames.OPEN, 0, b"0" * 64), Reason.UNKNOWN_TOKEN),
+    "no token": (packed(frames.OPEN, 0), Reason.UNKNOWN_TOKEN),
+    "not ASCII": (packed(frames.OPEN, 0, b"\xff" * 64), Reason.UNKNOWN_TOKEN),
+    "long token": (packed(frames.OPEN, 0, b"0" * 257), Reason.BAD_MESSAGE),
+    "length of 4 GiB": (struct.pack("<IHH", 0xFFFFFFFF, 0, 0), Reason.BAD_MESSAGE),
+    "call before the token": (packed(frames.METHODS["Heartbeat"], 1), Reason.BAD_MESSAGE),
+    "http": (b"GET / HTTP/1.1\r\n\r\n", Reason.BAD_MESSAGE),
+    "attach frame": (struct.pack("<I", 16) + b'{"kind":"hello"}', Reason.BAD_MESSAGE),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+def test_a_bad_opening_is_refused_and_counted(daemon: Daemon, name: str) -> None:
+    data, reason = BAD_OPENINGS[name]
+    with refused(daemon, reason), RawCalls(daemon) as calls:
+        calls.send(data)
+        raise calls.connection_refused()
+
+
+def test_silence_is_refused_in_time(daemon: Daemon) -> None:
+    with RawCalls(daemon) as calls, RawCalls(daemon) as slow:
+        slow.send(packed(frames.OPEN, 0, b"0" * 64)[:20])
+        assert calls.connection_refused().reason is Reason.DEADLINE
+        assert slow.connection_refused().reason is Reason.DEADLINE
+
+
+def test_of_too_many_silent_ones_the_oldest_goes(daemon: Daemon, session: RawSession) -> None:
+    silent = [RawCalls(daemon) for _ in range(80)]
+    with RawCalls(daemon, session.token) as calls:
+        assert calls.call("Heartbeat", pb.HeartbeatRequest())
+    for each in silent:
+        assert each.ended()
+        each.close()
+
+
+BAD_CALLS = {
+    "no such call": (packed(99, 1), Reason.PROTOCOL_VERSION),
+    "opened twice": (packed(frames.OPEN, 0, b"0" * 64), Reason.BAD_MESSAGE),
+    "too long": (struct.pack("<IHH", MESSAGE_MAX + 1, 2, 1), Reason.BAD_MESSAGE),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_breaks_the_stream_ends_it(daemon: Daemon, session: RawSession, name: str) -> None:
+    data, reason = BAD_CALLS[name]
+    with refused(daemon, reason), RawCalls(daemon, session.token) as calls:
+        calls.send(data)
+        raise calls.connection_refused()
+
+
+def test_what_cannot_be_parsed_is_refused_and_the_stream_goes_on(
+    daemon: Daemon, session: RawSession
+) -> None:
+    with RawCalls(daemon, session.token) as calls:
+        calls.send(packed(frames.METHODS["Lookup"], 7, b"\xff\xff\xff"))
+        kind, number, _ = calls.frame()
+        assert (kind, number) == (frames.REFUSED, 7)
+        with refused(daemon, Reason.BAD_KEYS):
+            groups = [GroupKeys(group=0, keys=b"x")]
+            calls.call("Lookup", pb.LookupRequest(epoch=session.epoch, groups=groups))
+        reply = pb.HeartbeatResponse.FromString(calls.call("Heartbeat", pb.HeartbeatRequest()))
+        assert reply.boot_id == session.boot_id
+
+
+def test_calls_of_a_session_that_ended_are_refused(daemon: Daemon) -> None:
+    session = RawSession(daemon)
+    with RawCalls(daemon, session.token) as calls:
+        assert calls.call("Heartbeat", pb.HeartbeatRequest())
+        session.close()
+        until(lambda: _reason(calls) is Reason.UNKNOWN_TOKEN, "the token is void")
+
+
+def _reason(calls: RawCalls) -> Reason | None:
+    try:
+        calls.call("Heartbeat", pb.HeartbeatRequest())
+    except KVHearthError as error:
+        return error.reason
+    return None
+
+
+def test_a_session_has_so_many_connections(daemon: Daemon, session: RawSession) -> None:
+    opened = [RawCalls(daemon, session.token) for _ in range(64)]
+    with RawCalls(daemon) as one_more:
+        one_more.send(packed(frames.OPEN, 0, session.token.encode()))
+        assert one_more.connection_refused().reason is Reason.TOO_MANY_SESSIONS
+    opened.pop().close()
+
+    def again() -> bool:
+        with RawCalls(daemon) as calls:
+            calls.send(packed(frames.OPEN, 0, session.token.encode()))
+            return calls.frame()[0] == frames.DONE
+
+    until(again, "a place is free")
+    for each in opened:
+        each.close()
+
+
+def test_many_calls_at_once_are_answered_in_order(daemon: Daemon, session: RawSession) -> None:
+    """Also where one of them waits for something: a release with a report of wrong bytes."""
+    with RawCalls(daemon, session.token) as calls:
+        asked = []
+        for number in range(1, 301):
+            name = "Release" if number % 10 == 0 else "Heartbeat"
+            asked.append(packed(frames.METHODS[name], number))
+        calls.send(b"".join(asked))
+        assert [calls.frame()[1] for _ in range(300)] == list(range(1, 301))
+
+
+def test_frames_may_come_byte_by_byte(daemon: Daemon, session: RawSession) -> None:
+    with RawCalls(daemon) as calls:
+        data = packed(frames.OPEN, 0, session.token.encode())
+        for byte in data + packed(frames.METHODS["Heartbeat"], 5):
+            calls.send(bytes([byte]))
+        assert [calls.frame()[:2] for _ in range(2)] == [(frames.DONE, 0), (frames.DONE, 5)]
+
+
+def test_who_does_not_read_is_asked_nothing_more(daemon: Daemon, session: RawSession) -> None:
+    """Its replies wait up to a bound, its next calls in its own socket; nobody else waits."""
+    keys = GroupKeys(group=0, keys=b"k" * 32 * 1000)
+    lookup = pb.LookupRequest(epoch=session.epoch, groups=[keys]).SerializeToString()
+    before = private_bytes(daemon)
+    with RawCalls(daemon, session.token) as calls:
+        taken = calls.send_for(1.0, packed(frames.METHODS["Lookup"], 1, lookup), 2000)
+        assert taken < 2000, "the daemon takes calls without end"
+        assert private_bytes(daemon) - before < 32 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=4))
+def test_garbage_never_hurts(daemon: Daemon, neighbour: Engine, parts: list[bytes]) -> None:
+    with RawSession(daemon) as session, RawCalls(daemon, session.token) as calls:
+        for number, part in enumerate(parts, 1):
+            calls.send(packed(number % 12, number, part))
+        calls.half_close()
+        assert calls.ended()
+    started = time.monotonic()
+    goes_on(neighbour)
+    assert time.monotonic() - started < 30
