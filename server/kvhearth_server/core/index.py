@@ -74,7 +74,7 @@ class Index:
             table = self._tables[namespace, group] = Buckets(len(keys[0]))
         if table.key_bytes != len(keys[0]):
             raise ValueError(f"a key of {len(keys[0])} bytes among keys of {table.key_bytes}")
-        table.add(hash_words(words, self._by), heads)
+        table.add(self._hashes(words), heads)
 
     def key(self, head: int) -> bytes:
         """The key of a bound head."""
@@ -99,7 +99,8 @@ class Index:
             return []
         keys = self.keys(slots)
         table = self._tables[namespace, group]
-        table.remove(self._hashes_of(slots), slots)
+        words = self._rows[_width(table.key_bytes)][slots]
+        table.remove(self._hashes(words), slots)
         self._key_bytes[slots] = 0
         if not len(table):
             del self._tables[namespace, group]
@@ -142,8 +143,9 @@ class Index:
 
         return same
 
-    def _hashes_of(self, heads: I64) -> Hashes:
-        words = self._rows[_width(int(self._key_bytes[heads[0]]))][heads]
+    def _hashes(self, words: _U64) -> Hashes:
+        if len(words) <= _FEW:
+            return np.array([hash_one(row.tobytes(), self._by_numbers) for row in words], np.uint64)
         return hash_words(words, self._by)
 
 
