@@ -1,16 +1,18 @@
 #!/bin/sh
-# Everything that the image holds beside its base, put into IMAGE. The Dockerfile's builder and
-# rootfs.py both run this file, so what is tested without a container engine is what an image gets.
+# Everything that the image holds. The Dockerfile's builder and rootfs.py both run this file, so what
+# is tested without a container engine is what an image gets.
 #
 #   install.sh SOURCE IMAGE [PYTHON]
 #
-# SOURCE: a checkout (pyproject.toml, README.md, LICENSE, client, server). IMAGE: a directory that
-# becomes the image's /. PYTHON: what builds; the image runs /usr/local/bin/python3 of its version.
+# SOURCE: a checkout (pyproject.toml, README.md, LICENSE, client, server, deploy/docker). IMAGE: a
+# directory; IMAGE/root becomes the image's /, beside it is what the daemon writes to. PYTHON: what
+# builds and, as /usr/local/bin/python3, what the image runs.
 set -eu
 source=$1
 image=$2
 python=${3:-python3}
-target=$image/opt/kvhearth
+root=$image/root
+target=$root/opt/kvhearth
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_DIR=1
@@ -20,12 +22,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_
 wheel=$(echo "$work"/kvhearth-*.whl)
 
 # A virtual environment without pip: nothing in the image installs anything.
-mkdir -p "$image/opt"
+mkdir -p "$root/opt"
 "$python" -m venv --without-pip --symlinks "$target"
-"$python" -m pip --quiet --python "$target/bin/python3" install --only-binary :all: "${wheel}[server]"
+"$python" -m pip --quiet --python "$target/bin/python3" install --no-compile --only-binary :all: \
+  "${wheel}[server]"
 
-# Not needed to run: tests, stubs, headers, static libraries.
-find "$target/lib" -depth -type d \( -name tests -o -name include \) -exec rm -rf {} +
+# Not needed to run: tests, stubs, headers, static libraries, numpy's Fortran compiler.
+find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' \) -exec rm -rf {} +
+rm -f "$target"/bin/f2py "$target"/bin/numpy-config
 find "$target/lib" -type f \( -name '*.pyi' -o -name '*.a' -o -name '*.pxd' -o -name '*.h' \) -delete
 
 # It was made below IMAGE and will run at /opt/kvhearth.
@@ -39,6 +43,9 @@ for script in "$target"/bin/*; do
     sed -i '1s|^#!.*python.*|#!/opt/kvhearth/bin/python3|' "$script"
   fi
 done
+
+# In place of a distribution: the interpreter and what all of this loads.
+"$python" "$source/deploy/docker/base.py" "$root"
 
 # All that the daemon writes to: its sockets, and the place for a hugetlbfs or tmpfs of the host.
 mkdir -p "$image/run/kvhearth" "$image/arena"

@@ -2,9 +2,9 @@
 
 ``rootfs.py ROOT`` reads the Dockerfile beside it: it copies what the builder's COPY lines name (and
 nothing else), runs the builder's one RUN line, and copies into ROOT what the last stage takes from
-it. In place of the base image ROOT gets the interpreter that runs this file, its standard library
-and the shared libraries that are needed: no shell, no tools. What a container engine keeps beside
-an image (user, environment, command) goes to ``ROOT.json``.
+it. That stage is FROM scratch, so ROOT is the whole image, but for the interpreter: it is the one
+that runs this file instead of the builder's. What a container engine keeps beside an image (user,
+environment, command) goes to ``ROOT.json``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLER = "./deploy/docker/install.sh"
-MOUNT_POINTS = ("proc", "dev", "sys", "tmp", "etc", "run")
-STDLIB_LEFT_OUT = (
-    *("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "_tkinter*"),
-    *("turtledemo", "ensurepip", "lib2to3", "config-*", "*.a"),
-)
 
 
 @dataclass(frozen=True)
@@ -52,8 +45,9 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """One stage: what ``FROM`` calls it, and its instructions after that."""
+    """One stage: what it is FROM, what that line calls it, and its instructions after that."""
 
+    base: str
     name: str
     instructions: list[Instruction] = field(default_factory=list)
 
@@ -81,8 +75,8 @@ def stages_of(dockerfile: str) -> list[Stage]:
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, text = line.strip().partition(" ")
         if name == "FROM":
-            _, _, alias = text.partition(" AS ")
-            stages.append(Stage(alias.strip()))
+            base, _, alias = text.partition(" AS ")
+            stages.append(Stage(base.strip(), alias.strip()))
         elif name and stages:
             stages[-1].instructions.append(Instruction(name, text.strip()))
     return stages
@@ -98,6 +92,8 @@ def build(root: Path, repository: Path = REPOSITORY) -> None:
     builder, final = stages_of((repository / "Dockerfile").read_text(encoding="utf-8"))
     if final.each("RUN"):
         raise ValueError("the last stage has a RUN line; put it into deploy/docker/install.sh")
+    if final.base != "scratch":
+        raise ValueError(f"the last stage is FROM {final.base}, and what that holds is not here")
     root.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="kvhearth-image-") as folder:
         source, image = Path(folder, "src"), Path(folder, "image")
@@ -107,9 +103,9 @@ def build(root: Path, repository: Path = REPOSITORY) -> None:
             if copy.options.get("from") != builder.name or not taken.startswith("/image/"):
                 raise ValueError(f"the last stage copies from elsewhere: {copy.text}")
             place = root / target.lstrip("/")
-            shutil.copytree(image / taken.removeprefix("/image/"), place, symlinks=True)
+            source_place = image / taken.removeprefix("/image/")
+            shutil.copytree(source_place, place, symlinks=True, dirs_exist_ok=True)
             _give(place, copy.options.get("chown", ""))
-    _lay_base(root)
     root.with_suffix(".json").write_text(json.dumps(_config(final), indent=2), encoding="utf-8")
 
 
@@ -155,59 +151,6 @@ def _config(final: Stage) -> dict[str, object]:
         "command": final.words("CMD"),
         "healthcheck": final.words("HEALTHCHECK"),
     }
-
-
-def _lay_base(root: Path) -> None:
-    """The place of ``FROM python``: /usr/local/bin/python3 and what it loads."""
-    for name in MOUNT_POINTS:
-        (root / name).mkdir(exist_ok=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    programs = root / "usr/local/bin"
-    programs.mkdir(parents=True)
-    interpreter = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
-    shutil.copy2(interpreter, programs / version)
-    (programs / "python3").symlink_to(version)
-    library = root / "usr/local/lib" / version
-    left_out = shutil.ignore_patterns("__pycache__", *STDLIB_LEFT_OUT)
-    shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=left_out, symlinks=False)
-    words = [sys.executable, "-m", "compileall", "-q", "-j0", str(library)]
-    subprocess.run(words, check=True, env=_pip_environment())
-    folders = {_place_library(root, path) for path in _needed([root / "usr", root / "opt"])}
-    (root / "etc/ld.so.conf").write_text("".join(f"{one}\n" for one in sorted(folders)))
-    loader = shutil.which("ldconfig") or "/sbin/ldconfig"
-    subprocess.run([loader, "-r", str(root)], check=True)
-
-
-def _needed(trees: Iterable[Path]) -> Iterator[Path]:
-    """The shared libraries outside the trees that programs and libraries in them load."""
-    trees = list(trees)
-    loading = [
-        str(path)
-        for tree in trees
-        for path in tree.rglob("*")
-        if path.is_file() and not path.is_symlink() and (_is_library(path) or _is_program(path))
-    ]
-    listing = subprocess.run(["ldd", *loading], check=False, capture_output=True, text=True).stdout
-    found = set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", listing, flags=re.MULTILINE))
-    return (
-        Path(one) for one in sorted(found) if not any(Path(one).is_relative_to(t) for t in trees)
-    )
-
-
-def _is_library(path: Path) -> bool:
-    return ".so" in path.suffixes
-
-
-def _is_program(path: Path) -> bool:
-    return path.parent.name == "bin" and path.read_bytes()[:4] == b"\x7fELF"
-
-
-def _place_library(root: Path, path: Path) -> str:
-    """Copy to the name under which it is looked for; returns its directory."""
-    place = root / path.relative_to("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(path.resolve(), place)
-    return str(path.parent)
 
 
 def size_bytes(root: Path) -> int:

@@ -107,7 +107,7 @@ async def _drain(
     """No new stores or sessions; let what is committed be summed and calls in flight end, within a
     bound.
     """
-    engine.draining = True
+    engine.drain()
     notify.notify(notify.STOPPING)
     _log.info("draining", timeout_s=settings.drain_timeout_s)
     await rpc.not_serving()
@@ -225,6 +225,7 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> Non
         adopted_blocks=engine.adopted_blocks,
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),
+        calls=str(settings.calls_socket),
         grpc=str(settings.grpc_socket),
         http=web.address if web else HTTP_OFF,
     )

@@ -43,7 +43,10 @@ def parse_duration_s(value: object) -> float:
         ValueError: not a duration.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
     parsed = None if isinstance(value, bool) else _number_and_unit(str(value), _DURATION_UNITS)
     if parsed is None:
         raise ValueError("not a duration; write seconds or a unit: 0.5, 30s, 500ms, 5m, 24h")

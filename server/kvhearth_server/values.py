@@ -15,6 +15,8 @@ from kvhearth_server.units import format_duration_s, format_size, parse_duration
 
 HTTP_OFF = "off"
 _PORT_MAX = 65535
+_HOST_CHARS_MAX = 253
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _UID_MAX = 2**32 - 2  # the last one is the kernel's "no such uid"
 
@@ -125,10 +127,21 @@ def parse_http(value: object) -> str:
         return HTTP_OFF
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    numbered = port.isascii() and port.isdecimal() and int(port) <= _PORT_MAX
-    if not colon or not bare or not numbered or (":" in bare and bare == host):
+    numbered = re.fullmatch("[0-9]{1,5}", port) is not None and int(port) <= _PORT_MAX
+    if not colon or not _is_host(bare) or not numbered or (":" in bare and bare == host):
         raise ValueError(f"{text!r} is not HOST:PORT; write 127.0.0.1:9460, [::1]:9460 or off")
     return text
+
+
+def _is_host(text: str) -> bool:
+    """Whether ``text`` is an address, or a name that a resolver takes."""
+    if len(text) > _HOST_CHARS_MAX or not text.isascii() or not text.isprintable() or " " in text:
+        return False
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST_NAME.fullmatch(text) is not None
+    return True
 
 
 HttpAddress = Annotated[str, BeforeValidator(parse_http), Shown("HOST:PORT|off", str)]

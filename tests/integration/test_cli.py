@@ -218,7 +218,10 @@ def test_top_goes_on_until_it_is_interrupted(run: Run, monkeypatch: pytest.Monke
     views = [json.loads(line) for line in out.splitlines()]
     assert len(views) == 3
     assert views[0]["rates"]["stored_blocks"] > 0 == views[2]["rates"]["stored_blocks"]
-    assert run("top")[0] == 0
+    looks = iter((None, None))
+    code, out, err = run("top")
+    assert (code, err) == (0, "")
+    assert out.count("hit ratio") == 3, "into a pipe each look is printed as it comes"
 
 
 def test_evict(run: Run, engine: Engine) -> None:
@@ -259,6 +262,9 @@ def test_drain_then_gone(capsys: pytest.CaptureFixture[str]) -> None:
         words.remove("--json")
         assert app.run(words) == 0
         assert capsys.readouterr().out.startswith("draining: 0 sessions, 0 leases")
+        words = ["health", "--socket-dir", str(daemon.socket_dir)]
+        until(lambda: app.run(words) == 1, "probes hear that it drains", 10)
+        assert "the daemon drains" in capsys.readouterr().err
         daemon.kill()
         for verb in (["stat"], ["health"], ["top"]):
             assert app.run([*verb, "--socket-dir", str(daemon.socket_dir)]) == 1
@@ -297,4 +303,9 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 break
         assert b"STOPPING=1" in heard
         ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)
-        assert {"boot_id", "memory_bytes", "pages", "attach", "grpc"} <= set(json.loads(ready))
+        told = json.loads(ready)
+        assert (told["memory_bytes"], len(told["boot_id"]), len(told["pages"])) == (16 << 20, 32, 1)
+        sockets = {told[name] for name in ("attach", "calls", "grpc")}
+        assert sockets == {
+            str(daemon.socket_dir / f"{n}.sock") for n in ("attach", "calls", "grpc")
+        }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
+import re
 import socket
 import string
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,61 +17,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.engine import Engine, contract_of, engine_of
+from support.http_door import ANY_PORT, Answer, address_of, ask
 from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
 
 MISSES = ("absent", "epoch", "not_summed")
-ANY_PORT = "127.0.0.1:0"
 UNKNOWN = "a" * 64
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One response."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        """The body as JSON."""
-        return json.loads(self.body)
-
-
-def address_of(daemon: Daemon) -> tuple[str, int]:
-    """Where the running daemon said that it serves HTTP."""
-
-    def said() -> str:
-        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
-        return str(json.loads(lines[-1])["http"]) if len(lines) == daemon.starts else ""
-
-    host, _, port = until(said, "the daemon says that it is ready").rpartition(":")
-    return host, int(port)
-
-
-def ask(
-    daemon: Daemon,
-    path: str,
-    method: str = "GET",
-    body: bytes | None = None,
-    *,
-    admin: bool = False,
-    **headers: str,
-) -> Answer:
-    """One request on a connection of its own."""
-    if admin:
-        token = (daemon.socket_dir / "admin.token").read_text()
-        headers["Authorization"] = f"Bearer {token}"
-    if body is not None:
-        headers.setdefault("Content-Type", "application/json")
-    connection = http.client.HTTPConnection(*address_of(daemon), timeout=20)
-    try:
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, named, response.read())
-    finally:
-        connection.close()
 
 
 def problem(answer: Answer, status: int, reason: str) -> str:
@@ -117,7 +65,21 @@ def neighbour(daemon: Daemon) -> Iterator[Engine]:
 def test_probes(daemon: Daemon) -> None:
     for path in ("/livez", "/readyz", "/healthz"):
         assert (ask(daemon, path).status, ask(daemon, path).body) == (200, b"ok\n")
-    assert ask(daemon, "/readyz?verbose").body == b"[+]arena\n[+]not-draining\nok\n"
+    first, second, memory, last = ask(daemon, "/readyz?verbose").body.splitlines()
+    assert (first, second, last) == (b"[+]arena", b"[+]not-draining", b"ok")
+    assert re.fullmatch(rb"\[i\]memory of default: 16777216 bytes on [\w-]+ pages", memory)
+
+
+def test_heads_without_bodies(daemon: Daemon) -> None:
+    """As load balancers and `curl -I` ask; no refusal, and what GET would say."""
+    before = daemon.counters().get("refusals{bad_message}", 0)
+    for path in ("/livez", "/readyz", "/version", "/openapi.json"):
+        head, whole = ask(daemon, path, "HEAD"), ask(daemon, path)
+        assert (head.status, head.body) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.body))
+    assert daemon.counters().get("refusals{bad_message}", 0) == before
+    assert ask(daemon, "/v1/config", "HEAD").status == 403
+    assert ask(daemon, "/v1/admin:drain", "HEAD", admin=True).status == 405
 
 
 def test_version_and_stats(daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -28,6 +29,17 @@ HADOLINT = ROOT / ".venv-tools/bin/hadolint"
 INSTALLED_BYTES_MAX = 200_000_000
 PAGE_BYTES = 64 << 10
 BLOCKS = 16
+_IMPORT_ALL = """
+import importlib, pkgutil, pwd, os, ssl, kvhearth, kvhearth_server
+for package in (kvhearth, kvhearth_server):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "vllm", "matplotlib"):
+                raise
+print(pwd.getpwuid(os.getuid()).pw_name, os.getgid())
+"""
 URL_OPTIONS = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
 
 
@@ -62,6 +74,7 @@ def test_the_dockerfile_is_what_the_script_follows() -> None:
     assert final.words("USER") == ["65532:65532"]
     assert final.words("HEALTHCHECK") == ["kvhearth", "health"]
     assert (final.words("ENTRYPOINT"), final.words("CMD")) == (["kvhearth"], ["serve"])
+    assert (final.base, final.words("SHELL")) == ("scratch", []), "nothing below what is tested"
     targets = {copy.words[1]: copy.options.get("chown") for copy in final.each("COPY")}
     writable = [target for target, owner in targets.items() if owner]
     assert writable == ["/run/kvhearth", "/arena"]
@@ -105,10 +118,37 @@ def test_size_and_what_is_not_there(root: Path) -> None:
     print(f"installed: {size / 1e6:.0f} MB")
     assert size <= INSTALLED_BYTES_MAX
     names = {path.name.lower() for path in root.rglob("*")}
-    for absent in ("torch", "triton", "cupy", "pip", "hatchling", "pytest"):
+    for absent in (
+        "torch",
+        "triton",
+        "cupy",
+        "pip",
+        "setuptools",
+        "ensurepip",
+        "hatchling",
+        "pytest",
+    ):
         assert absent not in names
+    assert {path.name for path in (root / "usr/local/bin").iterdir()} == {
+        "python3",
+        f"python{sys.version_info.major}.{sys.version_info.minor}",
+    }
     assert [name for name in names if name.startswith(("libcuda", "libcudart", "nvidia"))] == []
     assert not (root / "bin").exists(), "no shell"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_verb_and_module_is_there(jailed: Jail) -> None:
+    """What the trimmed standard library lacks would show here, not in somebody's container."""
+    done = jailed.run("kvhearth", "doctor", "--json", "--memory", "64MiB")
+    assert "Traceback" not in done.stderr
+    assert "version.grpcio" in {one["check"] for one in json.loads(done.stdout)["findings"]}
+    for words in ("--help", "config show --json", "top --once", "bench local --help"):
+        done = jailed.run("kvhearth", *words.split())
+        assert "Traceback" not in done.stderr, done.stderr
+    done = jailed.run("python3", "-c", _IMPORT_ALL)
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "kvhearth 65532")
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from kvhearth_server.cli import app
+from kvhearth_server.cli import app, doctor
 from kvhearth_server.cli.checks import Finding, Grade, Look, examine
 from kvhearth_server.cli.probes import Installed, Machine
 from kvhearth_server.config import Settings
@@ -23,6 +24,7 @@ class Told(Machine):
     def __init__(self, root: Path, *, good: bool, memlock: int = -1, nofile: int = 65536) -> None:
         super().__init__(root)
         self.good = good
+        self.device = (259, 1) if good else (0, 42)
         self.limits = {resource.RLIMIT_MEMLOCK: memlock, resource.RLIMIT_NOFILE: nofile}
 
     def limit(self, which: int) -> int:
@@ -33,6 +35,9 @@ class Told(Machine):
 
     def direct_io(self, folder: Path) -> str:
         return "" if self.good else "Invalid argument"
+
+    def device_of(self, folder: Path) -> int:
+        return os.makedev(*self.device)
 
     def io_uring(self) -> str:
         return "" if self.good else "Operation not permitted"
@@ -68,6 +73,40 @@ def machine_files(root: Path, *, pages: int, available_mib: int, thp: str) -> No
     write(root, f"{THP}/shmem_enabled", thp)
 
 
+def a_drive(root: Path, name: str, number: str, *, model: str = "", partitions: int = 0) -> None:
+    """A drive as /sys has it; its partitions' numbers follow its own."""
+    place = root / "sys/devices/block" / name
+    write(place, "size", f"{2 << 30}\n")
+    write(place, "device/model", f"{model}   \n")
+    (root / "sys/block").mkdir(parents=True, exist_ok=True)
+    (root / "sys/dev/block").mkdir(parents=True, exist_ok=True)
+    (root / "sys/block" / name).symlink_to(place)
+    (root / "sys/dev/block" / number).symlink_to(place)
+    major, _, minor = number.partition(":")
+    for index in range(1, partitions + 1):
+        write(place, f"{name}p{index}/partition", f"{index}\n")
+        link = root / "sys/dev/block" / f"{major}:{int(minor) + index}"
+        link.symlink_to(place / f"{name}p{index}")
+
+
+def gpus(root: Path, *, driver: str = "", on_bus: int = 0, nodes: int = 0) -> None:
+    """NVIDIA's GPUs; those on the bus have a driver if there is one."""
+    for number in range(on_bus):
+        place = f"sys/bus/pci/devices/0000:0{number}:00.0"
+        write(root, f"{place}/vendor", "0x10de\n")
+        write(root, f"{place}/class", "0x030200\n")
+        if driver:
+            info = f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information"
+            write(root, info, "Model: \t\t NVIDIA H200\nIRQ:   \t\t 71\n")
+    write(root, "sys/bus/pci/devices/0000:09:00.0/vendor", "0x8086\n")
+    write(root, "sys/bus/pci/devices/0000:09:00.0/class", "0x030000\n")
+    if driver:
+        line = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n"
+        write(root, "proc/driver/nvidia/version", f"{line}GCC version: gcc 12.2.0\n")
+    for name in ("nvidiactl", *(f"nvidia{number}" for number in range(nodes))):
+        write(root, f"dev/{name}", "")
+
+
 def findings(machine: Machine, tmp_path: Path, **settings: object) -> dict[str, Finding]:
     values = {"memory": "1GiB", "socket_dir": tmp_path / "s", **settings}
     look = Look(machine, Settings(**values), tmp_path)  # type: ignore[arg-type]
@@ -78,13 +117,18 @@ def findings(machine: Machine, tmp_path: Path, **settings: object) -> dict[str, 
 
 def test_a_machine_that_has_everything(tmp_path: Path) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="always [advise] never")
+    a_drive(tmp_path, "nvme0n1", "259:0", model="SAMSUNG MZQL23T8HCLS-00A07", partitions=2)
+    gpus(tmp_path, driver="580.95.05", on_bus=2, nodes=2)
     found = findings(Told(tmp_path, good=True), tmp_path)
     assert {one.check for one in found.values() if one.grade is not Grade.OK} == {"arena_dir"}
     assert [one.check for one in found.values() if one.grade is Grade.OK and one.fix] == []
+    assert found["drive"].found.endswith(": on nvme0n1 (SAMSUNG MZQL23T8HCLS-00A07, 1 TiB)")
+    assert found["nvidia"].found == "driver 580.95.05, 2 x NVIDIA H200"
 
 
 def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None:
     machine_files(tmp_path, pages=0, available_mib=100, thp="always advise [never]")
+    gpus(tmp_path, on_bus=1)
     machine = Told(tmp_path, good=False, memlock=8 << 20, nofile=1024)
     found = findings(machine, tmp_path)
     assert [one for one in found.values() if one.grade is not Grade.OK and not one.fix] == []
@@ -93,7 +137,7 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert failed == {"memory", "version.grpcio"}
     assert warned == {
         *("hugepages", "hugepages.node0", "thp", "memlock", "nofile", "peer_pidfd", "populate"),
-        *("o_direct", "io_uring", "arena_dir"),
+        *("o_direct", "io_uring", "arena_dir", "drive", "nvidia"),
     }
     assert found["hugepages"].fix == "run: sysctl -w vm.nr_hugepages=512"
     assert found["thp"].fix == f"run: echo advise > /{THP}/shmem_enabled"
@@ -121,6 +165,75 @@ def test_an_arena_on_a_disk_fails(tmp_path: Path) -> None:
     assert found["arena_dir"].grade is Grade.FAIL
 
 
+def test_an_nvme_drive_that_is_not_used_is_named(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    a_drive(tmp_path, "vda", "254:0")
+    a_drive(tmp_path, "nvme1n1", "259:0", model="Amazon EC2 NVMe")
+    a_drive(tmp_path, "loop0", "7:0")
+    machine = Told(tmp_path, good=True)
+    machine.device = (254, 0)
+    found = findings(machine, tmp_path)["drive"]
+    assert found.grade is Grade.WARN
+    assert ": on vda (1 TiB, not NVMe); there is nvme1n1 (Amazon EC2 NVMe, 1 TiB)" in found.found
+    assert found.fix.startswith("mount a file system of nvme1n1, then: kvhearth doctor --dir")
+
+
+def test_the_drives_below_a_volume_are_found(tmp_path: Path) -> None:
+    """LVM on a partition and on a whole drive."""
+    a_drive(tmp_path, "nvme0n1", "259:0", partitions=1)
+    a_drive(tmp_path, "nvme1n1", "259:5")
+    a_drive(tmp_path, "dm-0", "253:0")
+    slaves = tmp_path / "sys/devices/block/dm-0/slaves"
+    slaves.mkdir()
+    (slaves / "nvme0n1p1").symlink_to(tmp_path / "sys/devices/block/nvme0n1/nvme0n1p1")
+    (slaves / "nvme1n1").symlink_to(tmp_path / "sys/devices/block/nvme1n1")
+    devices = Machine(tmp_path).devices
+    below = [each.name for each in devices.drives_under(os.makedev(253, 0))]
+    assert below == ["nvme0n1", "nvme1n1"] == [each.name for each in devices.drives()]
+
+
+@pytest.mark.parametrize(
+    ("driver", "on_bus", "nodes", "grade", "told"),
+    [
+        ("", 0, 0, Grade.OK, "no NVIDIA GPU; the daemon needs none"),
+        ("", 2, 0, Grade.WARN, "2 GPUs of NVIDIA and no driver"),
+        ("470.256.02", 1, 1, Grade.WARN, "driver 470.256.02, 1 x NVIDIA H200; CUDA 12 needs 525"),
+        ("570.133.20", 1, 0, Grade.OK, "none can be opened here"),
+    ],
+)
+def test_drivers_of_gpus(
+    tmp_path: Path, *, driver: str, on_bus: int, nodes: int, grade: Grade, told: str
+) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    gpus(tmp_path, driver=driver, on_bus=on_bus, nodes=nodes)
+    found = findings(Told(tmp_path, good=True), tmp_path)["nvidia"]
+    assert found.grade is grade
+    assert told in found.found
+    assert ("ubuntu-drivers install" in found.fix) == (grade is Grade.WARN)
+
+
+def test_a_great_arena_is_registered_in_pieces(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    gpus(tmp_path, driver="580.95.05", on_bus=1, nodes=1)
+    told = findings(Told(tmp_path, good=True), tmp_path, memory="600GiB")["nvidia"].found
+    assert "in pieces" in told
+
+
+def test_nowhere_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A read-only container has no temporary directory; tests/integration runs in a real one."""
+    monkeypatch.setattr(doctor.tempfile, "tempdir", None)
+    monkeypatch.setattr(doctor.tempfile, "_get_default_tempdir", _no_directory)
+    assert app.run(["doctor", "--json", "--memory", "64MiB"]) in (0, 1)
+    checks = {one["check"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert "o_direct" in checks
+
+
+def _no_directory() -> str:
+    raise FileNotFoundError("no usable temporary directory")
+
+
 def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["doctor", "--memory", "64MiB", "--dir", str(tmp_path)]
     code = app.run([*words, "--json"])
@@ -129,6 +242,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert code == (0 if report["ready"] else 1)
     checks = {one["check"] for one in report["findings"]}
     assert {"hugepages", "thp", "memlock", "nofile", "o_direct", "io_uring"} < checks
+    assert {"drive", "nvidia"} < checks
     assert {"version.grpcio", "version.protobuf", "version.numpy", "version.typer"} < checks
     for one in report["findings"]:
         assert set(one) == {"check", "grade", "found", "fix"}

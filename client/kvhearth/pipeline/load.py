@@ -340,7 +340,7 @@ class LoadPipeline:
 
     def _finish(self, flight: _Flight) -> None:
         """Give the lease back, tell what was wrong, and end the load."""
-        job, reason, copied_bytes = flight.job, flight.reason, 0
+        job, reason, copied_bytes, copy_s = flight.job, flight.reason, 0, 0.0
         loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in job.groups.items()}
         same_weights = job.epoch == self._client.epoch
         if not same_weights:
@@ -352,6 +352,7 @@ class LoadPipeline:
             assert done is not None, "a load ends after its copies"
             loaded[part.kv_group][part.positions] = done.ok & same_weights
             copied_bytes += done.bytes
+            copy_s += done.seconds
             failed += int(np.count_nonzero(~done.ok))
             reason = reason or next(iter(done.reasons), "")
             if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
@@ -364,6 +365,7 @@ class LoadPipeline:
         self._client.count("load_blocks", sum(int(flags.sum()) for flags in loaded.values()))
         self._client.count("load_failed", failed)
         self._client.count("load_bytes", copied_bytes)
+        self._client.count("load_copy_us", round(copy_s * 1e6))
         seconds = time.monotonic() - flight.started_at
         self._door.leave(
             job.ticket.number,

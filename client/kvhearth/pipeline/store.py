@@ -308,6 +308,7 @@ class StorePipeline:
             elif good and result is not None:
                 stored = int(np.count_nonzero(result.stored[flight.kv_group]))
                 self._client.count("store_bytes", done.bytes)
+                self._client.count("store_copy_us", round(done.seconds * 1e6))
             self._account(flight, stored, failed, reason)
 
     def _account(self, flight: StoreFlight, stored: int, failed: int, reason: str) -> None:

@@ -29,6 +29,18 @@ EXIT_CODES = {
 }
 """What a domain error ends the process with; every other reason is ``EXIT_OTHER``."""
 
+EPILOG = """Examples: kvhearth doctor; kvhearth serve --memory 64GiB; kvhearth top
+
+Exit codes:
+0  done
+1  refused, not reachable, or what was asked about does not hold
+2  a wrong word or setting
+3  no memory, no huge pages, or an arena that cannot be used
+
+Completion for bash, zsh and fish: kvhearth --install-completion"""
+CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
+BENCH_EPILOG = "Example: kvhearth bench local --quick"
+
 SERVER_EXTRA = frozenset(
     {
         "fastapi",
@@ -58,6 +70,7 @@ def build() -> typer.Typer:
 
     from kvhearth_server.cli import (
         bench,
+        bench_peers,
         config,
         doctor,
         drain,
@@ -76,11 +89,16 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="kvhearth",
         help="Keeps the KV cache of LLM inference engines warm.",
+        epilog=EPILOG,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback()(version.option)
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
-    settings = typer.Typer(help="Show, sample or check settings.", no_args_is_help=True)
+    settings = typer.Typer(
+        help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
+    )
     settings.command("show", epilog=config.SHOW_EPILOG)(config.show)
     settings.command("sample", epilog=config.SAMPLE_EPILOG)(config.sample)
     settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
@@ -95,8 +113,11 @@ def build() -> typer.Typer:
     app.command("explain", epilog=explain.EPILOG)(explain.explain)
     app.command("evict", epilog=evict.EPILOG)(evict.evict)
     app.command("drain", epilog=drain.EPILOG)(drain.drain)
-    benches = typer.Typer(help="Measure, with daemons of its own.", no_args_is_help=True)
+    benches = typer.Typer(
+        help="Measure, with daemons of its own.", epilog=BENCH_EPILOG, no_args_is_help=True
+    )
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
+    benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
     app.add_typer(benches, name="bench")
     app.command("version", epilog=version.EPILOG)(version.version)
     return app

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhearth_server.cli.devices import Drive
 from kvhearth_server.cli.output import size
 from kvhearth_server.cli.probes import Machine
 from kvhearth_server.config import Settings
@@ -22,6 +23,10 @@ HUGE = 2 * MIB
 DESCRIPTORS_BASE = 128
 DESCRIPTORS_PER_SESSION = 8
 """Socket, life line, pidfd, lock, gRPC connection, and some of each on the way."""
+
+CUDA_12_BRANCH = 525
+"""The oldest branch of NVIDIA's driver on which CUDA 12 runs."""
+REGISTERED_AT_ONCE_MAX = 512 << 30
 
 
 class Grade(enum.StrEnum):
@@ -157,6 +162,55 @@ def direct_io(look: Look) -> Iterator[Finding]:
     yield _graded(not problem, "o_direct", found, fix)
 
 
+def drive(look: Look) -> Iterator[Finding]:
+    """An NVMe drive below the directory that a tier on a disk would use."""
+    devices, folder = look.machine.devices, look.folder
+    own = devices.drives_under(look.machine.device_of(folder))
+    others = [each for each in devices.drives() if each.nvme and each not in own]
+    found = f"{folder}: on {' and '.join(map(_named, own)) or 'no drive that is known'}"
+    if own and all(each.nvme for each in own):
+        yield Finding("drive", Grade.OK, found)
+        return
+    if others:
+        found = f"{found}; there is {' and '.join(map(_named, others))}"
+        fix = f"mount a file system of {others[0].name}, then: kvhearth doctor --dir DIR"
+    else:
+        found = f"{found}; this machine has no NVMe drive"
+        fix = (
+            "only for a tier on a disk: add an NVMe drive (in a cloud, take a machine with local "
+            "ones), mount its file system, then: kvhearth doctor --dir DIR"
+        )
+    yield Finding("drive", Grade.WARN, found, fix)
+
+
+def _named(each: Drive) -> str:
+    kind = "" if each.nvme else "not NVMe"
+    return f"{each.name} ({', '.join(filter(None, (each.model, size(each.bytes), kind)))})"
+
+
+def gpu_driver(look: Look) -> Iterator[Finding]:
+    """NVIDIA's driver, which engines on its GPUs need; the daemon itself needs none."""
+    gpus = look.machine.devices.nvidia()
+    fix = (
+        "install the driver on the host, then restart it: apt install nvidia-driver (Debian), "
+        "ubuntu-drivers install --gpgpu (Ubuntu), dnf install nvidia-open (NVIDIA's repository)"
+    )
+    if not gpus.driver:
+        count = f"{gpus.on_bus} GPUs of NVIDIA and no driver" if gpus.on_bus else "no NVIDIA GPU"
+        told = f"{count}; the daemon needs none, engines copy by the CPU then"
+        yield _graded(gpus.on_bus == 0, "nvidia", told, fix)
+        return
+    kinds = [f"{gpus.models.count(model)} x {model}" for model in sorted(set(gpus.models))]
+    told = f"driver {gpus.driver}, {', '.join(kinds) or 'no GPU'}"
+    if gpus.nodes == 0:
+        told += "; none can be opened here, as an engine's container must (--gpus all)"
+    if look.settings.memory_bytes > REGISTERED_AT_ONCE_MAX:
+        told += "; clients register such an arena in pieces, since r580 takes 512 GiB at once"
+    if gpus.branch < CUDA_12_BRANCH:
+        told += f"; CUDA 12 needs {CUDA_12_BRANCH} or newer"
+    yield _graded(gpus.branch >= CUDA_12_BRANCH, "nvidia", told, fix)
+
+
 def io_uring(look: Look) -> Iterator[Finding]:
     """io_uring, the fast way to a disk."""
     problem = look.machine.io_uring()
@@ -204,7 +258,9 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     descriptors,
     kernel,
     direct_io,
+    drive,
     io_uring,
+    gpu_driver,
     directories,
     versions,
 )

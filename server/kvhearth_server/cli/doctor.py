@@ -25,12 +25,20 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", help="Look for so much. Default: as the settings say.", metavar="SIZE"
+            "--memory",
+            help="Look for so much. Default: as the settings say.",
+            metavar="SIZE",
+            show_default=False,
         ),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Try direct IO there. Default: the temporary directory."),
+        typer.Option(
+            "--dir",
+            help="Try direct IO there, and look at its drive. Default: the temporary directory.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +49,7 @@ def doctor(
     """
     settings = load_settings({} if memory is None else {"memory": memory}, config)
     with waiting("looking"):
-        found = examine(Look(Machine(), settings, folder or Path(tempfile.gettempdir())))
+        found = examine(Look(Machine(), settings, folder or _temporary()))
     bad = any(finding.grade is Grade.FAIL for finding in found)
     if as_json:
         say_json({"ready": not bad, "findings": [dataclasses.asdict(finding) for finding in found]})
@@ -49,6 +57,14 @@ def doctor(
         _print(found)
     if bad:
         raise typer.Exit(1)
+
+
+def _temporary() -> Path:
+    """The temporary directory; /tmp where no directory is writable, as on a read-only root."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/tmp")
 
 
 def _print(found: list[Finding]) -> None:

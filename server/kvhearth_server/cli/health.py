@@ -43,7 +43,7 @@ def _problem(socket_dir: SocketDir) -> str:
     """Why the daemon does not serve; empty if it does."""
     try:
         with Reach(socket_dir) as daemon:
-            return "" if daemon.serving() else "the daemon is shutting down"
+            return "" if daemon.serving() else "the daemon drains: it takes no stores"
     except KVHearthError as error:
         if error.reason is Reason.CONFIG_INVALID:
             raise

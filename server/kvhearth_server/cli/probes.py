@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhearth_server.cli.devices import Devices
 from kvhearth_server.memory.pages import MIB, HugePool, KernelMemory
 
 _SO_PEERPIDFD = 77
@@ -47,6 +48,7 @@ class Machine:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self.memory = KernelMemory(root)
+        self.devices = Devices(root)
 
     def node_pools(self) -> dict[str, HugePool]:
         """The pool of 2 MiB pages of each NUMA node."""
@@ -80,6 +82,13 @@ class Machine:
         except OSError as error:
             return error.strerror or str(error)
         return ""
+
+    def device_of(self, folder: Path) -> int:
+        """``st_dev`` of the file system that holds ``folder``; 0 if there is no such folder."""
+        try:
+            return folder.stat().st_dev
+        except OSError:
+            return 0
 
     def io_uring(self) -> str:
         """Make a ring; what went wrong, or empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ def top(
 ) -> None:
     """Watch hits, rates, memory, engines and leases; Ctrl-C ends it.
 
-    Rates are those of the last second; of the first look they are those since the start. With
-    --json it prints one object a line.
+    Rates are those of the last second; of the first look they are those since the start. Into a
+    pipe it prints one look below the other; with --json each is one object on a line.
     """
     with Reach(socket_dir) as daemon:
         view, before = _look(daemon), None
@@ -82,9 +83,9 @@ def top(
 
 def _watch(daemon: Reach, view: View, *, as_json: bool) -> None:
     before: View | None = None
-    if as_json:
+    if as_json or not console().is_terminal:
         while True:
-            _print(view, before, as_json=True)
+            _print(view, before, as_json=as_json)
             time.sleep(REFRESH_S)
             view, before = _look(daemon), view
     with Live(_drawn(view, before), console=console(), auto_refresh=False, screen=True) as live:
@@ -102,7 +103,8 @@ def _print(view: View, before: View | None, *, as_json: bool) -> None:
     if as_json:
         say_json(as_object(view, before))
     else:
-        console().print(_drawn(view, before))
+        console().print(_drawn(view, before), "")
+    sys.stdout.flush()  # in a pipe a look must not wait for the next ones
 
 
 def rates(view: View, before: View | None) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from kvhearth.version import PROTOCOL_VERSION, __version__
@@ -17,3 +19,18 @@ def version(as_json: AsJson = False) -> None:
         say_json({"version": __version__, "protocol": PROTOCOL_VERSION})
     else:
         typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")
+
+
+def _told(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def option(
+    wanted: Annotated[
+        bool,
+        typer.Option("--version", callback=_told, is_eager=True, help="Print the versions."),
+    ] = False,
+) -> None:
+    """What the command takes before a verb."""

@@ -29,11 +29,19 @@ class Counter:
         help: what one count means.
         label: the label's name; empty for a counter without.
         values: the only values of the label; empty for any short lower-case word.
+        usual: where any word may come, those that metrics show from the start, as zero: the rise
+            from a series that was not there is none, and an alert would miss the first event.
     """
 
     help: str
     label: str = ""
     values: frozenset[str] = frozenset()
+    usual: frozenset[str] = frozenset()
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """The label's values that metrics show before anything was counted under them."""
+        return self.values or self.usual
 
 
 TABLE: Mapping[str, Counter] = {
@@ -62,15 +70,42 @@ TABLE: Mapping[str, Counter] = {
     "duplicate_blocks": Counter("Committed blocks whose key was there already."),
     "aborts": Counter("Aborts answered."),
     "aborted_slots": Counter("Reserved slots given back unwritten."),
-    "evicted_blocks": Counter("Blocks evicted to make room.", "reason"),
-    "removed_blocks": Counter("Blocks removed for another reason than room.", "reason"),
+    "evicted_blocks": Counter(
+        "Blocks evicted to make room.",
+        "reason",
+        usual=frozenset({"asked", "quota", "slab", "space"}),
+    ),
+    "removed_blocks": Counter(
+        "Blocks removed for another reason than room.",
+        "reason",
+        usual=frozenset({"checksum", "epoch"}),
+    ),
     "summed_blocks": Counter("Blocks whose checksum the daemon took."),
-    "checksum_failures": Counter("Blocks whose bytes were not those of their checksum.", "source"),
+    "checksum_failures": Counter(
+        "Blocks whose bytes were not those of their checksum.",
+        "source",
+        usual=frozenset({"adoption", "reader"}),
+    ),
     "adopted_blocks": Counter("Blocks taken over from an earlier run's arena."),
-    "adoption_dropped": Counter("Slots of an earlier run's arena not taken over.", "reason"),
+    "adoption_dropped": Counter(
+        "Slots of an earlier run's arena not taken over.",
+        "reason",
+        usual=frozenset(
+            {
+                *("contract", "duplicate", "epoch", "header", "incomplete", "owner", "readers"),
+                *("slab", "state_word"),
+            }
+        ),
+    ),
     "quarantined_slots": Counter("Slots set aside because somebody may still write to them."),
     "released_quarantine_slots": Counter("Slots that came back from quarantine."),
-    "task_failures": Counter("Background tasks that failed and were restarted.", "task"),
+    "task_failures": Counter(
+        "Background tasks that failed and were restarted.",
+        "task",
+        usual=frozenset(
+            {"attach", "attach_connection", "pins", "sum", "verify", "watch", "watchdog"}
+        ),
+    ),
     "dropped_stores": Counter("Blocks that were written and then not kept."),
     "events_lost": Counter("Events that a slow reader did not get."),
 }

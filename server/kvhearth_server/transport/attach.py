@@ -161,10 +161,15 @@ class AttachServer:
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello:
         loop = asyncio.get_running_loop()
+        heard = False
         while True:
             data = await loop.sock_recv(connection, _READ_BYTES)
             if not data:
+                if not heard:
+                    # Somebody who looked whether a daemon lives; there is nobody to refuse.
+                    raise ConnectionResetError("closed without a word")
                 raise KVHearthError(Reason.BAD_MESSAGE, "closed before its hello")
+            heard = True
             messages = decoder.feed(data)
             if len(messages) > 1:
                 raise KVHearthError(Reason.BAD_MESSAGE, "spoke before it was welcome")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot
+from kvhearth_server.observability import counters
 from kvhearth_server.observability.timings import Histogram
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -51,12 +52,14 @@ def counted(name: str) -> Read:
 
 
 def by_label(name: str) -> Read:
-    """A labelled counter of the daemon."""
-    return lambda now: [
-        ((label,), count)
-        for (each, label), count in sorted(now.counts.items())
-        if each == name and label
-    ]
+    """A labelled counter of the daemon; the values of its label that are known show as zero."""
+    shown = counters.TABLE[name].shown
+
+    def read(now: Snapshot) -> Samples:
+        found = {label: count for (each, label), count in now.counts.items() if each == name}
+        return [((label,), found.get(label, 0)) for label in sorted(shown | found.keys())]
+
+    return read
 
 
 def outcomes(names: Mapping[str, str]) -> Read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvhearth.errors import Reason
 from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.metrics.metric import (
     Metric,
@@ -23,6 +24,7 @@ def _call_seconds(now: Snapshot) -> Samples:
 
 _FALLBACK = "fail_open_"
 _CLIENT_BYTES = {"store": "store_bytes", "load": "load_bytes"}
+_CLIENT_COPY_US = {"store": "store_copy_us", "load": "load_copy_us"}
 _CLIENT_STORES = {
     "stored": "store_blocks",
     "duplicate": "store_duplicates",
@@ -56,8 +58,13 @@ _CLIENT_TROUBLE = (
 
 
 def _fallbacks(now: Snapshot) -> Samples:
-    found = sorted(name for name in now.reported if name.startswith(_FALLBACK))
-    return [((name.removeprefix(_FALLBACK),), now.reported[name]) for name in found]
+    told = {name.removeprefix(_FALLBACK) for name in now.reported if name.startswith(_FALLBACK)}
+    reasons = sorted(told | {reason.value for reason in Reason})
+    return [((reason,), now.reported.get(_FALLBACK + reason, 0)) for reason in reasons]
+
+
+def _copy_seconds(now: Snapshot) -> Samples:
+    return [((word,), now.reported.get(name, 0) / 1e6) for word, name in _CLIENT_COPY_US.items()]
 
 
 SERVICE: tuple[Metric, ...] = (
@@ -230,7 +237,7 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_rpc_requests_total",
         "counter",
         "calls",
-        "gRPC calls by method and status code.",
+        "Calls by method and status code, over gRPC and over the calls' socket.",
         "Rates and errors.",
         _calls,
         (
@@ -242,7 +249,7 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_rpc_seconds",
         "histogram",
         "seconds",
-        "Time of gRPC calls in the daemon, from the message's arrival to the reply, by method.",
+        "Time of calls in the daemon, from the message's arrival to the reply, by method.",
         "Latency of decisions: lookups should stay below a millisecond.",
         _call_seconds,
         ("method",),
@@ -254,6 +261,15 @@ SERVICE: tuple[Metric, ...] = (
         "Bytes that clients copied, by direction; told with heartbeats.",
         "Bandwidth of copies.",
         reported(_CLIENT_BYTES),
+        ("direction",),
+    ),
+    Metric(
+        "kvhearth_client_copy_seconds_total",
+        "counter",
+        "seconds",
+        "Time that clients' copiers worked, by direction; checksums included, waiting not.",
+        "With the bytes: how fast copies are; near 1 a second, copiers are what is waited for.",
+        _copy_seconds,
         ("direction",),
     ),
     Metric(

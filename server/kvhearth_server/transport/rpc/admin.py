@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvhearth.contract import Contract, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.version import __version__
-from kvhearth_server.core.books import BooksError
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
@@ -39,8 +39,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
             )
 
-    async def _run(self, context: Context, work: Callable[[], Reply]) -> Reply:
-        def admitted() -> Reply:
+    async def _run(self, context: Context, work: Callable[[], Reply | Awaitable[Reply]]) -> Reply:
+        def admitted() -> Reply | Awaitable[Reply]:
             self.admit(context)
             return work()
 
@@ -51,14 +51,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.StatsResponse:
         return await self._run(context, lambda: self._stats(request.check_books))
 
-    def _stats(self, check: bool) -> admin_pb2.StatsResponse:
+    async def _stats(self, check: bool) -> admin_pb2.StatsResponse:
         engine, state = self._engine, self._engine.core.state
-        books_error = ""
-        if check:
-            try:
-                engine.core.check_books()
-            except BooksError as error:
-                books_error = str(error)
+        books_error = await portions.check_books(engine) if check else ""
         segments = [
             admin_pb2.SegmentStats(
                 tenant=shape.tenant,
@@ -179,7 +174,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.EvictResponse:
         return await self._run(context, lambda: self._evict(request))
 
-    def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         engine = self._engine
         try:
             digest = bytes.fromhex(request.namespace)
@@ -187,14 +182,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise KVHearthError(
                 Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
             ) from None
-        evicted = engine.call(engine.core.evict, digest, request.keep_bytes)
+        evicted = await portions.evict(engine, digest, request.keep_bytes)
         return admin_pb2.EvictResponse(boot_id=engine.boot_id, evicted_blocks=evicted)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
         def work() -> admin_pb2.DrainResponse:
-            self._engine.draining = True
+            self._engine.drain()
             return admin_pb2.DrainResponse(boot_id=self._engine.boot_id)
 
         return await self._run(context, work)

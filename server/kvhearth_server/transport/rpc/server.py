@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -28,6 +29,8 @@ class RpcServer:
 
     def __init__(self, engine: Engine, decisions: Decisions, admin_token: str) -> None:
         self._health = health.aio.HealthServicer()
+        self._telling: asyncio.Task[None] | None = None
+        engine.on_drain = self._tell_draining
         options = [
             ("grpc.max_receive_message_length", engine.shell.message_bytes_max),
             ("grpc.max_send_message_length", engine.shell.message_bytes_max),
@@ -57,6 +60,9 @@ class RpcServer:
         path.chmod(0o666)
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _tell_draining(self) -> None:
+        self._telling = asyncio.get_running_loop().create_task(self.not_serving())
 
     async def not_serving(self) -> None:
         """Tell probes and balancers, before the end."""

@@ -26,7 +26,8 @@ def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=_operation,
-        responses=problem_responses(400, 500),
+        redirect_slashes=False,
+        responses=problem_responses(400, 408, 413, 421, 500),
     )
     problems.install(app, engine)
     app.include_router(probe_routes(engine))

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.web.problems import problem_of
+from kvhearth_server.transport.web.protocol import REFUSED
 from kvhearth_server.values import is_loopback
 
 BODY_BYTES_MAX = 64 << 10
@@ -43,6 +44,11 @@ class Bounds:
             slow = KVHearthError(Reason.DEADLINE, f"the body was not here within {BODY_S:.0f} s")
             await self._refuse(scope, receive, send, slow, 408)
             return
+        if body is None:
+            # What a request that stops halfway asks for is not known: it is not done.
+            if not scope.get("state", {}).get(REFUSED):
+                self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
+            return
         if len(body) > BODY_BYTES_MAX:
             told = f"the body has more than {BODY_BYTES_MAX} bytes"
             await self._refuse(scope, receive, send, KVHearthError(Reason.BAD_MESSAGE, told), 413)
@@ -52,6 +58,8 @@ class Bounds:
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out, as it knows what was asked
+            scope = {**scope, "method": "GET"}
         await self._app(scope, replay, send)
 
     async def _refuse(
@@ -62,11 +70,13 @@ class Bounds:
         await response(scope, receive, send)
 
 
-async def _whole_body(receive: Receive) -> bytes:
-    """The body, or as much of it as shows that it is too long."""
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body, or as much of it as shows that it is too long; None if the peer goes before."""
     body = bytearray()
     while len(body) <= BODY_BYTES_MAX:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         body += message.get("body", b"")
         if not message.get("more_body", False):
             break

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.observability.log_rate import LimitedRecords
+from kvhearth_server.transport.web.protocol import (
+    CONNECTIONS_MAX,
+    BoundedProtocol,
+    Refused,
+    protocol_of,
+)
 
-CONNECTIONS_MAX = 256
 HEAD_BYTES_MAX = 16 << 10
-HEAD_S = 10.0
 _KEEP_ALIVE_S = 15
 _STOP_S = 2.0
 _TICK_S = 1.0
+_LIMITED = LimitedRecords()
 
 
 class Listener:
@@ -26,10 +32,10 @@ class Listener:
 
     Args:
         host, port: the address; port 0 takes any free one.
-        refused: called for each request that is no HTTP.
+        refused: called with the reason of each refusal that the application does not see.
     """
 
-    def __init__(self, host: str, port: int, refused: Callable[[], None]) -> None:
+    def __init__(self, host: str, port: int, refused: Refused) -> None:
         self._refused = refused
         self._host = host
         self._port = port
@@ -65,7 +71,7 @@ class Listener:
         assert self._socket is not None, "bind first"
         config = uvicorn.Config(
             app,
-            http=_protocol(self._refused),
+            http=protocol_of(self._refused),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,11 +79,12 @@ class Listener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=CONNECTIONS_MAX,
+            backlog=CONNECTIONS_MAX,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
+        logging.getLogger("uvicorn.error").addFilter(_LIMITED)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
         while not self._server.started:
@@ -109,35 +116,16 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Until ``end``; a tick keeps the date header right."""
+        """Until ``end``; a tick keeps the date header right and ends slow connections."""
+        loop = asyncio.get_running_loop()
         while not self.end.is_set():
             await self.on_tick(0)
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol):
+                    connection.tick(loop.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self.end.wait()
-
-
-def _protocol(refused: Callable[[], None]) -> type[H11Protocol]:
-    class Protocol(H11Protocol):
-        """Closes a connection on which no request has come within ``HEAD_S``."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """A peer connects."""
-            super().connection_made(transport)
-            self.loop.call_later(HEAD_S, self.close_if_silent)
-
-        def close_if_silent(self) -> None:
-            """Close unless a request has come."""
-            cycle: object | None = self.cycle  # declared without the None that it starts with
-            if cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-        def send_400_response(self, msg: str) -> None:
-            """What came is not HTTP."""
-            refused()
-            super().send_400_response(msg)
-
-    return Protocol
 
 
 def _text(host: str, port: int) -> str:

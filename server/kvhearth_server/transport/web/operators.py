@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config import Settings
-from kvhearth_server.core.books import BooksError
+from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.web import models, views
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem
@@ -81,7 +81,7 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
     async def evict(ns: Digest, request: models.EvictRequest | None = None) -> models.Evicted:
         """Remove blocks of a namespace, coldest first: all that nobody holds, or down to a size."""
         keep_bytes = request.keep_bytes if request else 0
-        evicted = engine.call(engine.core.evict, bytes.fromhex(ns), keep_bytes)
+        evicted = await portions.evict(engine, bytes.fromhex(ns), keep_bytes)
         return models.Evicted(boot_id=boot_id, evicted_blocks=evicted)
 
     @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
@@ -94,17 +94,13 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
     @router.post("/v1/admin:drain")
     async def drain() -> models.Drained:
         """Take no stores and attaches any more, as before a shutdown."""
-        engine.draining = True
+        engine.drain()
         return models.Drained(boot_id=boot_id, draining=True)
 
     @router.get("/debug/books")
     async def books() -> models.Books:
-        """Recount everything; the daemon answers nobody else meanwhile."""
-        error = ""
-        try:
-            engine.core.check_books()
-        except BooksError as disagreement:
-            error = str(disagreement)
+        """Recount everything, some at a time: the daemon answers others in between."""
+        error = await portions.check_books(engine)
         return models.Books(boot_id=boot_id, balanced=not error, error=error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)

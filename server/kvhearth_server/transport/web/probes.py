@@ -26,12 +26,15 @@ def probe_routes(engine: Engine) -> APIRouter:
         return "ok\n"
 
     async def ready(verbose: Verbose = None) -> PlainTextResponse:
-        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks."""
+        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks, and the
+        memory that there is.
+        """
         checks = readiness(engine)
         good = all(checks.values())
         lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
         told = "ok" if good else "not ready"
-        shown = [*lines, told] if verbose is not None or not good else [told]
+        memory = [] if verbose is None else memory_lines(engine)
+        shown = [*lines, *memory, told] if verbose is not None or not good else [told]
         return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
 
     for path in ("/readyz", "/healthz"):
@@ -67,3 +70,12 @@ def readiness(engine: Engine) -> dict[str, bool]:
         "arena": all(segment.fd >= 0 for segment in engine.arena.segments),
         "not-draining": not engine.draining,
     }
+
+
+def memory_lines(engine: Engine) -> list[str]:
+    """Each tenant's memory and the pages that it is on: small ones are slow, but no failure."""
+    segments = take_snapshot(engine).segments
+    return [
+        f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
+        for each in segments
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvhearth.errors import Reason
 from kvhearth_server.config import Settings
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.web.app import make_app
@@ -24,7 +23,7 @@ class WebServer:
         assert address is not None, "HTTP is off"
         self._app = make_app(engine, settings, admin_token)
         self._listener = Listener(
-            *address, lambda: engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
+            *address, lambda reason: engine.counters.add("refusals", 1, str(reason))
         )
         self.address = self._listener.bind()
 

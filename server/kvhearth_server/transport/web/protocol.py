@@ -1,0 +1,156 @@
+"""A connection that speaks HTTP: how many there may be, how slow a peer may be, what it is told.
+
+What uvicorn answers by itself, in plain text and uncounted, is a problem document here, and counted
+like every other refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.transport.web.problems import problem_of
+
+CONNECTIONS_MAX = 256
+HEAD_S = 10.0
+"""In what time a request's line and headers must be here, from its first byte."""
+READ_S = 10.0
+"""In what time a peer must have read what waits for it."""
+
+REFUSED = "refused"
+"""In a request's state: the connection has refused it already."""
+
+Refused = Callable[[Reason], None]
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection; ``tick`` is to be called about once a second.
+
+    The peer that takes a place beyond ``CONNECTIONS_MAX`` ends the connection that has waited
+    longest for a request; only if all have one under way is it refused itself.
+    """
+
+    def __init__(self, *args: Any, refused: Refused, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._refused = refused
+        self._waiting_since = self.loop.time()
+        self._begun = False
+        self._served = False
+        self._unread_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A peer connects."""
+        super().connection_made(transport)
+        if self._open_count() > CONNECTIONS_MAX:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the peer."""
+        if self.waiting and not self._begun:
+            self._begun = True
+            if self._served:
+                self._waiting_since = self.loop.time()
+        super().data_received(data)
+        self._begun = self._begun and self.waiting
+
+    def on_response_complete(self) -> None:
+        """The peer has its answer; what it has sent since is the next request."""
+        self._served = True
+        self._waiting_since = self.loop.time()
+        super().on_response_complete()
+        self._begun = self.waiting and bool(self.conn.trailing_data[0])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether no request is under way."""
+        return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+
+    @property
+    def waiting_since(self) -> float:
+        """Since when, by the loop's clock; of a request that has begun from its first byte."""
+        return self._waiting_since
+
+    def tick(self, now: float) -> None:
+        """End what has lasted too long; ``now`` by the loop's clock."""
+        if not self.transport.get_write_buffer_size():
+            self._unread_since = None
+        elif self._unread_since is None:
+            self._unread_since = now
+        elif now - self._unread_since > READ_S:
+            self._refused(Reason.DEADLINE)
+            self.transport.abort()
+            return
+        # Between two requests the keep-alive time counts, as long as nothing of the next is here.
+        idle = self._served and not self._begun
+        if self.waiting and not idle and now - self._waiting_since > HEAD_S:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End a connection that waits for a request; a peer that has sent a part of one is told."""
+        if not self._begun:
+            self._refused(Reason.DEADLINE)
+            self.transport.abort()
+            return
+        told = (
+            f"the request's headers were not here within {HEAD_S:.0f} s, or others needed a place"
+        )
+        self._refuse(KVHearthError(Reason.DEADLINE, told), HTTPStatus.REQUEST_TIMEOUT)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP."""
+        self._refuse(KVHearthError(Reason.BAD_MESSAGE, msg), HTTPStatus.BAD_REQUEST)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: the request is answered as if it had not asked for an upgrade."""
+
+    def _refuse(self, error: KVHearthError, status: HTTPStatus) -> None:
+        self._refused(error.reason)
+        cycle: RequestResponseCycle | None = self.cycle  # declared without the None it starts with
+        if cycle is not None and not cycle.response_complete:
+            # Its body is what is refused: the application neither answers nor counts it again.
+            cycle.scope["state"][REFUSED] = cycle.disconnected = True
+            cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = problem_of(error, status=status, headers={"connection": "close"})
+            head = h11.Response(
+                status_code=status, headers=response.raw_headers, reason=status.phrase.encode()
+            )
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _make_room(self) -> None:
+        waiting = [one for one in self._open() if one is not self and one.waiting]
+        if waiting:
+            min(waiting, key=lambda one: one.waiting_since).give_up()
+            return
+        told = f"all {CONNECTIONS_MAX} connections have a request under way; try again"
+        self._refuse(KVHearthError(Reason.DAEMON_AWAY, told), HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _open(self) -> list[BoundedProtocol]:
+        return [
+            one
+            for one in self.connections
+            if isinstance(one, BoundedProtocol) and not one.transport.is_closing()
+        ]
+
+    def _open_count(self) -> int:
+        return len(self._open())
+
+
+def protocol_of(refused: Refused) -> type[H11Protocol]:
+    """The class of connections that tell ``refused`` the reason of each refusal."""
+
+    class Protocol(BoundedProtocol):
+        """Bound to its counter: uvicorn makes the connections and passes what it knows."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, refused=refused, **named)
+
+    return Protocol

@@ -1,0 +1,162 @@
+"""What ``/metrics`` says while real engines store, load, miss, evict, restart and go away."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.daemon import Daemon, running_daemon, until
+from support.engine import contract_of, engine_of
+from support.pipelines import CONTRACT, PAGE_BYTES, PipedEngine, new_keys, piped_engine
+
+CAPACITY_BLOCKS = (16 << 20) // PAGE_BYTES
+
+
+class Scrape:
+    """One scrape: values by name without its prefix, and labels."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
+        address = json.loads(lines[-1])["http"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        self.samples = [
+            sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("kvhearth_")
+        ]
+
+    def of(self, name: str, **labels: str) -> float:
+        """The sum over all samples of a metric that have these labels."""
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == f"kvhearth_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"there is no {name} {labels}"
+        return float(sum(found))
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(http="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def piped(daemon: Daemon) -> Iterator[PipedEngine]:
+    with piped_engine(daemon.url()) as piped:
+        yield piped
+
+
+def test_lookups_by_tier_and_reason_sum_to_the_keys(daemon: Daemon, piped: PipedEngine) -> None:
+    keys = new_keys(8)
+    assert piped.store(keys).stored == 8
+    for asked in (keys, [*keys[:4], *new_keys(3)], new_keys(5), keys[:1]):
+        piped.client.release(piped.client.lookup({0: asked}).lease)
+    found = Scrape(daemon)
+    assert found.of("lookups_total") == 4
+    assert found.of("lookup_blocks_total") == 8 + 7 + 5 + 1 == daemon.counters()["lookup_keys"]
+    assert found.of("lookup_blocks_total", result="dram") == 8 + 4 + 1
+    assert found.of("lookup_blocks_total", result="miss", reason="absent") == 3 + 5
+    epoch = piped.client.epoch
+    piped.client.bump_epoch()
+    assert piped.client.epoch > epoch
+    piped.client.lookup({0: keys})
+    later = Scrape(daemon)
+    assert later.of("lookup_blocks_total", result="miss", reason="epoch") == 8
+    assert later.of("lookup_blocks_total") == 29 == daemon.counters()["lookup_keys"]
+
+
+def test_bytes_and_seconds_of_copies(daemon: Daemon, piped: PipedEngine) -> None:
+    keys = new_keys(32)
+    assert piped.store(keys).stored == 32
+    assert piped.load(keys).usable_tokens
+    assert piped.load([*keys[:2], *new_keys(2)]).loaded[0].sum() == 2
+    wanted = {"store": 32 * PAGE_BYTES, "load": 34 * PAGE_BYTES}
+    until(
+        lambda: Scrape(daemon).of("client_copy_bytes_total", direction="load") == wanted["load"],
+        "a heartbeat brings the client's counters",
+    )
+    found = Scrape(daemon)
+    for direction, copied in wanted.items():
+        assert found.of("client_copy_bytes_total", direction=direction) == copied
+        seconds = found.of("client_copy_seconds_total", direction=direction)
+        assert 0 < seconds < 30
+    assert found.of("client_store_blocks_total", outcome="stored") == 32
+    assert found.of("client_load_blocks_total", outcome="loaded") == 34
+    assert found.of("store_blocks_total", outcome="stored") == 32
+    assert found.of("store_bytes_total") == found.of("used_bytes") == 32 * PAGE_BYTES
+    assert found.of("leased_bytes_total") == 34 * PAGE_BYTES
+
+
+def test_evictions_have_a_reason_and_an_age(daemon: Daemon, piped: PipedEngine) -> None:
+    for _ in range(2 * CAPACITY_BLOCKS // 64):
+        assert piped.store(new_keys(64)).stored == 64
+    found = Scrape(daemon)
+    evicted = found.of("evictions_total", reason="space")
+    assert evicted >= CAPACITY_BLOCKS
+    assert found.of("evictions_total") == found.of("eviction_age_seconds_count") == evicted
+    assert found.of("eviction_age_seconds_bucket", le="+Inf") == evicted
+    assert found.of("blocks") == 2 * CAPACITY_BLOCKS - evicted
+    parts = [found.of(f"{part}_bytes") for part in ("used", "reserved", "quarantined", "free")]
+    assert sum(parts) == found.of("capacity_bytes") == 16 << 20
+    assert found.of("evictable_bytes") == found.of("used_bytes")
+
+
+def test_calls_by_method_and_code(daemon: Daemon, piped: PipedEngine) -> None:
+    before = Scrape(daemon)
+    piped.store(new_keys(4))
+    for _ in range(5):
+        piped.client.lookup({0: new_keys(2)})
+    found = Scrape(daemon)
+    assert found.of("rpc_requests_total", method="Lookup", code="OK") == 5
+    assert found.of("rpc_seconds_count", method="Lookup") == 5
+    assert 0 < found.of("rpc_seconds_sum", method="Lookup") < 30
+    assert found.of("rpc_requests_total", method="Commit", code="OK") == 1
+    refused = before.of("refusals_total")
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen("http://" + json.loads(_ready(daemon))["http"] + "/nothing")
+    assert Scrape(daemon).of("refusals_total") == refused + 1
+
+
+def _ready(daemon: Daemon) -> str:
+    return next(line for line in daemon.log_text().splitlines() if '"event": "ready"' in line)
+
+
+def test_leases_sessions_and_what_a_restart_took_over(daemon: Daemon) -> None:
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "e") as engine:
+        engine.wait_ready()
+        keys = new_keys(6)
+        assert engine.store(keys).bound == keys
+        held = engine.client.lookup({0: keys})
+        until(lambda: Scrape(daemon).of("oldest_lease_seconds") > 0.2, "a lease grows old")
+        found = Scrape(daemon)
+        assert (found.of("leases"), found.of("sessions"), found.of("groups")) == (1, 1, 1)
+        assert found.of("evictable_bytes") == 0
+        engine.client.release(held.lease)
+        until(lambda: Scrape(daemon).of("leases") == 0, "the release arrives")
+        assert Scrape(daemon).of("oldest_lease_seconds") == 0
+        daemon.restart()
+        until(lambda: engine.client.lookup({0: keys}).hit_tokens, "it attaches again")
+        found = Scrape(daemon)
+        assert (found.of("adopted_blocks_total"), found.of("blocks")) == (6, 6)
+        assert found.of("adoption_dropped_total") == 0
+        assert found.of("page_bytes") >= 4096
+        until(
+            lambda: Scrape(daemon).of("client_fallbacks_total", reason="daemon_away"),
+            "the client tells of the lookups that went without the cache",
+        )
+    until(lambda: Scrape(daemon).of("sessions") == 0, "the session ends")
+    assert Scrape(daemon).of("sessions_closed_total") == 1
+
+
+def test_contract_is_the_pipelines() -> None:
+    """The sizes above are those of its blocks: one shard of one page."""
+    (group,) = CONTRACT.groups
+    assert (group.page_bytes, group.shards) == (PAGE_BYTES, 1)

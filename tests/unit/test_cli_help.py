@@ -1,0 +1,140 @@
+"""What ``kvhearth`` tells of itself: examples, --json at every verb, exit codes, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvhearth_server.cli import app
+
+PROGRAMS = Path(sys.executable).parent
+WITHOUT_JSON = {"serve"}
+"""It prints nothing on stdout; its log is JSON off a terminal."""
+
+
+def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, by the words that call it."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path, command
+        return
+    for name in below:
+        yield from _verbs(below[name], *path, name)
+
+
+VERBS = dict(_verbs(typer.main.get_command(app.build())))
+
+
+def _told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert app.run([*words, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_all_verbs_are_there() -> None:
+    wanted = {"serve", "stat", "health", "doctor", "ls", "sessions", "leases", "evict", "drain"}
+    wanted |= {"explain", "top", "version"}
+    groups = {("config", "show"), ("config", "sample"), ("config", "validate"), ("bench", "local")}
+    assert {(name,) for name in wanted} | groups <= VERBS.keys()
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_every_verb_has_an_example_and_json(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert re.search(r"Examples?: .*kvhearth " + words[0], _told(capsys, *words))
+    options = {name for parameter in VERBS[words].params for name in parameter.opts}
+    assert ("--json" in options) == (words[0] not in WITHOUT_JSON)
+
+
+@pytest.mark.parametrize("words", [(), ("config",), ("bench",)])
+def test_groups_have_examples(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    assert re.search(r"Examples?: kvhearth ", _told(capsys, *words))
+
+
+def test_what_people_try_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["version"]) == 0
+    version = capsys.readouterr().out
+    assert app.run(["--version"]) == 0
+    assert capsys.readouterr().out == version
+    assert app.run(["-h"]) == 0
+    assert "Exit codes" in capsys.readouterr().out
+    assert app.run(["stat", "-h"]) == 0
+    assert "--socket-dir" in capsys.readouterr().out
+
+
+def test_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _told(capsys)
+    codes = {int(code) for code in re.findall(r"^ (\d)  \w", text, flags=re.MULTILINE)}
+    assert codes == {0, app.EXIT_OTHER, app.EXIT_CONFIG, app.EXIT_MEMORY}
+    assert {app.EXIT_OTHER, *app.EXIT_CODES.values()} <= codes
+    assert "--install-completion" in text
+
+
+# -- completion --------------------------------------------------------------------------------
+
+
+def _completed(shell: str, words: str) -> str:
+    """What the program answers to a shell's completion script."""
+    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_ARGS": words}
+    environment = os.environ | action | {"_KVHEARTH_COMPLETE": f"complete_{shell}"}
+    done = subprocess.run(
+        [PROGRAMS / "kvhearth"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_of_other_shells(shell: str) -> None:
+    found = _completed(shell, "kvhearth e")
+    assert "explain" in found
+    assert "evict" in found
+    assert "doctor" not in found
+
+
+def test_completion_in_a_real_bash(tmp_path: Path) -> None:
+    """Installed as the help says, into a home of its own, and asked as by a press of Tab."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    script = """
+    kvhearth --install-completion bash >/dev/null
+    . "$HOME/.bashrc"
+    ask() {
+      COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _kvhearth_completion kvhearth
+      echo "${COMPREPLY[@]}"
+    }
+    ask kvhearth e
+    ask kvhearth config s
+    ask kvhearth health --w
+    """
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    done = subprocess.run(
+        [bash, "--norc", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [
+        ["evict", "explain"],
+        ["sample", "show"],
+        ["--wait"],
+    ]
