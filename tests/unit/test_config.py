@@ -160,7 +160,24 @@ def test_each_bad_value_is_told_with_where_it_is_from(
     assert "--pin-ttl-max-s: 'soon': not a duration" in told
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [", "\x00"])
+NO_SETTINGS = {
+    "a list": "- a\n- b\n",
+    "words": "just words",
+    "cut": "a: [",
+    "a zero": "\x00",
+    "nested": "a: " + "[" * 5000,
+    "no date": "memory: 2001-99-99",
+    "no time": 'memory: !!timestamp "x"',
+    "no truth": 'memory: !!bool "x"',
+    "no number": 'memory: !!int ""',
+    "a long number": "memory: " + "9" * 5000,
+    "endless": "memory: &a [*a]",
+    "doubling": "a: &a [1, 1]\n" + "".join(f"a{n}: &a [*a, *a]\n" for n in range(40)),
+    "too long": "#" * (1 << 20) + "\n",
+}
+
+
+@pytest.mark.parametrize("text", NO_SETTINGS.values(), ids=NO_SETTINGS)
 def test_a_file_that_holds_no_settings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "kvhearth.yaml"
     path.write_text(text)
@@ -200,6 +217,34 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_together(flags: dict[str, object], told: str) -> None:
     assert re.search(re.escape(told), refusal(**flags))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("/a\0b", "a path has no zero byte"),
+        ("/a\ud800", "not UTF-8"),
+        ("~no-such-user/x", "not a directory here"),
+    ],
+)
+def test_what_is_no_directory(value: str, told: str) -> None:
+    assert told in refusal(socket_dir=value)
+    assert told in refusal(arena_dir=value)
+
+
+@pytest.mark.parametrize("host", ["x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1"])
+def test_what_is_no_host(host: str) -> None:
+    assert "is not HOST:PORT" in refusal(http=f"{host}:80", http_insecure=True)
+
+
+def test_what_is_told_is_short_and_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    names = "".join(f'"n{number}\\n": 1\n' for number in range(3000))
+    path.write_text(names + f"memory: {'x' * 100_000}\ndrain_grace_s: {'9' * 400}\n")
+    told = refusal(path)
+    assert told.isprintable()
+    assert len(told) < 16_000
+    assert told.endswith("and 2982 more")
 
 
 def test_a_socket_path_has_a_limit() -> None:

@@ -17,6 +17,7 @@ CLASS_METHODS_MAX = 20
 
 CATCH_ALL_ALLOWED = frozenset(
     {
+        "client/kvhearth/transports/frames_unix.py",  # a connection that failed is not used again
         # thread mains and supervised tasks: what they raise is counted and logged
         "client/kvhearth/copiers/cuda.py",
         "client/kvhearth/copiers/host.py",
@@ -27,9 +28,11 @@ CATCH_ALL_ALLOWED = frozenset(
         "server/kvhearth_server/daemon.py",
         "server/kvhearth_server/engine/supervisor.py",
         "server/kvhearth_server/transport/attach.py",
+        "server/kvhearth_server/transport/calls.py",
         "server/kvhearth_server/transport/rpc/guard.py",
         # the fail-open boundary: nothing of ours reaches an engine's loop
         "client/kvhearth/caller.py",
+        "client/kvhearth/connectors/vllm/guard.py",
         "client/kvhearth/pipeline/movers.py",  # nor a GPU that has no memory for a copier
     }
 )

@@ -50,11 +50,12 @@ CONTRACT = contract(SMALL_BYTES)
 
 @dataclass(frozen=True)
 class Lookups:
-    """One client and its daemon, an empty call's transport, and the run's keys."""
+    """One client and its daemon, transports for empty calls, and the run's keys."""
 
     daemon: Served
     client: KVClient
-    wire: CacheTransport
+    rpc: CacheTransport
+    frames: CacheTransport
     result: Result
     seed: bytes
 
@@ -87,21 +88,22 @@ class Lookups:
     def series(self, what: str, blocks: int, key_count: int, count: int) -> Series:
         """``count`` lookups of neighbours in a chain, each right after an empty call."""
         places = random.Random(blocks)
-        calls, lookups = [], []
+        calls, framed, lookups = [], [], []
         rounds = -(-count // _SERIES)
         for _ in steps(rounds, what):
             starts = [places.randrange(blocks - key_count + 1) for _ in range(_SERIES)]
             asked = [keys_of(self.seed, start, key_count) for start in starts]
             leases = []
             for keys in asked:
-                calls.append(empty_call(self.wire))
+                calls.append(empty_call(self.rpc))
+                framed.append(empty_call(self.frames))
                 seconds, found = self.lookup(keys)
                 lookups.append(seconds)
                 leases.append(found.lease)
             for lease in leases:
                 self.client.release(lease)
             self.daemon.wait_quiet()
-        return Series(calls[:count], lookups[:count])
+        return Series(calls[:count], framed[:count], lookups[:count])
 
     def rate(self, asked: list[list[bytes]], seconds: float) -> float:
         """Lookups per second of this client alone."""
@@ -115,9 +117,10 @@ class Lookups:
 
 @dataclass(frozen=True)
 class Series:
-    """Seconds of empty calls and of lookups, in turn."""
+    """Seconds of empty gRPC calls, empty frames and lookups, in turn."""
 
     calls: list[float]
+    framed: list[float]
     lookups: list[float]
 
 
@@ -129,8 +132,12 @@ def lookup_part(result: Result, sizes: Sizes) -> None:
     with served(*flags) as daemon:
         said = daemon.ready()
         before = daemon.anonymous_bytes()
-        with attached(daemon.url, CONTRACT) as client, wire(daemon.url, CONTRACT) as calls:
-            one = Lookups(daemon, client, calls, result, secrets.token_bytes(16))
+        with (
+            attached(daemon.url, CONTRACT) as client,
+            wire(daemon.url, CONTRACT) as rpc,
+            wire(daemon.url, CONTRACT, calls="frames") as framed,
+        ):
+            one = Lookups(daemon, client, rpc, framed, result, secrets.token_bytes(16))
             one.fill(0, sizes.blocks_small)
             _small(one, sizes)
             one.fill(sizes.blocks_small, sizes.blocks)
@@ -146,6 +153,7 @@ def _small(one: Lookups, sizes: Sizes) -> None:
     values = one.result.values
     found = one.series("lookups, few blocks", sizes.blocks_small, KEYS, sizes.lookups)
     values["rpc_p50_us"], values["rpc_p99_us"] = us(p50(found.calls)), us(p99(found.calls))
+    values["frame_p50_us"], values["frame_p99_us"] = us(p50(found.framed)), us(p99(found.framed))
     values["lookup512_p50_us"] = us(p50(found.lookups))
     values["lookup512_p99_us"] = us(p99(found.lookups))
     values["lookup512_ratio"] = round(p50(found.lookups) / p50(found.calls), 2)

@@ -52,7 +52,7 @@ def multipliers(seed: int) -> _U64:
 
 def hash_words(words: _U64, by: _U64) -> Hashes:
     """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``."""
-    mixed = words[:, 0] * by[0]
+    mixed: Hashes = words[:, 0] * by[0]
     for column in range(1, words.shape[1]):
         mixed ^= mixed >> np.uint64(29)
         mixed += words[:, column]
@@ -67,7 +67,7 @@ def hash_words(words: _U64, by: _U64) -> Hashes:
 def hash_one(key: bytes, by: list[int]) -> int:
     """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
     first, *others = struct.unpack(f"<{len(key) // 8}Q", key)
-    mixed = first * by[0] & _WORD
+    mixed: int = first * by[0] & _WORD
     for word, multiplier in zip(others, by[1:], strict=False):
         mixed = ((mixed ^ mixed >> 29) + word) * multiplier & _WORD
     mixed = (mixed ^ mixed >> 32) * by[0] & _WORD
@@ -92,7 +92,8 @@ class Buckets:
 
     def _home(self, hashes: Hashes) -> I64:
         # The lowest bit is always set and tells nothing.
-        return (hashes >> _ONE).view(np.int64) & self._mask
+        home: I64 = (hashes >> _ONE).view(np.int64) & self._mask
+        return home
 
     def find(self, hashes: Hashes, same: Same) -> I64:
         """Heads of keys, shape (n,); -1 where there is none."""
@@ -102,7 +103,7 @@ class Buckets:
         every = np.arange(len(hashes))
         cells = rows[every, at]
         like = cells >> _HIGH == hashes
-        heads = (cells & _LOW).view(np.int64) - 1
+        heads: I64 = (cells & _LOW).view(np.int64) - 1
         if like.all():
             good = same(every, heads)
         else:
@@ -193,7 +194,8 @@ class Buckets:
 
     def heads(self) -> I64:
         """All bound heads."""
-        return (self._cells[self._cells != 0] & _LOW).view(np.int64) - 1
+        heads: I64 = (self._cells[self._cells != 0] & _LOW).view(np.int64) - 1
+        return heads
 
     def check(self) -> None:
         """Raise ValueError unless the counts agree with the cells."""

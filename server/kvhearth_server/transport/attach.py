@@ -17,6 +17,7 @@ from kvhearth.wire import FrameDecoder, Hello, encode_frame, refused
 from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.log_rate import LimitedLog
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.peers import Tenancy, peer_of, tenant_of
 from kvhearth_server.transport.plain import plain_error
@@ -28,6 +29,7 @@ _ACCEPT_AGAIN_S = 0.001
 _ACCEPT_PAUSE_S = 0.05
 _REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
+_refusals = LimitedLog(_log)
 
 
 class AttachServer:
@@ -208,7 +210,13 @@ class AttachServer:
 
     async def _refuse(self, connection: socket.socket, peer: Peer, error: KVHearthError) -> None:
         self._count(error)
-        _log.warning("attach refused", reason=str(error.reason), why=error.message, uid=peer.uid)
+        _refusals.warning(
+            "attach refused",
+            kind=str(error.reason),
+            reason=str(error.reason),
+            why=error.message,
+            uid=peer.uid,
+        )
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_REFUSE_S):
                 await self._send(connection, refused(error), [])

@@ -1,0 +1,1 @@
+"""What runs in a peer's interpreter; ``harness`` is started there and loads one peer's file."""

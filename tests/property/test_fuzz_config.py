@@ -1,0 +1,295 @@
+"""Settings of any kind from file, environment and flags: valid, or one line that says what is not.
+
+What ``config validate`` says is what ``serve`` does: they read the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support.daemon import Daemon, stopped_daemon, until
+from support.fuzz import depths, fuzz, values
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.cli import app
+from kvhearth_server.cli.sample import settings_yaml
+from kvhearth_server.cli.serve import prepare
+from kvhearth_server.config import Settings, load_settings
+
+LINE_CHARS_MAX = 16 << 10
+base = settings(fuzz, suppress_health_check=list(HealthCheck))
+NAMES = sorted(Settings.model_fields)
+FLAGS = [name for name in NAMES if Settings.model_fields[name].annotation is not bool]
+SWITCHES = sorted(set(NAMES) - set(FLAGS))
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
+        monkeypatch.delenv(name)
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """These variables beside those that are there."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# -- what may be written ---------------------------------------------------------------------------
+
+WORDS = """64MiB 1GiB 2TiB 4096 0 -1 1.5GiB 12bananas 1e999 30s 500ms 0.5 1d nan inf on off true
+None ~ ~root ~nobody-x/y a=1:64MiB a=1,2:64MiB;b=3:64MiB a=:1 a=1: 127.0.0.1:0 [::1]:80 0.0.0.0:1
+localhost:80 :80 ]:80 ::1:80 [::1%lo]:1 require s3fifo json debug DEBUG"""
+ODD_WORDS = (
+    "",
+    " ",
+    "a b:80",
+    "x" * 70 + ":80",
+    "\u0665MiB",
+    "64\u00a0MiB",
+    "/" + "d" * 200,
+    "9" * 50,
+)
+plausible = st.sampled_from([*WORDS.split(), *ODD_WORDS])
+environment_texts = plausible | st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), max_size=20
+)
+written = plausible | values | st.lists(plausible, max_size=3)
+names = st.sampled_from(NAMES) | st.sampled_from(["memroy", "_env_file", "", "model_config"])
+variables = st.dictionaries(
+    st.sampled_from(["KVHEARTH_" + name.upper() for name in NAMES]), environment_texts, max_size=3
+)
+flags = st.dictionaries(st.sampled_from(FLAGS), environment_texts, max_size=3)
+switches = st.dictionaries(st.sampled_from(SWITCHES), st.booleans(), max_size=1)
+TOKENS = r"""&a *a { } [ ] !!int !!float !!timestamp !!binary !!bool !!set !!omap
+!!python/name:os.system <<: ? : ' " # 2001-99-99 x 0o8 0b2 1:99 .inf = \ud800 \0 ~ -
+memory: tenants: http:"""
+LAYOUT = ("\n", "  ", "|\n", "---\n", "...\n", "%YAML 9.9\n", "\t", "\0", "\u2028", "9" * 5000)
+pieces = st.sampled_from([*(f"{token} " for token in TOKENS.split()), *LAYOUT])
+
+
+def dumped(found: dict[str, Any]) -> bytes:
+    """As YAML; half surrogate pairs as escapes."""
+    return yaml.safe_dump(found, allow_unicode=False).encode("utf-8", "surrogatepass")
+
+
+DEEP = b"a: " + b"[" * 5000
+BOMB = b"a: &a [1,1,1,1,1,1,1,1,1]\n" + b"".join(
+    b"%c: &%c [%b]\n" % (98 + n, 98 + n, b",".join([b"*%c" % (97 + n)] * 9)) for n in range(20)
+)
+files = st.one_of(
+    st.dictionaries(names, written, max_size=4).map(dumped),
+    st.lists(pieces, max_size=12).map(lambda parts: "".join(parts).encode()),
+    st.binary(max_size=60),
+)
+
+
+# -- properties ------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """The command in this process: exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = app.run(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def served(config: Path | None, given: dict[str, object]) -> Settings | None:
+    """The settings that ``serve`` would run with; None if it refuses them."""
+    refusal = None
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            return prepare(config, given)
+        except KVHearthError as error:
+            refusal = error
+    assert refusal.reason is Reason.CONFIG_INVALID
+    one_clear_line(refusal.message)
+    assert err.getvalue() == "", "nothing was begun"
+    return None
+
+
+def one_clear_line(text: str) -> None:
+    """Something for a person to read, and to print on a terminal."""
+    assert text.isprintable(), text
+    assert 0 < len(text) <= LINE_CHARS_MAX
+
+
+def complaint(err: str) -> str:
+    """The last line on stderr, which must be the command's own."""
+    last = err.splitlines()[-1]
+    assert last.startswith("kvhearth: error: ")
+    return last
+
+
+@depths(60)
+def test_validate_says_what_serve_does(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "kvhearth.yaml"
+
+    @settings(base, max_examples=examples)
+    @given(files, variables)
+    @example(DEEP, {})
+    @example(BOMB, {})
+    @example(BOMB + b"memory: *u", {})
+    @example(b"memory: &a [*a]", {})
+    @example(b"memory: 2001-99-99", {})
+    @example(b'memory: !!timestamp "x"', {})
+    @example(b'memory: !!bool "x"', {})
+    @example(b"allow_uids: [" + b"9" * 5000 + b"]", {})
+    @example(b"drain_grace_s: " + b"9" * 400, {})
+    @example(b'socket_dir: "/a\\0b"', {})
+    @example(b'socket_dir: "/a\\ud800"', {})
+    @example(b"socket_dir: ~no-such-user/x", {})
+    @example(b"http_insecure: true\nhttp: '" + b"x" * 70 + b":80'", {})
+    @example(b'"a\\nb": 1', {})
+    @example(b"\n" * (2 << 20), {})
+    @example(b"".join(b"n%d: 1\n" % number for number in range(5000)), {})
+    def check(data: bytes, environ: dict[str, str]) -> None:
+        path.write_bytes(data)
+        with environment(environ):
+            code, out, err = command("config", "validate", "--config", str(path), "--json")
+            settings = served(path, {})
+        told = json.loads(out)
+        assert told["valid"] == (settings is not None) == (code == 0)
+        if settings is None:
+            assert code == 2
+            assert complaint(err) == f"kvhearth: error: {told['problem']}"
+            one_clear_line(told["problem"])
+        else:
+            path.write_text(settings_yaml(settings))
+            assert load_settings({}, path) == settings, "shown, it can be read again"
+
+    check()
+
+
+@depths(50)
+def test_any_flags(tmp_path: Path, examples: int) -> None:
+    @settings(base, max_examples=examples)
+    @given(flags, switches, variables)
+    @example({"memory": "9" * 5000}, {}, {})
+    @example({"socket_dir": "~no-such-user"}, {}, {})
+    def check(texts: dict[str, str], switched: dict[str, bool], environ: dict[str, str]) -> None:
+        words = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
+        words += [f"--{'' if on else 'no-'}{n.replace('_', '-')}" for n, on in switched.items()]
+        lists = {
+            name: [text] if name in ("tenants", "allow_uids") else text
+            for name, text in texts.items()
+        }
+        with environment(environ):
+            if served(None, {**lists, **switched}) is None:
+                code, _, err = command("serve", *words)
+                assert code == 2
+                one_clear_line(complaint(err))
+
+    check()
+
+
+@depths(40)
+def test_any_words(examples: int) -> None:
+    """What is no flag at all ends with a usage error, and never with a daemon."""
+
+    @settings(base, max_examples=examples)
+    @given(
+        st.lists(st.text(string.ascii_lowercase + "-=\u00fc", max_size=12), min_size=1, max_size=3)
+    )
+    def check(words: list[str]) -> None:
+        code, _, err = command("serve", "--keys-max=none", *words)
+        assert code == 2 or "--help" in words
+        assert "Traceback" not in err
+
+    check()
+
+
+BAD_FILES = {
+    "nested": DEEP,
+    "a bomb": BOMB,
+    "no date": b"memory: 2001-99-99",
+    "a zero byte": b'arena_dir: "/a\\0b"',
+    "no such home": b"arena_dir: ~no-such-user/x",
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_real_start_ends_with_2_and_one_line(name: str) -> None:
+    with stopped_daemon(arena=False) as daemon:
+        path = daemon.folder / "kvhearth.yaml"
+        path.write_bytes(BAD_FILES[name])
+        daemon.settings["config"] = path
+        assert daemon.launch().wait(30) == 2, daemon.log_tail()
+        (line,) = daemon.log_text().splitlines()
+        assert line.startswith("kvhearth: error: ")
+
+
+starts = st.fixed_dictionaries(
+    {},
+    optional={
+        "held_fraction_max": st.floats(1e-320, 1, exclude_max=True),
+        "stock_fraction_max": st.floats(1e-320, 0.3),
+        "keys_max": st.integers(1, 1 << 20),
+        "message_bytes_max": st.integers(64 << 10, 1 << 30),
+        "sessions_max": st.integers(1, 65536),
+        "namespaces_max": st.integers(1, 1 << 20),
+        "leases_max": st.integers(1, 1 << 20),
+        "pins_max": st.integers(1, 65535),
+        "attach_timeout_s": st.sampled_from(["1ms", "1d", "9" * 300]),
+        "drain_timeout_s": st.sampled_from(["0", "1d", "9" * 300]),
+        "drain_grace_s": st.sampled_from(["0", "9" * 300]),
+        "switch_interval_s": st.sampled_from(["0.0000000001", "0.1"]),
+        "sum_threads": st.integers(1, 64),
+        "eviction": st.sampled_from(["s3fifo", "sieve"]),
+        "log_format": st.sampled_from(["auto", "console", "json"]),
+        "http": st.sampled_from(["off", "127.0.0.1:0", "localhost:0", "[::1%1]:0"]),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    "examples", [6, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_valid_settings_start_or_say_why_not(examples: int) -> None:
+    @settings(base, max_examples=examples)
+    @given(starts)
+    def start(chosen: dict[str, object]) -> None:
+        with stopped_daemon(arena=False, **chosen) as daemon:
+            valid = served(None, dict(daemon.settings)) is not None
+            daemon.launch()
+            until(lambda: daemon.dead or ready(daemon), "it starts")
+            if not daemon.dead:
+                assert valid
+                assert daemon.terminate() == 0, daemon.log_tail()
+            else:
+                assert daemon.exit_code == (1 if valid else 2), daemon.log_tail()
+                assert complaint(daemon.log_text())
+            assert "Traceback" not in daemon.log_text(), daemon.log_tail()
+
+    start()
+
+
+def ready(daemon: Daemon) -> bool:
+    """Whether it says so."""
+    return any("attach=" in line or '"attach"' in line for line in daemon.log_text().splitlines())

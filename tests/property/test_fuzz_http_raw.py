@@ -1,0 +1,296 @@
+"""Bytes that are no HTTP, or only almost, beside a good engine.
+
+Whatever is answered is an HTTP response, and a refusal is a problem document with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.daemon import Daemon, running_daemon, until
+from support.engine import Engine, contract_of, engine_of
+from support.fuzz import depths, fuzz, pieces, refusals_by_reason, unharmed
+from support.http_door import ANY_PORT, address_of, ask
+from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
+
+from kvhearth.errors import Reason
+from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
+
+ANSWER_S = 10.0
+QUIET_S = 0.05
+"""How long a connection that may owe nothing more is listened to."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture(scope="module")
+def neighbour(daemon: Daemon) -> Iterator[Engine]:
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
+        yield engine
+
+
+def opened(daemon: Daemon) -> socket.socket:
+    """A connection to its HTTP."""
+    return socket.create_connection(address_of(daemon), timeout=ANSWER_S)
+
+
+def heard(line: socket.socket, quiet_s: float = QUIET_S) -> tuple[bytes, bool]:
+    """What the daemon says until it says nothing for a while, and whether it has hung up."""
+    data = b""
+    line.settimeout(quiet_s)
+    while True:
+        try:
+            part = line.recv(1 << 16)
+        except TimeoutError:
+            return data, False
+        except ConnectionResetError:
+            return data, True
+        if not part:
+            return data, True
+        data += part
+
+
+class _Readable:
+    """As much of a socket as ``HTTPResponse`` wants."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    def makefile(self, _: str) -> io.BytesIO:
+        return self._file
+
+
+def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """The responses in ``data``; of the last one the end may be missing."""
+    found = []
+    while data:
+        response = http.client.HTTPResponse(_Readable(data))  # type: ignore[arg-type]
+        response.begin()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        head = data.index(b"\r\n\r\n", data.index(b"HTTP/1.1 %d" % response.status)) + 4
+        size = int(headers["content-length"])
+        found.append((response.status, headers, data[head : head + size]))
+        data = data[head + size :]
+    return found
+
+
+def judged(data: bytes) -> list[Reason]:
+    """The reasons of all refusals in ``data``; fails for what is none, or no response."""
+    reasons = []
+    for status, headers, body in answers(data):
+        assert status < 500, body
+        if status >= 300 and len(body) == int(headers["content-length"]):
+            assert headers["content-type"] == "application/problem+json"
+            found: dict[str, Any] = json.loads(body)
+            assert found["status"] == status
+            assert found["detail"]
+            reasons.append(Reason(found["reason"]))
+    return reasons
+
+
+# -- what may come ---------------------------------------------------------------------------------
+
+junk = st.binary(max_size=40)
+words = st.sampled_from(
+    [b"", b"GET", b"POST", b"PUT", b"get", b"G\0T", b"PRI", b"CONNECT", b"A" * 99]
+)
+TARGETS = (
+    b"/livez /metrics /v1/stats /v1/namespaces/x:evict * // /%00 /% /livez#x /readyz?a=b".split()
+)
+targets = st.sampled_from([*TARGETS, b"/" + b"a" * 20_000, b"http://evil.example/livez", b"\xff"])
+versions = st.sampled_from([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"http/1.1", b""])
+HEADERS = rb"""Host: localhost|Host: evil.example|Host:|host : x|Content-Length: 5
+Content-Length: -1|Content-Length: 5, 6|Content-Length: 1e3|Content-Length: |Content-Length: +5
+Content-Length: 70000|Content-Length: 99999999999999999999999|Transfer-Encoding: chunked
+Transfer-Encoding: gzip, chunked|Transfer-Encoding: x|Expect: 100-continue|Connection: close
+Connection: upgrade|Upgrade: websocket|Upgrade: h2c| folded|no colon
+Content-Type: application/json"""
+BAD_HEADERS = (b"X: " + b"x" * 30_000, b"\0: \0", b"X: \xff", b"Authorization: Bearer \xff")
+headers = st.sampled_from([*HEADERS.replace(b"\n", b"|").split(b"|"), *BAD_HEADERS])
+BODIES = (b"", b"hello", b"5\r\nhello\r\n0\r\n\r\n", b"f" * 17 + b"\r\n", b"-1\r\n", b"\r\n" * 10)
+LONG = (b"5;" + b"e" * 9000, b"x" * 70_000, b"4000\r\n" + b"x" * 0x4000, b"0\r\nTrailer: x\r\n\r\n")
+bodies = st.sampled_from([*BODIES, *LONG])
+ends = st.sampled_from([b"\r\n", b"\n", b"\r"])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """Something like a request: most of it right, so that the rest gets far."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(junk)
+    end = draw(ends) if draw(st.integers(0, 9)) == 0 else b"\r\n"
+    first = [draw(words), draw(targets), draw(versions)]
+    if draw(st.booleans()):
+        first = [draw(st.sampled_from([b"GET", b"POST"])), draw(targets), b"HTTP/1.1"]
+    lines = [b" ".join(first)]
+    if draw(st.booleans()):
+        lines.append(b"Host: localhost")
+    lines += draw(st.lists(headers, max_size=4))
+    return end.join(lines) + end + end + draw(bodies)
+
+
+GOOD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@depths(150)
+def test_any_bytes(daemon: Daemon, neighbour: Engine, examples: int) -> None:
+    told: list[Reason] = []
+
+    @settings(fuzz, max_examples=examples)
+    @given(st.lists(requests(), max_size=4), st.lists(st.integers(0, 99_999), max_size=3))
+    @example([GOOD, b"\x16\x03\x01\r\n\r\n"], [])
+    @example([GOOD * 50], [])
+    @example([CHUNKED + b"zz\r\n"], [])
+    @example([CHUNKED + b"4000\r\n" + b"x" * 0x4000 + b"\r\n4000\r\n", b"x" * 70_000, b"zz"], [])
+    @example([b"\r\n" * 1000, GOOD], [2])
+    def send(parts: list[bytes], cuts: list[int]) -> None:
+        data = b"".join(parts)
+        with opened(daemon) as line:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for piece in pieces(data, cuts):
+                    line.sendall(piece)
+            found, _ = heard(line)
+            told.extend(judged(found))
+
+    before = refusals_by_reason(daemon)
+    with unharmed(daemon, neighbour):
+        send()
+    after = refusals_by_reason(daemon)
+    for reason in set(told):
+        assert after[reason] - before[reason] >= told.count(reason)
+    assert ask(daemon, "/readyz").status == 200
+
+
+def test_a_good_request_before_bad_ones_is_answered(daemon: Daemon, neighbour: Engine) -> None:
+    with unharmed(daemon, neighbour), opened(daemon) as line:
+        line.sendall(GOOD * 20 + b"what?\r\n\r\n" + GOOD)
+        found, ended = heard(line, ANSWER_S)
+        assert ended
+        statuses = [status for status, _, _ in answers(found)]
+        assert statuses == [200] * 20 + [400]
+        assert judged(found) == [Reason.BAD_MESSAGE]
+
+
+# -- requests that stop halfway --------------------------------------------------------------------
+
+
+SIZED, CHUNKS = b"Content-Length: 18\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+HALVES = (SIZED, SIZED + b'{"keep_bytes"', CHUNKS, CHUNKS + b"zz\r\n")
+
+
+@pytest.mark.parametrize("sent", HALVES)
+def test_half_a_body_does_nothing(daemon: Daemon, neighbour: Engine, sent: bytes) -> None:
+    """Without its body the action would mean all that nobody holds."""
+    token = (daemon.socket_dir / "admin.token").read_bytes()
+    contract = raw_contract(model="halved").to_json()
+    with unharmed(daemon, neighbour), RawSession(daemon, contract=contract) as session:
+        keys, _ = session.store(4)
+        space = session.welcome["namespace"].encode()
+        before = refusals_by_reason(daemon)[Reason.BAD_MESSAGE]
+        with opened(daemon) as line:
+            line.sendall(b"POST /v1/namespaces/%b:evict HTTP/1.1\r\nHost: localhost\r\n" % space)
+            line.sendall(b"Content-Type: application/json\r\nAuthorization: Bearer %b\r\n" % token)
+            line.sendall(sent)
+            line.shutdown(socket.SHUT_WR)
+        until(lambda: refusals_by_reason(daemon)[Reason.BAD_MESSAGE] == before + 1, "it is counted")
+        assert session.lookup(keys).groups[0].present == b"\x0f"
+
+
+# -- too many, too slow ----------------------------------------------------------------------------
+
+
+def test_silent_connections_have_a_bound(daemon: Daemon, neighbour: Engine) -> None:
+    ask(daemon, "/livez")
+    before, count = daemon.descriptor_count(), refusals_by_reason(daemon)[Reason.DEADLINE]
+    with unharmed(daemon, neighbour), contextlib.ExitStack() as lines:
+        for number in range(CONNECTIONS_MAX + 100):
+            line = lines.enter_context(opened(daemon))
+            line.sendall(b"GET /li"[: number % 8])
+        assert ask(daemon, "/livez").status == 200
+        assert daemon.descriptor_count() <= before + CONNECTIONS_MAX + 20
+        # Whom the first of them made room for is still there.
+        line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"[number % 8 :])
+        found, _ = heard(line, 1.0)
+        assert answers(found)[0][0] == 200
+    assert refusals_by_reason(daemon)[Reason.DEADLINE] >= count + 100
+
+
+def test_too_many_requests_under_way(daemon: Daemon, neighbour: Engine) -> None:
+    head = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+    with unharmed(daemon, neighbour), contextlib.ExitStack() as lines:
+        for _ in range(CONNECTIONS_MAX):
+            lines.enter_context(opened(daemon)).sendall(head)
+        before = refusals_by_reason(daemon)[Reason.DAEMON_AWAY]
+        found, ended = heard(lines.enter_context(opened(daemon)), ANSWER_S)
+        ((status, headers, body),) = answers(found)
+        assert (status, ended) == (503, True)
+        assert headers["content-type"] == "application/problem+json"
+        assert json.loads(body)["reason"] == "daemon_away"
+        assert refusals_by_reason(daemon)[Reason.DAEMON_AWAY] == before + 1
+
+
+def dripping(line: socket.socket, drip: bytes, most_s: float) -> tuple[float, bytes]:
+    """Send ``drip`` again and again; after what time the daemon hung up, and what it said."""
+    started, data, ended = time.monotonic(), b"", False
+    while not ended and time.monotonic() < started + most_s:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            line.sendall(drip)
+        more, ended = heard(line, 0.2)
+        data += more
+    return time.monotonic() - started, data
+
+
+SLOW = {
+    "a head": (b"GET /livez HTTP/1.1\r\n", b"A: b\r\n"),
+    "a second head": (GOOD + b"GET", b"A"),
+    "a body": (CHUNKED, b"1\r\nx\r\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_senders_are_ended(daemon: Daemon, neighbour: Engine, name: str) -> None:
+    first, drip = SLOW[name]
+    before = refusals_by_reason(daemon)[Reason.DEADLINE]
+    with unharmed(daemon, neighbour), opened(daemon) as line:
+        line.sendall(first)
+        took_s, data = dripping(line, drip, 30.0)
+        assert took_s < 29
+        assert judged(data) == [Reason.DEADLINE]
+    assert refusals_by_reason(daemon)[Reason.DEADLINE] == before + 1
+
+
+@pytest.mark.slow
+def test_a_peer_that_reads_nothing_is_ended(daemon: Daemon, neighbour: Engine) -> None:
+    before = refusals_by_reason(daemon)[Reason.DEADLINE]
+    with unharmed(daemon, neighbour), opened(daemon) as line:
+        line.settimeout(1.0)
+        ask_again = GOOD.replace(b"/livez", b"/openapi.json") * 100
+        with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+            for _ in range(1000):
+                line.sendall(ask_again)
+        until(lambda: refusals_by_reason(daemon)[Reason.DEADLINE] > before, "it is ended", 30.0)
+
+
+@pytest.mark.slow
+def test_a_silent_peer_is_ended(daemon: Daemon, neighbour: Engine) -> None:
+    with unharmed(daemon, neighbour), opened(daemon) as silent, opened(daemon) as idle:
+        idle.sendall(GOOD)
+        assert heard(silent, 25.0) == (b"", True)
+        assert heard(idle, 25.0)[1]

@@ -1,0 +1,284 @@
+"""What a client makes of a daemon that says anything at all: a value, or a ``KVHearthError``."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.fuzz import changed, depths, fuzz, pieces, values
+
+from kvhearth import codec
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import ERROR_DOMAIN, KVHearthError, Reason
+from kvhearth.model import EXTENT_BYTES, EXTENT_DTYPE
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.session import attach
+from kvhearth.statuses import decode_status
+from kvhearth.url import ATTACH_SOCKET, DaemonUrl, parse_url
+from kvhearth.wire import Hello, SegmentInfo, Welcome, encode_frame
+
+PAGE_BYTES = 4096
+SEGMENT_BYTES = 1 << 20
+SLOTS = 256
+GROUPS = (
+    GroupSpec(GroupKind.FULL, 16, PAGE_BYTES, shards=2),
+    GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),
+)
+CONTRACT = Contract("m", "r", "uint8", GROUPS, tensor_parallel=2)
+SEGMENTS = [SegmentInfo(0, SEGMENT_BYTES, 4096), SegmentInfo(7, PAGE_BYTES, 4096)]
+WELCOME = Welcome("b", 1, "t", 1, "n", 1, SLOTS, 9, 1 << 20, 9, SEGMENTS)
+ASKED = {0: [bytes(32)] * 3, 1: [bytes([1]) * 32] * 2}
+
+
+def told(decode: Callable[[], Any]) -> Any:
+    """The value; None if it was refused. Any other exception passes, and is a failure."""
+    with contextlib.suppress(KVHearthError):
+        return decode()
+    return None
+
+
+# -- the handshake ---------------------------------------------------------------------------------
+
+
+class Liar:
+    """A daemon's attach socket that answers each hello with what it was told to say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.says: list[bytes] = []
+        self.passes = 0
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / ATTACH_SOCKET))
+        self._listener.listen(8)
+        self._thread = threading.Thread(target=self._run, name="liar")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return
+            with line, contextlib.suppress(OSError):
+                line.recv(1 << 16)
+                for part in self.says:
+                    self._say(line, part)
+
+    def _say(self, line: socket.socket, part: bytes) -> None:
+        with open(os.devnull, "rb") as file:
+            rights = array.array("i", [file.fileno()] * self.passes)
+            given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if self.passes else []
+            sent = line.sendmsg([part], given) if part else 0
+        line.sendall(part[sent:])
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[tuple[Liar, DaemonUrl]]:
+    with tempfile.TemporaryDirectory(prefix="kvh-") as folder:
+        url = parse_url(f"kvhearth+unix://{folder}?attach_ms=5000")
+        with contextlib.closing(Liar(Path(folder))) as liar:
+            yield liar, url
+
+
+REFUSED = {"kind": "refused", "reason": "draining", "message": "m", "details": {"self": "x"}}
+messages = st.one_of(changed(WELCOME.to_message()), changed(REFUSED), values.map(lambda v: [v]))
+bodies = messages.map(lambda message: json.dumps(message).encode()) | st.binary(max_size=60)
+lengths = st.just(0) | st.just(0) | st.integers(-3, 1 << 31)
+
+
+@depths(200)
+def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl], examples: int) -> None:
+    liar, url = place
+
+    @settings(fuzz, max_examples=examples)
+    @given(bodies, lengths, st.lists(st.integers(0, 999), max_size=2), st.integers(0, 9))
+    @example(json.dumps({**REFUSED, "details": {"message": 1, "reason": []}}).encode(), 0, [], 0)
+    @example(json.dumps({**REFUSED, "reason": {}, "message": None}).encode(), 0, [], 3)
+    @example(encode_frame(WELCOME.to_message())[4:], 0, [], 3)
+    @example(encode_frame(WELCOME.to_message())[4:], 0, [1, 2, 3], 3)
+    @example(b'{"kind":"refused","reason":"\\ud800","details":{"\\ud800":"\\ud800"}}', 0, [], 0)
+    def say(body: bytes, more: int, cuts: list[int], passes: int) -> None:
+        size = min(max(0, len(body) + more), 0xFFFFFFFF)
+        liar.says, liar.passes = pieces(struct.pack("<I", size) + body, cuts), passes
+        session = told(lambda: attach(url, Hello(1, "e", CONTRACT.to_json())))
+        if session is not None:
+            assert len(session.descriptors) == len(session.welcome.segments) + 1
+            session.close()
+
+    before = len(os.listdir("/proc/self/fd"))
+    say()
+    # Two are the liar's: the line and the file that it passes on.
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def changed_welcome(**changes: Any) -> dict[str, Any]:
+    return {**WELCOME.to_message(), **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segments": [{"segment": 1 << 16, "bytes": 1, "page_bytes": 1}]},
+        {"segments": [{"segment": -1, "bytes": 1, "page_bytes": 1}]},
+        {"segments": [{"segment": 0, "bytes": -1, "page_bytes": 1}]},
+        {"segments": [{"segment": 0, "bytes": 1, "page_bytes": 1}] * 2},
+        {"generation_count": -1},
+        {"generation_count": 1 << 32},
+        {"keys_max": 0},
+        {"message_bytes_max": -1},
+        {"leases_max": 1 << 31},
+    ],
+)
+def test_numbers_that_no_daemon_means(changes: dict[str, Any]) -> None:
+    with pytest.raises(KVHearthError) as caught:
+        Welcome.from_message(changed_welcome(**changes))
+    assert caught.value.reason is Reason.BAD_MESSAGE
+
+
+# -- replies to calls ------------------------------------------------------------------------------
+
+numbers = st.integers(0, 2) | st.just(0xFFFFFFFF)
+bits = st.binary(max_size=3)
+
+
+@st.composite
+def extents(draw: st.DrawFn) -> bytes:
+    """Some extents, most of them inside the arena; perhaps cut."""
+    found = np.zeros(draw(st.integers(0, 6)), EXTENT_DTYPE)
+    for position in range(len(found)):
+        good = draw(st.integers(0, 4)) > 0
+        found[position]["slot"] = draw(
+            st.integers(0, SLOTS - 1) if good else st.integers(0, 2**32 - 1)
+        )
+        found[position]["segment"] = 0 if good else draw(st.integers(0, 2**16 - 1))
+        found[position]["offset"] = 4096 if good else draw(st.integers(0, 2**64 - 1))
+        found[position]["length"] = PAGE_BYTES if good else draw(st.integers(0, 2**32 - 1))
+    data = found.tobytes()
+    return data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 4)) == 0 else data
+
+
+presences = st.builds(
+    pb.GroupPresence,
+    group=numbers,
+    present=bits,
+    ready=bits,
+    leased=bits,
+    tiers=bits,
+    extents=extents(),
+)
+bitmaps = st.builds(types_pb2.GroupBitmap, group=numbers, bits=bits)
+granted = st.builds(types_pb2.GroupExtents, group=numbers, count=numbers, extents=extents())
+
+
+@st.composite
+def welcomes(draw: st.DrawFn) -> Welcome:
+    """What a client has accepted from a daemon: as it should be, or only just."""
+    found = told(lambda: Welcome.from_message(draw(changed(WELCOME.to_message()))))
+    return WELCOME if found is None else found
+
+
+def inside(found: Any, welcome: Welcome) -> None:
+    """Extents that a client may use lie in a segment, and have the length of a page."""
+    rooms = {info.segment: info.bytes for info in welcome.segments}
+    for each in found.reshape(-1) if rooms else ():
+        assert int(each["offset"]) + int(each["length"]) <= rooms[int(each["segment"])]
+        assert int(each["slot"]) < welcome.generation_count
+        assert int(each["length"]) == PAGE_BYTES
+
+
+@depths(300)
+def test_any_presence(examples: int) -> None:
+    @settings(fuzz, max_examples=examples)
+    @given(st.lists(presences, max_size=3), welcomes(), st.integers(1, 9))
+    def check(replies: list[Any], welcome: Welcome, keys_max: int) -> None:
+        query = codec.pack_query(CONTRACT, ASKED, keys_max)
+        found = told(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
+        for group, result in (found or {}).items():
+            count = len(ASKED[group])
+            assert len(result.present) == len(result.ready) == len(result.tiers) == count
+            assert len(result.extents) == result.leased.sum() * GROUPS[group].shards
+            inside(result.extents, welcome)
+
+    check()
+
+
+@depths(200)
+def test_any_bitmaps_and_reservations(examples: int) -> None:
+    @settings(fuzz, max_examples=examples)
+    @given(st.lists(bitmaps, max_size=3), st.lists(granted, max_size=3), welcomes())
+    def check(found: list[Any], extents: list[Any], welcome: Welcome) -> None:
+        query = codec.pack_query(CONTRACT, ASKED, 9)
+        flags = told(lambda: codec.parse_bitmaps(query, found))
+        assert flags is None or {g: len(each) for g, each in flags.items()} == {0: 3, 1: 2}
+        taken = told(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
+        for group, each in (taken or {}).items():
+            assert each.shape == (len(each), GROUPS[group].shards)
+            assert len(each) <= {0: 2, 1: 1}[group]
+            inside(each, welcome)
+
+    check()
+
+
+def test_good_replies_are_taken() -> None:
+    """What the broken ones above are made of is not what breaks them."""
+    found = np.zeros(4, EXTENT_DTYPE)
+    found["length"] = PAGE_BYTES
+    assert len(found.tobytes()) == 4 * EXTENT_BYTES
+    replies = [
+        types_pb2.GroupExtents(group=0, count=2, extents=found.tobytes()),
+        types_pb2.GroupExtents(group=1, count=0),
+    ]
+    taken = codec.parse_reservation(CONTRACT, WELCOME, {0: 2, 1: 1}, replies)
+    assert (taken[0].shape, taken[1].shape) == ((2, 2), (0, 1))
+
+
+@depths(200)
+def test_any_status_of_a_call(examples: int) -> None:
+    """Made of parts that parse, so that it gets further than random bytes."""
+
+    @settings(fuzz, max_examples=examples)
+    @given(
+        st.integers(-(1 << 31), (1 << 31) - 1),
+        st.text(max_size=20),
+        st.sampled_from(["type.googleapis.com/google.rpc.ErrorInfo", "x"]),
+        st.binary(max_size=30) | st.builds(_info, st.text(max_size=9), st.text(max_size=9)),
+        st.integers(0, 3),
+    )
+    def check(code: int, message: str, url: str, data: bytes, count: int) -> None:
+        status = types_pb2.RpcStatus(code=code, message=message)
+        for _ in range(count):
+            status.details.add(type_url=url, value=data)
+        error = decode_status(status.SerializeToString())
+        assert isinstance(error, KVHearthError)
+        assert error.reason in Reason
+        assert str(error)
+
+    check()
+
+
+def _info(word: str, name: str) -> bytes:
+    info: Message = types_pb2.RpcErrorInfo(
+        reason=word, domain=ERROR_DOMAIN, metadata={name: word, "self": "x", "message": "y"}
+    )
+    return info.SerializeToString()

@@ -1,0 +1,136 @@
+"""What the fuzz tests share: values of any kind, and a good client that notices if it is hurt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from support.daemon import Daemon, until
+from support.engine import Engine
+from support.raw_door import NEIGHBOUR_S, goes_on, new_keys
+
+from kvhearth.errors import Reason
+
+fuzz = settings(
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "2000"))
+"""How many examples a slow run takes of each property."""
+RESIDENT_BYTES_MORE = 48 << 20
+"""By how much a daemon may grow under bad input: allocators' slack, and no leak of a soak."""
+
+DELAY_S = float(os.environ.get("KVHEARTH_FUZZ_DELAY_S", "10"))
+"""In what time a good engine stores or loads four blocks meanwhile, on a machine that others use:
+milliseconds where nobody does. Each of its calls must be answered within the client's own deadline.
+"""
+
+texts = st.text(st.characters(codec=None), max_size=20)
+"""With half surrogate pairs too, which JSON can name."""
+integers = st.integers() | st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**30])
+scalars = st.none() | st.booleans() | integers | st.floats() | texts
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """A good object with some fields of another value, gone, or new."""
+    message = dict(good)
+    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=2)):
+        message[name] = draw(values)
+    for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=1)):
+        message.pop(name)
+    message.update(draw(st.dictionaries(texts, values, max_size=1)))
+    return message
+
+
+def depths(examples: int) -> pytest.MarkDecorator:
+    """Runs a test with ``examples``, and with ``SOAK_EXAMPLES`` among the slow ones."""
+    slow = pytest.param(
+        SOAK_EXAMPLES, marks=[pytest.mark.slow, pytest.mark.timeout(SOAK_EXAMPLES)], id="soak"
+    )
+    return pytest.mark.parametrize("examples", [pytest.param(examples, id="quick"), slow])
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    """``data`` cut at these places, which are taken modulo its length."""
+    ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def refusals_by_reason(daemon: Daemon) -> dict[Reason, int]:
+    """How often the daemon has refused something, by reason; those that never occurred too."""
+    counters = daemon.counters()
+    return {reason: counters.get(f"refusals{{{reason}}}", 0) for reason in Reason}
+
+
+def resident_bytes(daemon: Daemon) -> int:
+    """Memory of the daemon's process that is there."""
+    assert daemon.process is not None
+    words = Path(f"/proc/{daemon.process.pid}/statm").read_text().split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Neighbour:
+    """A good engine that stores and loads in a thread of its own until ``stop``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rounds = 0
+        self.slowest_s = 0.0
+        self.hurt: list[str] = []
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="neighbour")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; fails if a byte was wrong, a block was lost or a call took too long."""
+        # So that even a short test has something to show.
+        with contextlib.suppress(AssertionError):
+            until(lambda: self.rounds >= 2 or self.hurt, "the neighbour works", 10 * NEIGHBOUR_S)
+        self._stop.set()
+        self._thread.join(10 * NEIGHBOUR_S)
+        assert not self._thread.is_alive(), "the neighbour hangs"
+        assert self.hurt == []
+        assert self.rounds >= 2
+        assert self.slowest_s < DELAY_S, f"a store or a load took {self.slowest_s:.1f} s"
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.002) and not self.hurt:
+            keys = new_keys(4)
+            started = time.monotonic()
+            stored = self._engine.store(keys)
+            between = time.monotonic()
+            seen = self._engine.check(keys)
+            ended = time.monotonic()
+            if stored.bound != keys or seen.right != keys or seen.bad:
+                self.hurt.append(f"round {self.rounds}: {stored} {seen}")
+            self.slowest_s = max(self.slowest_s, between - started, ended - between)
+            self.rounds += 1
+
+
+@contextlib.contextmanager
+def unharmed(daemon: Daemon, engine: Engine) -> Iterator[None]:
+    """The block sends bad input: the good engine works on meanwhile, and nothing is left of it."""
+    goes_on(engine)
+    daemon.stats(check_books=True)
+    descriptors, resident = daemon.descriptor_count(), resident_bytes(daemon)
+    neighbour = Neighbour(engine)
+    try:
+        yield
+    finally:
+        neighbour.stop()
+    until(lambda: daemon.descriptor_count() <= descriptors, "every descriptor is closed")
+    daemon.stats(check_books=True)
+    assert resident_bytes(daemon) < resident + RESIDENT_BYTES_MORE

@@ -1,0 +1,62 @@
+"""The daemon's HTTP asked by hand."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from support.daemon import Daemon, until
+
+ANY_PORT = "127.0.0.1:0"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+def address_of(daemon: Daemon) -> tuple[str, int]:
+    """Where the running daemon said that it serves HTTP."""
+
+    def said() -> str:
+        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
+        return str(json.loads(lines[-1])["http"]) if len(lines) == daemon.starts else ""
+
+    host, _, port = until(said, "the daemon says that it is ready").rpartition(":")
+    return host, int(port)
+
+
+def ask(
+    daemon: Daemon,
+    path: str,
+    method: str = "GET",
+    body: bytes | None = None,
+    *,
+    admin: bool = False,
+    **headers: str,
+) -> Answer:
+    """One request on a connection of its own."""
+    if admin:
+        token = (daemon.socket_dir / "admin.token").read_text()
+        headers["Authorization"] = f"Bearer {token}"
+    if body is not None:
+        headers.setdefault("Content-Type", "application/json")
+    connection = http.client.HTTPConnection(*address_of(daemon), timeout=20)
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, named, response.read())
+    finally:
+        connection.close()

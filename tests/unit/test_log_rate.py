@@ -1,0 +1,90 @@
+"""One warning of each kind in an interval, and what was held back is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from kvhearth_server.observability import logs
+from kvhearth_server.observability.log_rate import (
+    KINDS_MAX,
+    LimitedLog,
+    LimitedRecords,
+    Throttle,
+)
+
+
+class Clock:
+    """Seconds that only the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    out = io.StringIO()
+    logs.configure("info", "json", out)
+    yield out
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+def lines(out: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_a_flood_is_one_a_second_with_a_count(clock: Clock, written: io.StringIO) -> None:
+    log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock))
+    for number in range(1000):
+        log.warning("refused", kind="bad_message", uid=number)
+    log.warning("refused", kind="deadline", uid=7)
+    clock.now += 1.0
+    log.warning("refused", kind="bad_message", uid=8)
+    clock.now += 5.0
+    log.warning("refused", kind="bad_message", uid=9)
+    found = [(line["uid"], line.get("suppressed"), line["level"]) for line in lines(written)]
+    assert found == [
+        (0, None, "warning"),
+        (7, None, "warning"),
+        (8, 999, "warning"),
+        (9, None, "warning"),
+    ]
+
+
+def test_kinds_have_a_bound(clock: Clock) -> None:
+    throttle = Throttle(1.0, clock)
+    admitted = [throttle.admit(f"k{number}") for number in range(10 * KINDS_MAX)]
+    assert admitted.count(0) == KINDS_MAX + 1
+    clock.now += 1.0
+    assert throttle.admit("k0") == 0
+    assert throttle.admit("another") == 9 * KINDS_MAX - 1
+
+
+def test_the_standard_librarys_warnings_too_and_never_errors(
+    clock: Clock, written: io.StringIO
+) -> None:
+    log = logging.getLogger("kvhearth.test.records")
+    log.addFilter(LimitedRecords(Throttle(1.0, clock)))
+    for number in range(10):
+        log.warning("no HTTP from %d", number)
+        log.error("a bug")
+    clock.now += 1.0
+    log.warning("no HTTP from %d", 10)
+    found = [(line["event"], line.get("suppressed")) for line in lines(written)]
+    assert found == [("no HTTP from 0", None), *[("a bug", None)] * 10, ("no HTTP from 10", 9)]
