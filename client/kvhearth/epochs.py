@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 EPOCH_UNKNOWN = -1
 
@@ -14,21 +12,18 @@ class Epochs:
 
     An engine gets no new weights because another one did, so its epoch follows only its own word.
     But a daemon that starts cold has none of the old blocks and begins at an epoch that no earlier
-    run used: the Unix time of its start, in seconds. An engine that was up to date when the
-    daemon before it was last heard goes on with that one. A daemon that starts warm keeps its
-    epochs, which lie before the last contact: a higher one is another engine's bump.
-
-    Args:
-        clock: Unix time.
+    run used; its welcome names another lineage. An engine whose epoch was the daemon's at the last
+    contact goes on with the new one. A daemon that starts warm keeps lineage and epochs: a higher
+    epoch is another engine's bump. Of a daemon that names no lineage a cold start cannot be told,
+    so that the engine keeps its epoch.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own: int | None = None
         self._daemon = EPOCH_UNKNOWN
         self._boot_id = ""
-        self._heard_at = 0.0
+        self._lineage = ""
 
     @property
     def own(self) -> int:
@@ -52,15 +47,15 @@ class Epochs:
             self._own = epoch
             self._note(boot_id, epoch)
 
-    def attached(self, boot_id: str, epoch: int) -> None:
-        """A welcome came."""
+    def attached(self, boot_id: str, epoch: int, lineage: str = "") -> None:
+        """A welcome came; ``lineage`` is of the daemon's cold start, "" if it does not say."""
         with self._lock:
-            cold = boot_id != self._boot_id and epoch >= int(self._heard_at)
-            up_to_date = bool(self._boot_id) and self._own == self._daemon
-            if self._own is None or (cold and up_to_date):
+            cold = "" not in (lineage, self._lineage) and lineage != self._lineage
+            if self._own is None or (cold and self._own == self._daemon):
                 self._own = epoch
             if boot_id != self._boot_id:
                 self._boot_id, self._daemon = boot_id, EPOCH_UNKNOWN
+            self._lineage = lineage
             self._note(boot_id, epoch)
 
     def heard(self, boot_id: str, epoch: int) -> None:
@@ -72,4 +67,3 @@ class Epochs:
         if boot_id == self._boot_id:
             # Answers may overtake each other; within a boot an epoch only grows.
             self._daemon = max(self._daemon, epoch)
-            self._heard_at = self._clock()

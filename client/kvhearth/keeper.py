@@ -201,7 +201,8 @@ class Keeper:
         except KVHearthError as error:
             return self._attach_failed(error)
         self._held = link
-        self.epochs.attached(link.boot_id, link.welcome.epoch)
+        welcome = link.welcome
+        self.epochs.attached(link.boot_id, welcome.epoch, welcome.lineage)
         try:
             # Usable only once the decisions' socket answers too.
             self.beat(link)

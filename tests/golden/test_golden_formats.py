@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from kvhearth import Contract, GroupKind, GroupSpec
+from kvhearth import Contract, GroupKind, GroupSpec, frames
 from kvhearth.contract import namespace_digest
 from kvhearth.keys import chain_keys, fold_key
 from kvhearth.model import EXTENT_DTYPE
@@ -20,6 +21,7 @@ from kvhearth_server.memory.journal import (
     STATE_WORDS,
     VERSION,
     identity_check,
+    owner_check,
     sum_check,
 )
 
@@ -74,6 +76,7 @@ def test_a_journal_header() -> None:
     header["sequence"], header["parent_sequence"] = 1 << 40, (1 << 40) - 1
     header["key"] = hashlib.sha256(b"key").digest() + bytes(32)
     header["generation"], header["owner"] = 11, 5
+    header["owner_check"] = owner_check(header["owner"])
     header["checksum"] = xxhash.xxh3_128_digest(b"kvhearth")
     header["identity_check"] = identity_check(header)
     header["sum_check"] = sum_check(header)
@@ -86,3 +89,15 @@ def test_no_flipped_bit_turns_a_state_word_into_another() -> None:
     for one in words:
         for other in words:
             assert one == other or (one ^ other).bit_count() > 8, (hex(one), hex(other))
+
+
+def test_the_calls_of_the_protocol_are_the_documented_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    for name, number in frames.METHODS.items():
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+        assert f"| {number} {words} | `{name}Request` |" in text
+
+
+def test_a_frame_is_eight_bytes_and_its_body() -> None:
+    frame = frames.encode(frames.METHODS["Lookup"], 0x1234, b"body", 4)
+    assert frame.hex() == "0400000002003412" + b"body".hex()

@@ -108,8 +108,9 @@ class FakeDaemon:
         self._memory = [_memfd("segment", SEGMENT_BYTES), _memfd("generations", SLOTS * 4)]
         self.segment = mmap.mmap(self._memory[0], SEGMENT_BYTES)
         self.generations = mmap.mmap(self._memory[1], SLOTS * 4)
-        self._listen()
+        # A client that attaches calls at once.
         self._serve()
+        self._listen()
 
     def _listen(self) -> None:
         path = self.directory / "attach.sock"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -138,6 +138,7 @@ class MachineBase(RuleBasedStateMachine):
         self.started = False
         self.quiet_steps = 0
         """Steps since the daemon came up."""
+        self.portions: tuple[Core, Iterator[None]] | None = None
 
     @initialize(
         tenants=st.integers(1, 2),
@@ -410,6 +411,7 @@ class MachineBase(RuleBasedStateMachine):
         self.sync()
         self._scribble()
         self.core.check_books()
+        self._check_a_portion()
         self._check_blocks()
         self._check_journal()
         for one in self.model.served:
@@ -420,6 +422,13 @@ class MachineBase(RuleBasedStateMachine):
             assert books.bound <= HELD_FRACTION * books.capacity
         for space in self.state.namespaces:
             assert space.quota_bytes is None or space.used_bytes <= space.quota_bytes
+
+    def _check_a_portion(self) -> None:
+        """The books in portions, one a step: what happens between two is no disagreement."""
+        if self.portions is None or self.portions[0] is not self.core:
+            self.portions = self.core, self.core.book_portions()
+        if next(self.portions[1], self) is self:
+            self.portions = None
 
     def _scribble(self) -> None:
         table = self.state.table

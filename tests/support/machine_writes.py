@@ -92,7 +92,7 @@ class WritingRules(MachineBase):
             )
         except KVHearthError as error:
             self.sync()
-            self._justify(client, wants[0][0], error.reason, again)
+            self._justify(client, wants[0][0], error.reason, again, numbered)
             return
         self.sync()
         assert group.complete
@@ -132,7 +132,9 @@ class WritingRules(MachineBase):
                     )
                 )
 
-    def _justify(self, client: Client, kv_group: int, reason: Reason, again: object) -> None:
+    def _justify(
+        self, client: Client, kv_group: int, reason: Reason, again: object, numbered: int = 0
+    ) -> None:
         """Was this bound really met, by one block more?"""
         group, space = self.state.group_of(client.number), self.space(client)
         spec = client.contract.groups[kv_group]
@@ -140,6 +142,9 @@ class WritingRules(MachineBase):
         books = self.state.ledger.segments[group.segment]
         if reason is Reason.GROUP_INCOMPLETE:
             assert not group.complete
+            return
+        if reason is Reason.NOT_RESERVED:
+            assert numbered in group.doubts
             return
         assert again is None
         if reason is Reason.STOCK_CAP:
@@ -149,8 +154,11 @@ class WritingRules(MachineBase):
             assert books.bound + block > HELD_FRACTION * books.capacity
         elif reason is Reason.QUOTA_EXCEEDED:
             assert space.quota_bytes is not None
-            assert space.used_bytes + block > space.quota_bytes
-            assert not [b for b in self._evictable() if b.namespace == space.number]
+            groups = [g for g in self.state.groups if g.namespace == space.number]
+            taken = sum(g.stock_bytes + g.aside_bytes for g in groups)
+            if taken + block <= space.quota_bytes // 2 or not taken:
+                assert space.used_bytes + block > space.quota_bytes
+                assert not [b for b in self._evictable() if b.namespace == space.number]
         elif reason is Reason.NO_SPACE:
             self._nothing_evictable(client, kv_group)
         else:
@@ -390,19 +398,29 @@ class WritingRules(MachineBase):
 
     @precondition(lambda self: self.model.held)
     @with_engine
-    @rule(data=st.data(), numbered=RESERVATIONS)
+    @rule(data=st.data(), numbered=RESERVATIONS, in_doubt=st.booleans())
     @survives
-    def abort_reservation(self, data: st.DataObject, numbered: int) -> None:
-        """By number: for a client that never saw the answer, so no worker was given the slots."""
+    def abort_reservation(self, data: st.DataObject, numbered: int, in_doubt: bool) -> None:
+        """By number: for a client that never saw the answer; perhaps after an abort in doubt."""
         client = self.decider(data)
-        if numbered not in self.state.group_of(client.number).reservations:
+        group = self.state.group_of(client.number)
+        record = group.reservations.get(numbered) or group.doubts.get(numbered)
+        if record is None:
             return
         here = {c.number for c in self.clients if c.attached}
+        named = [slots for part in record for slots in part.slots.tolist()]
         chosen = [
             held
             for held in self.model.held
-            if (held.group, held.reservation, held.in_doubt) == (client.group, numbered, False)
+            if (held.group, held.reservation) == (client.group, numbered) and held.slots in named
         ]
-        if all(held.writers <= here for held in chosen):
-            self._gave_back(chosen, in_doubt=False)
-            self.engine.call(self.core.writing.abort, client.number, [], [numbered], in_doubt=False)
+        if in_doubt or all(held.writers <= here for held in chosen):
+            self._gave_back(chosen, in_doubt=in_doubt)
+            self.engine.call(
+                self.core.writing.abort, client.number, [], [numbered], in_doubt=in_doubt
+            )
+            if not (in_doubt or group.unsure):
+                slots = [slot for held in chosen for slot in held.slots]
+                assert not np.isin(
+                    self.state.table.state[slots], (State.RESERVED, State.QUARANTINED)
+                ).any()

@@ -16,13 +16,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 ANSWER_BYTES_MAX = 1 << 12
 START_S = 60.0
+PRELOADED = (
+    "kvhearth_server.cli.app",
+    "kvhearth_server.cli.serve",
+    "kvhearth_server.daemon",
+    "support.puppet_main",
+    "support.random_engine",
+)
 
 
 class Child:
@@ -75,17 +82,33 @@ class Child:
 
 
 class Nursery:
-    """The forking process; thread-safe."""
+    """The forking process; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        python: its interpreter; this one's by default.
+        paths: where that finds modules, besides the tests; this one's by default.
+        preloaded: what it imports; what most tests need by default.
+        environment: variables over this process's.
+    """
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        *,
+        paths: Sequence[str] | None = None,
+        preloaded: Sequence[str] = PRELOADED,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        variables = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        variables |= environment or {}
+        found = os.pathsep.join([str(TESTS), *(sys.path if paths is None else paths)])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.nursery_main", str(theirs.fileno())],
+                [python, "-m", "support.nursery_main", str(theirs.fileno()), *preloaded],
                 pass_fds=[theirs.fileno()],
-                env={**environment, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+                env={**variables, "PYTHONPATH": found},
             )
         self._control.settimeout(START_S)
 

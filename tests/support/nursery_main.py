@@ -19,18 +19,13 @@ import traceback
 MESSAGE_BYTES_MAX = 1 << 16
 FILES_MAX = 8
 _PR_SET_PDEATHSIG = 1
-PRELOADED = (
-    "kvhearth_server.cli.app",
-    "kvhearth_server.cli.serve",
-    "kvhearth_server.daemon",
-    "support.puppet_main",
-    "support.random_engine",
-)
 
 
 def main() -> None:
-    """Serve birth and burial requests on the socket whose number is the first argument."""
-    for module in PRELOADED:
+    """Serve birth and burial requests on the socket whose number is the first argument; the
+    others are modules to import first.
+    """
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from support.core_kit import Rig, contract, full, key, keys
 
-from kvhearth_server.core.books import BooksError
+from kvhearth_server.core.books import PORTION_SLOTS, BooksError
 from kvhearth_server.core.table import State
 
 SHARDS = 2
@@ -67,6 +68,20 @@ def _unbound(world: World) -> None:
     world.state.index.unbind(world.space.number, 0, [world.head])
 
 
+def _unleased(world: World) -> None:
+    world.group.leased_at[2] = 0.0
+
+
+def _renamed(world: World) -> None:
+    world.group.leased_at[2] = world.group.leased_at.pop(1)
+
+
+def _key_twice(world: World) -> None:
+    index, number = world.state.index, world.space.number
+    index.unbind(number, 0, [world.head])
+    index.bind(number, 0, [key(1)], np.array([world.head]))
+
+
 def add(holder: str, field: str) -> Callable[[World], None]:
     """One byte (or one) too many in an account."""
 
@@ -87,17 +102,25 @@ def more(column: str) -> Callable[[World], None]:
 
 
 TAMPERED: list[tuple[str, Callable[[World], None], str]] = [
-    ("state", _state, "no bound state"),
-    ("other", _other, "another's"),
+    ("state", _state, "reserved bytes"),
+    ("other", _other, "group 1 of an unknown namespace 1|without a first shard|slots of its"),
     ("lost", _lost_slot, "is not FREE"),
     ("ended", _ended, "has ended"),
     ("free twice", _free_twice, "twice on the free stack"),
     ("freed", _freed, "in use, booked"),
     ("policy", _policy, "in the policies"),
-    ("unbound", _unbound, "slots of indexed blocks"),
-    ("refs", more("refs"), "number of its holders"),
-    ("pins", more("pins"), "slots held by pins"),
-    ("parent", more("parent"), "point here"),
+    ("unbound", _unbound, "no key|blocks in the index"),
+    ("refs", more("refs"), "not as many leases as holders"),
+    ("pins", more("pins"), "not as many pins as holders"),
+    ("parent", more("parent"), "parent does not name"),
+    ("child", more("child"), "child that"),
+    ("sibling", more("sibling"), "shard"),
+    ("epoch", more("epoch"), "not alike"),
+    ("head", more("head"), "slots of its blocks"),
+    ("unleased", _unleased, "leases, 2 times of leases"),
+    ("renamed lease", _renamed, "1 leases, 1 times of leases"),
+    ("leased", add("books", "leased_slots"), "leased slots"),
+    ("key twice", _key_twice, "not found|bound to another slot"),
     ("stock", add("group", "stock_bytes"), "bytes: counted"),
     ("aside", add("group", "aside_bytes"), "bytes: counted"),
     ("blocks", add("space", "blocks"), "blocks"),
@@ -110,12 +133,79 @@ TAMPERED: list[tuple[str, Callable[[World], None], str]] = [
 ]
 
 
+def in_portions(world: World) -> int:
+    """Recount as a daemon does that serves in between; how many portions it took."""
+    return sum(1 for _ in world.rig.core.book_portions())
+
+
 @pytest.mark.parametrize(
     ("tamper", "said"), [one[1:] for one in TAMPERED], ids=[o[0] for o in TAMPERED]
 )
 def test_a_disagreement_is_found(tamper: Callable[[World], None], said: str) -> None:
     world = World()
     world.rig.check()
+    in_portions(world)
     tamper(world)
     with pytest.raises(BooksError, match=said):
         world.rig.check()
+    with pytest.raises(BooksError, match=said):
+        in_portions(world)
+
+
+def _move(world: World, number: int) -> None:
+    """What engines, operators and a full arena do while the books are counted."""
+    rig, state = world.rig, world.state
+    name = f"e{number}"
+    session = rig.attach(contract(full(shards=SHARDS), revision=f"r{number % 3}"), engine_id=name)
+    first = 100 + 10 * number
+    rig.put(session, keys(first))
+    rig.put(session, keys(first + 1, first + 2), parent=key(first), summed=False)
+    rig.lookup(session, keys(first), lease_id=number + 10)
+    rig.pin(session, number + 1, keys(first))
+    slots, generations = rig.take(session, 2)
+    rig.abort(session, slots[1:], generations[1:], in_doubt=True)
+    rig.core.evict(state.namespaces.get(rig.group(session).namespace).digest, 0, number % 4)
+    rig.leave(session, finished=number % 2 == 0)
+    for member in rig.members[session]:
+        rig.core.membership.drained(member)
+    while number % 3 == 0 and state.namespaces.forget_one():
+        pass
+    rig.core.pinning.expire(1e9)
+
+
+def test_what_changes_between_two_portions_is_no_disagreement() -> None:
+    world = World()
+    moves = 0
+    for moves, _ in enumerate(world.rig.core.book_portions()):
+        _move(world, moves)
+    assert moves >= 8
+    world.rig.check()
+
+
+def test_a_portion_looks_at_a_bounded_number_of_slots() -> None:
+    """All but the fixed ones: as many as there are slots, so many at a time."""
+    counts = []
+    for slabs in (1, 130):
+        rig = Rig(slabs)
+        session = rig.attach()
+        rig.put(session, keys(*range(16 * slabs)))
+        counts.append(sum(1 for _ in rig.core.book_portions()))
+    assert counts[1] - counts[0] == 130 * 16 // PORTION_SLOTS
+
+
+def test_siblings_in_a_ring_are_found() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0))
+    for number in range(1, 9):
+        rig.put(session, keys(number), parent=key(0))
+    rig.check()
+    table = rig.state.table
+    ring = [rig.head(session, key(number)) for number in (2, 3, 4)]
+    outer = [rig.head(session, key(number)) for number in (1, 5)]
+    # Every link agrees with the one that answers it, but three siblings hang on each other.
+    for head, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+        table.younger[head], table.older[other] = other + 1, head + 1
+    table.younger[outer[0]], table.older[outer[1]] = outer[1] + 1, outer[0] + 1
+    with pytest.raises(BooksError, match="ring of siblings, and 2 more"):
+        rig.check()

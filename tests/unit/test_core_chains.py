@@ -89,12 +89,31 @@ def test_the_check_finds_links_that_disagree() -> None:
     with pytest.raises(ValueError, match="bound to no key"):
         chains.check(heads(1, 2))
     table.younger[2] = 9
-    with pytest.raises(ValueError, match="disagree"):
+    with pytest.raises(ValueError, match="names a youngest child that says otherwise"):
         chains.check(heads(0, 1, 2))
     table.younger[2] = 0
     table.child[0] = 0
-    with pytest.raises(ValueError, match="children listed"):
+    with pytest.raises(ValueError, match="its parent does not name"):
         chains.check(heads(0, 1, 2))
+
+
+def test_the_check_finds_siblings_that_disagree() -> None:
+    table, chains = forest()
+    chains.link_run(heads(0, 1))
+    chains.link(0, 2)
+    chains.link(0, 3)
+    chains.check(heads(0, 1, 2, 3))
+    with pytest.raises(ValueError, match="older sibling that is bound to no key"):
+        chains.check(heads(0, 2, 3))
+    table.older[2] = 0
+    with pytest.raises(ValueError, match="younger sibling that says otherwise"):
+        chains.check(heads(0, 1, 2, 3))
+    table.older[2], table.younger[1] = 2, 4
+    with pytest.raises(ValueError, match="older sibling that says otherwise"):
+        chains.check(heads(0, 1, 2, 3))
+    table.younger[1], table.younger[0] = 3, 4
+    with pytest.raises(ValueError, match="siblings but no parent"):
+        chains.check(heads(0, 1, 2, 3))
 
 
 class Plain:

@@ -144,7 +144,8 @@ def test_a_removal_comes_before_what_takes_its_place() -> None:
 def test_each_cause_has_its_word() -> None:
     rig = Rig(2, namespace_quota_bytes=24 * 4096)
     session = rig.attach(contract(full(), full(16384)))
-    rig.put(session, keys(*range(20)))
+    for first in (0, 10):
+        rig.put(session, keys(*range(first, first + 10)))
     cursor = rig.state.events.subscribe()
     head = rig.head(session, key(19))
     rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")

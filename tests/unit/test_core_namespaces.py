@@ -235,6 +235,22 @@ def test_a_forgotten_namespace_comes_back_without_its_old_epoch() -> None:
     assert spaces.obtain("t", BASE).epoch > 3
 
 
+def test_the_policies_of_a_forgotten_namespace_go_with_it() -> None:
+    rig = Rig(namespaces_max=2)
+    for number in range(12):
+        made = contract(full(), full(9000), revision=f"r{number}")
+        session = rig.attach(made, engine_id=f"e{number}")
+        for kv_group in (0, 1):
+            rig.put(session, keys(number), kv_group=kv_group)
+        assert len(rig.state.policies) <= 2 * 2
+        space = rig.state.namespaces.get(rig.group(session).namespace)
+        with pytest.raises(ValueError, match="have 2 members"):
+            rig.state.policies.drop(space.number)
+        rig.core.evict(space.digest, 0)
+        rig.leave(session)
+    assert len(rig.state.namespaces) == 2
+
+
 def test_a_restored_namespace_is_found_and_its_number_passed_over() -> None:
     spaces = Namespaces(count_max=8)
     made = spaces.restore(7, "t", BASE, 3)

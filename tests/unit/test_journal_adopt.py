@@ -29,6 +29,7 @@ from kvhearth_server.memory.journal import (
     Journal,
     identity_check,
     journal_bytes,
+    owner_check,
     sum_check,
 )
 
@@ -290,6 +291,7 @@ def test_an_unknown_owner_is_waited_for_as_long_as_anybody_maps_the_arena(
     desk = Desk()
     slots, _ = desk.take(2)
     desk.headers["owner"][slots] = 4711
+    desk.headers["owner_check"][slots] = owner_check(np.array([4711], np.uint32))
     if not still_mapped:
         desk.shell.arena.segments[0].held.clear()
     core = desk.restart()
@@ -335,13 +337,12 @@ def test_a_flipped_bit_anywhere_in_a_block_header_drops_that_block_only() -> Non
     slot = int(slots[0, 1])
     clean = desk.headers[slot].copy()
     raw = desk.headers.view(np.uint8).reshape(-1, HEADER_BYTES)[slot]
-    start = HEADER_DTYPE.fields["owner"][1]  # type: ignore[index]
-    end = start + 8
-    bits = [bit for bit in range(8 * HEADER_BYTES) if not start <= bit // 8 < end]
+    other = {HEADER_DTYPE.fields[n][1] // 4 for n in ("owner", "owner_check", "state")}  # type: ignore[index]
+    bits = [bit for bit in range(8 * HEADER_BYTES) if bit // 32 not in other]
     namespaces = desk.core.state.namespaces
     journal = desk.shell.engine.journal
     assert journal is not None
-    assert len(bits) == 8 * (HEADER_BYTES - 8)
+    assert len(bits) == 8 * (HEADER_BYTES - 12)
     for bit in bits:
         raw[bit // 8] ^= 1 << (bit % 8)
         found = read_journal(journal, GEOMETRY, namespaces)

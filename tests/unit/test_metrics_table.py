@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
 
+from kvhearth.errors import Reason
+from kvhearth_server.core.removal import EVICTIONS
 from kvhearth_server.engine.ages import TickClock
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot
 from kvhearth_server.observability import counters
@@ -25,6 +28,7 @@ from kvhearth_server.observability.timings import (
     Histogram,
 )
 
+SERVER = Path(counters.__file__).resolve().parents[1]
 OPEN = "application/openmetrics-text; version=1.0.0"
 UNITS = ("bytes", "seconds")
 
@@ -116,6 +120,60 @@ def test_every_counter_is_shown() -> None:
         if now.count(name) not in shown and count not in shown
     }
     assert missing == elsewhere
+
+
+def test_labelled_counters_are_there_from_the_start() -> None:
+    """With nothing counted: the rise from an absent series is none, so an alert would miss it."""
+    counts = counters.Counters().values()
+    found = scraped(a_snapshot(counts=counts, reported=Counter()))
+    for source in ("adoption", "reader"):
+        assert value(found, "checksum_failures_total", source=source) == 0
+    for reason in Reason:
+        assert value(found, "refusals_total", reason=reason.value) == 0
+        assert value(found, "client_fallbacks_total", reason=reason.value) == 0
+    labelled = [name for name, counter in counters.TABLE.items() if counter.label]
+    assert [name for name in labelled if not counters.TABLE[name].shown] == []
+
+
+def test_a_word_that_is_not_usual_is_shown_once_it_came() -> None:
+    counted = counters.Counters()
+    counted.add("adoption_dropped", 3, "comet")
+    counted.add("adoption_dropped", 2, "slab")
+    found = scraped(a_snapshot(counts=counted.values()))
+    read = {word: value(found, "adoption_dropped_total", reason=word) for word in USED_ADOPTION}
+    assert read == {word: 2 * (word == "slab") for word in USED_ADOPTION}
+    assert value(found, "adoption_dropped_total", reason="comet") == 3
+
+
+def _words(pattern: str) -> set[str]:
+    """What the daemon's source passes where ``pattern`` has a group."""
+    sources = [path.read_text() for path in SERVER.rglob("*.py")]
+    return {word for text in sources for word in re.findall(pattern, text)}
+
+
+USED_ADOPTION = _words(r"""_drop\(found, "(\w+)\"""") | _words(r"""found\.reasons\["(\w+)"\]""")
+
+
+@pytest.mark.parametrize(
+    ("counter", "used"),
+    [
+        ("adoption_dropped", USED_ADOPTION),
+        ("task_failures", _words(r"""spawn\(\s*"(\w+)\"""") | {"attach_connection"}),
+        ("checksum_failures", _words(r"""verify_blocks\([^()]*, "(\w+)"\)""")),
+        ("evicted_blocks", EVICTIONS),
+        ("removed_blocks", _words(r"""remove_blocks\(.*, "(\w+)"\)""") - EVICTIONS),
+    ],
+)
+def test_usual_words_are_those_that_the_daemon_counts(counter: str, used: set[str]) -> None:
+    assert used
+    assert used <= counters.TABLE[counter].usual
+
+
+def test_seconds_of_copies() -> None:
+    reported = Counter({"store_copy_us": 2_500_000, "load_copy_us": 1})
+    found = scraped(a_snapshot(reported=reported))
+    assert value(found, "client_copy_seconds_total", direction="store") == 2.5
+    assert value(found, "client_copy_seconds_total", direction="load") == 1e-6
 
 
 def test_both_parsers_read_the_same() -> None:

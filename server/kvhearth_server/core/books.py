@@ -1,16 +1,34 @@
-"""The books must balance: recompute every total from scratch and compare."""
+"""The books must balance: recompute every total from scratch and compare.
+
+The work is cut into portions, so that a daemon that serves can do something else in between. Each
+portion compares accounts of one moment only: a state that changes between two of them is no
+disagreement.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from kvhearth.model import I64
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.model import I64, Bools
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.pinning import Pinning
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.table import State
 
-_BOUND = (State.COMMITTED, State.SUMMED)
+PORTION_SLOTS = 2000
+"""Slots that a portion looks at one by one; what is done to all at once is array work."""
+
+_TALLY_DENSE_MAX = 1 << 20
+"""Up to this value counting takes a third of the time of sorting."""
+
+_RESERVED, _QUARANTINED = int(State.RESERVED), int(State.QUARANTINED)
+_COMMITTED, _SUMMED = int(State.COMMITTED), int(State.SUMMED)
 
 
 class BooksError(ValueError):
@@ -18,29 +36,57 @@ class BooksError(ValueError):
 
 
 def check_books(state: CoreState, pinning: Pinning) -> None:
-    """Recount slots, bytes, leases, reservations, chains and policies.
+    """Recount slots, bytes, leases, reservations, chains and policies, all of one moment.
 
     Raises:
         BooksError: the first disagreement, with its numbers.
     """
+    for _ in _portions(state, pinning, None):
+        pass
+
+
+def book_portions(state: CoreState, pinning: Pinning) -> Iterator[None]:
+    """As ``check_books``, in portions: each ``next`` is one. The core may be called between them.
+
+    Raises:
+        BooksError: the first disagreement, with its numbers.
+    """
+    return _portions(state, pinning, PORTION_SLOTS)
+
+
+def _portions(state: CoreState, pinning: Pinning, slots_max: int | None) -> Iterator[None]:
+    """``slots_max`` are the slots of a portion that looks at each; None: all at once."""
     try:
-        for pool in state.pools:
+        for segment, pool in enumerate(state.pools):
             pool.check()
-        state.index.check()
-        state.policies.check()
-    except ValueError as error:
+            yield
+            used = _Used.now(state, segment)
+            for check in (_check_ledger, _check_namespaces, _check_owners):
+                check(state, used)
+                yield
+                used = _Used.now(state, segment) if slots_max else used
+            _check_holders(state, pinning, used)
+            yield
+            for parts in _row_portions(state, segment, slots_max):
+                _check_blocks(state, segment, parts)
+                yield
+            used = _Used.now(state, segment) if slots_max else used
+            state.chains.check_siblings(used.heads(state))
+            yield
+        if slots_max is None:
+            state.index.check()
+        blocks = sum(space.blocks for space in state.namespaces)
+        _equal("blocks in the index", len(state.index), blocks)
+        _equal("heads in the policies", state.policies.member_count, len(state.index))
+        for place in state.policies.places():
+            state.policies.check(*place)
+            yield
+            _check_members(state, *place)
+            yield
+    except BooksError:
+        raise
+    except (ValueError, IndexError) as error:
         raise BooksError(str(error)) from None
-    heads = _check_index(state)
-    _check_refs(state, pinning)
-    _check_groups(state)
-    _check_bytes(state)
-    try:
-        state.chains.check(heads)
-    except ValueError as error:
-        raise BooksError(str(error)) from None
-    members = np.sort(state.policies.members())
-    if not np.array_equal(members, np.sort(heads)):
-        raise BooksError(f"{len(members)} heads in the policies, {len(heads)} in the index")
 
 
 def _equal(what: str, counted: int, booked: int) -> None:
@@ -48,108 +94,231 @@ def _equal(what: str, counted: int, booked: int) -> None:
         raise BooksError(f"{what}: counted {counted}, booked {booked}")
 
 
-def _used_rows(state: CoreState, segment: int) -> I64:
-    """Slots of a segment that are not free."""
+def _row_portions(state: CoreState, segment: int, slots_max: int | None) -> Iterator[list[slice]]:
+    """All rows of a segment, some at a time, as its slabs are when it is their turn."""
     pool = state.pools[segment]
-    parts = [np.zeros(0, np.int64)]
+    most = slots_max or state.table.geometry.slot_count
+    parts, room = list[slice](), most
     for slab in range(pool.first_slab, pool.end_slab):
-        rows = pool.slots_in(slab)
-        parts.append(np.flatnonzero(state.table.state[rows] != State.FREE) + rows.start)
-    return np.concatenate(parts)
+        start = pool.slots_in(slab).start
+        while start < (end := pool.slots_in(slab).stop):
+            parts.append(slice(start, min(end, start + room)))
+            room -= parts[-1].stop - start
+            start = parts[-1].stop
+            if not room:
+                yield parts
+                parts, room = [], most
+    yield parts
 
 
-def _check_index(state: CoreState) -> I64:
-    """Every bound head has its shards in a bound state; no bound slot is unknown to the index."""
+def _rows_of(state: CoreState, parts: Iterable[slice]) -> I64:
+    """Slots that are not free, in rising order."""
+    states = state.table.state
+    found = [np.flatnonzero(states[part]) + part.start for part in parts]
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def _is_head(state: CoreState, slots: I64) -> Bools:
+    """Which slots are the first shard of a bound block."""
     table = state.table
-    every: list[I64] = [np.zeros(0, np.int64)]
-    slots_total = 0
-    used: dict[int, int] = {}
-    blocks: dict[int, int] = {}
-    for number, kv_group, found in state.index.items():
-        spec = state.namespaces.get(number).contract.groups[kv_group]
-        heads = np.fromiter(found.values(), np.int64, len(found))
-        slots = flat(table.all_shards(heads, spec.shards))
-        if not np.isin(table.state[slots], _BOUND).all():
-            raise BooksError(f"namespace {number}: a slot in the index is in no bound state")
-        if (table.namespace[slots] != number).any() or (table.group[slots] != kv_group).any():
-            raise BooksError(f"namespace {number}: a slot says it is another's")
-        every.append(heads)
-        slots_total += len(slots)
-        used[number] = used.get(number, 0) + table.total_bytes(slots)
-        blocks[number] = blocks.get(number, 0) + len(heads)
-    bound = 0
-    for segment in range(len(state.pools)):
-        rows = _used_rows(state, segment)
-        bound += int(np.isin(table.state[rows], _BOUND).sum())
-    _equal("slots of indexed blocks", bound, slots_total)
-    for group in state.groups:
-        used[group.namespace] = used.get(group.namespace, 0) + group.stock_bytes + group.aside_bytes
-    for namespace in state.namespaces:
-        what = f"namespace {namespace.number}"
-        _equal(f"{what} blocks", blocks.get(namespace.number, 0), namespace.blocks)
-        _equal(f"{what} bytes", used.get(namespace.number, 0), namespace.used_bytes)
-        alive = sum(g.namespace == namespace.number and not g.ended for g in state.groups)
-        _equal(f"{what} groups", alive, namespace.groups)
-    return np.concatenate(every)
+    states = table.state[slots]
+    heads: Bools = ((states == _COMMITTED) | (states == _SUMMED)) & (table.head[slots] == 0)
+    return heads
 
 
-def _check_refs(state: CoreState, pinning: Pinning) -> None:
+# -- totals of one moment --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Used:
+    """The slots of a segment that are not free: numbers in rising order, states, bytes."""
+
+    segment: int
+    rows: I64
+    states: npt.NDArray[np.uint8]
+    sizes: I64
+    bound: Bools
+
+    @classmethod
+    def now(cls, state: CoreState, segment: int) -> _Used:
+        """As the table has them."""
+        pool, table = state.pools[segment], state.table
+        rows = _rows_of(state, map(pool.slots_in, range(pool.first_slab, pool.end_slab)))
+        states = table.state[rows]
+        bound = (states == _COMMITTED) | (states == _SUMMED)
+        return cls(segment, rows, states, table.slot_bytes_of(rows), bound)
+
+    def heads(self, state: CoreState) -> I64:
+        """First shards of bound blocks."""
+        heads: I64 = self.rows[self.bound & (state.table.head[self.rows] == 0)]
+        return heads
+
+
+def _check_holders(state: CoreState, pinning: Pinning, used: _Used) -> None:
     """Leases and pins, slot by slot."""
-    table = state.table
+    table, segment = state.table, used.segment
+    groups = [group for group in state.groups if group.segment == segment]
+    leased = [group.leases.all_slots().astype(np.int64) for group in groups]
+    booked = state.ledger.segments[segment].leased_slots
+    _equal(f"segment {segment} leased slots", sum(map(len, leased)), booked)
     for column, holders, what in (
-        (table.refs, [s for g in state.groups for s in g.leases.values()], "leases"),
-        (table.pins, pinning.held(), "pins"),
+        (table.refs, leased, "leases"),
+        (table.pins, pinning.held(segment), "pins"),
     ):
         held = np.concatenate([*holders, np.zeros(0, np.int64)])
-        slots, counts = np.unique(held, return_counts=True)
-        if (column[slots] != counts).any():
-            raise BooksError(f"{what}: a slot's count is not the number of its holders")
-        counted = sum(int(column[_used_rows(state, i)].sum()) for i in range(len(state.pools)))
-        _equal(f"slots held by {what}", len(held), counted)
+        place = np.minimum(np.searchsorted(used.rows, held), max(len(used.rows) - 1, 0))
+        if len(held) and not (len(used.rows) and (used.rows[place] == held).all()):
+            raise BooksError(f"{what}: a slot that somebody holds is free")
+        counts = np.bincount(place, minlength=len(used.rows))
+        wrong = np.flatnonzero(counts != column[used.rows])
+        if len(wrong):
+            first = wrong[0]
+            slot = used.rows[first]
+            text = f"{len(wrong)} slots have not as many {what} as holders; the first is {slot}"
+            raise BooksError(f"{text}: counted {counts[first]}, booked {column[slot]}")
 
 
-def _check_groups(state: CoreState) -> None:
-    """What each group holds in stock and aside."""
-    table = state.table
-    owned = 0
+def _check_ledger(state: CoreState, used: _Used) -> None:
+    """The bytes of a segment."""
+    table, segment = state.table, used.segment
+    books = state.ledger.segments[segment]
+    busy = used.bound & ((table.refs[used.rows] > 0) | (table.pins[used.rows] > 0))
+    for what, mask, booked in (
+        ("reserved", used.states == _RESERVED, books.reserved),
+        ("committed", used.bound, books.committed),
+        ("quarantined", used.states == _QUARANTINED, books.quarantined),
+        ("held", busy, books.held),
+    ):
+        _equal(f"segment {segment} {what} bytes", int(used.sizes[mask].sum()), booked)
+
+
+def _check_namespaces(state: CoreState, used: _Used) -> None:
+    """What each namespace of a tenant has in the table and in its own books."""
+    table, segment = state.table, used.segment
+    rows = used.rows[used.bound]
+    numbers = table.namespace[rows]
+    pairs = numbers.astype(np.int64) * 256 + table.group[rows]
+    slots = _tally(pairs)
+    heads = _tally(pairs[table.head[rows] == 0])
+    # Sums of integers, exact below 2^53 bytes.
+    used_bytes = np.bincount(numbers, weights=used.sizes[used.bound])
+    spaces = {s.number: s for s in state.namespaces if state.segment_of[s.tenant] == segment}
+    held, alive = Counter[int](), Counter[int]()
     for group in state.groups:
-        held = group.held_slots(table)
-        stock = held[table.state[held] == State.RESERVED]
-        aside = held[table.state[held] == State.QUARANTINED]
-        what = f"group {group.number}"
-        _equal(f"{what} stock bytes", table.total_bytes(stock), group.stock_bytes)
-        _equal(f"{what} aside bytes", table.total_bytes(aside), group.aside_bytes)
-        owned += len(held)
-        _check_ended(group)
-    reserved = unowned = 0
-    for segment in range(len(state.pools)):
-        rows = _used_rows(state, segment)
-        states, owners = table.state[rows], table.owner[rows]
-        reserved += int((states == State.RESERVED).sum())
-        aside_mask = states == State.QUARANTINED
-        reserved += int((aside_mask & (owners > 0)).sum())
-        unowned += int((aside_mask & (owners == 0) & (table.refs[rows] == 0)).sum())
-    _equal("slots that groups hold", owned, reserved)
-    _equal("quarantined slots without a reason", unowned, 0)
+        held[group.namespace] += group.stock_bytes + group.aside_bytes
+        alive[group.namespace] += not group.ended
+    blocks: Counter[int] = Counter()
+    for pair, count in heads.items():
+        number, kv_group = divmod(pair, 256)
+        if number not in spaces or kv_group >= len(spaces[number].contract.groups):
+            raise BooksError(f"{count} blocks of group {kv_group} of an unknown namespace {number}")
+        shards = spaces[number].contract.groups[kv_group].shards
+        what = f"namespace {number} group {kv_group} slots of its blocks"
+        _equal(what, slots.pop(pair), count * shards)
+        blocks[number] += count
+    _equal(f"segment {segment} slots without a first shard", sum(slots.values()), 0)
+    for number, space in spaces.items():
+        stored = int(used_bytes[number]) if number < len(used_bytes) else 0
+        _equal(f"namespace {number} blocks", blocks[number], space.blocks)
+        _equal(f"namespace {number} bytes", stored + held[number], space.used_bytes)
+        _equal(f"namespace {number} groups", alive[number], space.groups)
 
 
-def _check_ended(group: Group) -> None:
-    if group.ended and (group.leases or group.stock_bytes or group.drained):
-        raise BooksError(f"group {group.number} has ended but still holds leases or stock")
+def _check_owners(state: CoreState, used: _Used) -> None:
+    """Every slot that is reserved or aside is one group's, or some reader's."""
+    table, segment = state.table, used.segment
+    mine = used.rows[(used.states == _RESERVED) | (used.states == _QUARANTINED)]
+    owners = _tally(table.owner[mine].astype(np.int64))
+    unowned = mine[(table.owner[mine] == 0) & (table.refs[mine] == 0)]
+    _equal("quarantined slots without a reason", len(unowned), 0)
+    owners.pop(0, None)
+    for group in state.groups:
+        if group.segment == segment:
+            _check_group(state, group)
+            held = len(group.held_slots(table))
+            _equal(f"slots that group {group.number} holds", held, owners.pop(group.number, 0))
+    _equal(f"segment {segment} slots that unknown groups hold", sum(owners.values()), 0)
 
 
-def _check_bytes(state: CoreState) -> None:
-    """The ledger of each segment."""
+def _tally(values: npt.NDArray[Any]) -> dict[int, int]:
+    """How often each value occurs; none is negative."""
+    if int(values.max(initial=0)) < _TALLY_DENSE_MAX:
+        counts = np.bincount(values)
+        numbers = np.flatnonzero(counts)
+        counts = counts[numbers]
+    else:
+        numbers, counts = np.unique(values, return_counts=True)
+    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
+def _check_group(state: CoreState, group: Group) -> None:
+    """What a group holds in stock and aside, and since when its leases are."""
     table = state.table
-    for segment, books in enumerate(state.ledger.segments):
-        rows = _used_rows(state, segment)
-        states = table.state[rows]
-        bound = np.isin(states, _BOUND)
-        busy = bound & ((table.refs[rows] > 0) | (table.pins[rows] > 0))
-        for what, mask, booked in (
-            ("reserved", states == State.RESERVED, books.reserved),
-            ("committed", bound, books.committed),
-            ("quarantined", states == State.QUARANTINED, books.quarantined),
-            ("held", busy, books.held),
-        ):
-            _equal(f"segment {segment} {what} bytes", table.total_bytes(rows[mask]), booked)
+    held = group.held_slots(table)
+    stock = held[table.state[held] == State.RESERVED]
+    aside = held[table.state[held] == State.QUARANTINED]
+    what = f"group {group.number}"
+    _equal(f"{what} stock bytes", table.total_bytes(stock), group.stock_bytes)
+    _equal(f"{what} aside bytes", table.total_bytes(aside), group.aside_bytes)
+    if group.leases.keys() != group.leased_at.keys():
+        raise BooksError(
+            f"{what}: {len(group.leases)} leases, {len(group.leased_at)} times of leases, "
+            "not of the same ids"
+        )
+    if group.ended and (group.leases or group.stock_bytes or group.drained):
+        raise BooksError(f"{what} has ended but still holds leases or stock")
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+def _check_blocks(state: CoreState, segment: int, parts: list[slice]) -> None:
+    """Of the blocks whose heads are in some rows: shards, keys and links."""
+    table = state.table
+    rows = _rows_of(state, parts)
+    heads = rows[_is_head(state, rows)]
+    pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
+    for pair in np.unique(pairs).tolist():
+        mine = heads[pairs == pair]
+        _check_pair(state, segment, pair // 256, pair % 256, mine)
+        keys = state.index.keys(mine)
+        if (state.index.find(pair // 256, pair % 256, keys) != mine).any():
+            raise BooksError(f"slots {mine[0]}..{mine[-1]}: a key is bound to another slot")
+    state.chains.check_links(heads, lambda slots: _is_head(state, slots))
+
+
+def _check_pair(state: CoreState, segment: int, number: int, kv_group: int, heads: I64) -> None:
+    """Heads of one namespace and KV group."""
+    table, what = state.table, f"namespace {number} group {kv_group}"
+    if number not in state.namespaces:
+        raise BooksError(f"{what}: {len(heads)} blocks of no namespace")
+    space = state.namespaces.get(number)
+    if state.segment_of[space.tenant] != segment:
+        raise BooksError(f"{what}: {len(heads)} blocks in another tenant's segment")
+    spec = space.contract.groups[kv_group]
+    shards = table.all_shards(heads, spec.shards)
+    if (shards < 0).any() or table.sibling[shards[:, -1]].any():
+        raise BooksError(f"{what}: a block has not {spec.shards} shards")
+    if (table.head[shards[:, 1:]] != heads[:, None] + 1).any():
+        raise BooksError(f"{what}: a shard says that it is another block's")
+    for column in (table.state, table.namespace, table.group, table.epoch):
+        if (column[shards] != column[heads][:, None]).any():
+            raise BooksError(f"{what}: the shards of a block are not alike")
+    if (table.slot_bytes_of(shards) != state.slot_bytes(spec)).any():
+        raise BooksError(f"{what}: a shard is in a slot of another size")
+
+
+def _check_members(state: CoreState, number: int, slot_bytes: int) -> None:
+    """A policy's members are heads of its namespace in slots of its size.
+
+    That there are as many members as blocks, and none twice, makes each head a member of one.
+    """
+    table = state.table
+    members = state.policies.members(number, slot_bytes)
+    good = _is_head(state, members)
+    good &= (table.namespace[members] == number) & (table.slot_bytes_of(members) == slot_bytes)
+    if not good.all():
+        raise BooksError(
+            f"{int((~good).sum())} members of the policy of namespace {number} for {slot_bytes} "
+            "bytes are no heads of such blocks"
+        )

@@ -7,9 +7,11 @@ it still takes memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from kvhearth.model import I64
+from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.table import SlotTable
 
 
@@ -87,23 +89,65 @@ class Chains:
         return not self._child[head]
 
     def check(self, heads: I64) -> None:
-        """Raise ValueError unless links agree in both directions and join bound heads only."""
-        bound = set(heads.tolist())
-        children: dict[int, int] = {}
-        for head in bound:
-            parent = self._parent[head]
-            if parent:
-                if parent - 1 not in bound:
-                    raise ValueError(f"slot {head}: its parent {parent - 1} is bound to no key")
-                children[parent - 1] = children.get(parent - 1, 0) + 1
-        for head in bound:
-            seen, link, younger = 0, self._child[head], 0
-            while link:
-                child = link - 1
-                if self._parent[child] != head + 1 or self._younger[child] != younger:
-                    raise ValueError(f"slot {child}: links to parent {head} disagree")
-                seen, younger, link = seen + 1, link, self._older[child]
-            if seen != children.get(head, 0):
-                raise ValueError(
-                    f"slot {head}: {seen} children listed, {children.get(head, 0)} point here"
-                )
+        """Raise ValueError unless links agree in both directions and join these heads only."""
+        self.check_links(heads, lambda slots: np.isin(slots, heads))
+        self.check_siblings(heads)
+
+    def check_links(self, heads: I64, bound: Callable[[I64], Bools]) -> None:
+        """Raise ValueError unless the links of some heads agree with those that answer them.
+
+        ``bound`` says which slots are heads that are bound to keys. Array work, O(n).
+        """
+        table = self._table
+        parent, child = table.parent[heads], table.child[heads]
+        older, younger = table.older[heads], table.younger[heads]
+        wrong = (parent == 0) & ((older > 0) | (younger > 0))
+        _none(heads[wrong], "has siblings but no parent")
+        for links, what in ((parent, "parent"), (child, "child"), (older, "older sibling")):
+            there = links > 0
+            strays = ~bound(_slots(links[there]))
+            _none(heads[there][strays], f"has a {what} that is bound to no key")
+        last = (parent > 0) & (younger == 0)
+        wrong = table.child[_slots(parent[last])] != heads[last] + 1
+        _none(heads[last][wrong], "is a youngest child that its parent does not name")
+        there = child > 0
+        children = _slots(child[there])
+        wrong = (table.parent[children] != heads[there] + 1) | (table.younger[children] > 0)
+        _none(heads[there][wrong], "names a youngest child that says otherwise")
+        for links, column, what in (
+            (older, table.younger, "older"),
+            (younger, table.older, "younger"),
+        ):
+            there = links > 0
+            others = _slots(links[there])
+            wrong = (column[others] != heads[there] + 1) | (table.parent[others] != parent[there])
+            _none(heads[there][wrong], f"names an {what} sibling that says otherwise")
+
+    def check_siblings(self, heads: I64) -> None:
+        """Raise ValueError if siblings among all heads of an arena name each other in a ring.
+
+        For heads whose links agree. Pointer doubling over those that have a younger sibling: as
+        many steps as the logarithm of the most children of a head.
+        """
+        followers = np.sort(heads[self._table.younger[heads] > 0])
+        count = len(followers)
+        if not count:
+            return
+        younger = _slots(self._table.younger[followers])
+        place = np.minimum(np.searchsorted(followers, younger), count - 1)
+        # The last entry stands for a youngest child, and leads to itself.
+        after = np.append(np.where(followers[place] == younger, place, count), count)
+        for _ in range(count.bit_length()):
+            after = after[after]
+            if (after == count).all():
+                return
+        _none(followers[after[:-1] != count], "is in a ring of siblings")
+
+
+def _slots(links: U32) -> I64:
+    return links.astype(np.int64) - 1
+
+
+def _none(slots: I64, what: str) -> None:
+    if len(slots):
+        raise ValueError(f"slot {slots[0]} {what}, and {len(slots) - 1} more")

@@ -4,12 +4,14 @@ actions out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvhearth.errors import Reason
 from kvhearth.model import U32
 from kvhearth_server.core.actions import Catalogue
-from kvhearth_server.core.books import check_books
+from kvhearth_server.core.books import book_portions, check_books
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
@@ -23,9 +25,16 @@ from kvhearth_server.core.writing import Writing
 class Core:
     """Everything that decides, nothing that acts."""
 
-    def __init__(self, geometry: Geometry, limits: Limits, generation: U32 | None = None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        limits: Limits,
+        generation: U32 | None = None,
+        *,
+        hash_seed: int = 0,
+    ) -> None:
         slots = np.zeros(geometry.slot_count, np.uint32) if generation is None else generation
-        self.state = CoreState(geometry, limits, slots)
+        self.state = CoreState(geometry, limits, slots, hash_seed)
         self.evictor = Evictor(self.state)
         self.membership = Membership(self.state)
         self.writing = Writing(self.state, self.evictor)
@@ -61,14 +70,25 @@ class Core:
         self.state.actions.append(Catalogue())
         return epoch
 
-    def evict(self, digest: bytes, keep_bytes: int) -> int:
+    def evict(self, digest: bytes, keep_bytes: int, blocks_max: int | None = None) -> int:
         """Remove blocks of a namespace, coldest first, until it uses ``keep_bytes``; returns how
         many.
+
+        Args:
+            blocks_max: remove no more in this call; each costs some microseconds.
 
         Raises:
             KVHearthError: ``unknown_namespace``.
         """
-        return self.evictor.shrink(self._named(digest), keep_bytes, "asked")
+        return self.evictor.shrink(self._named(digest), keep_bytes, "asked", blocks_max)
+
+    def blocks_of(self, digest: bytes) -> int:
+        """How many blocks a namespace has.
+
+        Raises:
+            KVHearthError: ``unknown_namespace``.
+        """
+        return self._named(digest).blocks
 
     def _named(self, digest: bytes) -> Namespace:
         namespace = self.state.namespaces.find(digest)
@@ -79,3 +99,7 @@ class Core:
     def check_books(self) -> None:
         """Recount everything; see ``books.check_books``."""
         check_books(self.state, self.pinning)
+
+    def book_portions(self) -> Iterator[None]:
+        """Recount in portions between which other calls may come; see ``books.book_portions``."""
+        return book_portions(self.state, self.pinning)

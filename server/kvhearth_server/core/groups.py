@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhearth.model import I64, U32
+from kvhearth_server.core.doubts import Doubts
+from kvhearth_server.core.leases import Leases
 from kvhearth_server.core.table import SlotTable, State
 
 RESERVATIONS_REMEMBERED = 64
+_DOUBTFUL_PARTS_MAX = 64
 TOMBSTONES_REMEMBERED = 1024
 
 
@@ -49,6 +52,16 @@ class Handed:
     slots: I64
     generations: U32
 
+    def still_held(self, table: SlotTable, owner: int) -> I64:
+        """Those that are still reserved, or were put aside and not freed since; flat."""
+        slots, generations = self.slots.reshape(-1), self.generations.reshape(-1)
+        state, now = table.state[slots], table.generation[slots]
+        reserved = (state == State.RESERVED) & (now == generations)
+        # Putting a slot aside moved its generation on by one; whatever happens later, by more.
+        aside = (state == State.QUARANTINED) & (now == generations + np.uint32(1))
+        held: I64 = slots[(table.owner[slots] == owner) & (reserved | aside)]
+        return held
+
 
 @dataclass
 class Group:
@@ -56,7 +69,9 @@ class Group:
 
     ``stock_bytes`` are its RESERVED slots; ``aside_bytes`` what was put aside (QUARANTINED) because
     a member may still write to it. ``handed`` holds arrays of slots that may be in either state;
-    see ``held_slots``. ``leased_at`` is when each of ``leases`` was granted.
+    see ``held_slots``. ``doubtful`` are slots that go free once no member is ``GONE``. A
+    reservation is in ``reservations`` until it is aborted, then in ``doubts`` if that was in doubt.
+    ``leased_at`` is when each of ``leases`` was granted.
     """
 
     number: int
@@ -73,8 +88,9 @@ class Group:
     handed: list[I64] = field(default_factory=list)
     handed_count: int = 0
     doubtful: list[I64] = field(default_factory=list)
+    doubts: Doubts = field(default_factory=Doubts)
     reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
-    leases: dict[int, I64] = field(default_factory=dict)
+    leases: Leases = field(default_factory=Leases)
     leased_at: dict[int, float] = field(default_factory=dict)
     released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
@@ -109,6 +125,13 @@ class Group:
             flat = part.slots.reshape(-1)
             self.handed.append(flat)
             self.handed_count += len(flat)
+
+    def doubt(self, slots: I64) -> None:
+        """Let slots go free once no member is ``GONE``."""
+        self.doubtful.append(slots)
+        if len(self.doubtful) > _DOUBTFUL_PARTS_MAX:
+            # The same word may come again and again.
+            self.doubtful = [np.unique(np.concatenate(self.doubtful))]
 
     def held_slots(self, table: SlotTable) -> I64:
         """Slots that this group holds now, reserved or put aside."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvhearth.errors import Reason
 from kvhearth.model import I64
 from kvhearth_server.core.groups import Group
-from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.state import CoreState, require
 from kvhearth_server.core.table import State
 
 
@@ -24,8 +25,21 @@ def hold_room(state: CoreState, segment: int) -> int:
 
 
 def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> None:
-    """Count one more lease (or pin) on each slot; slots are distinct and committed."""
-    table = state.table
+    """Count one more lease (or pin) on each slot; slots are distinct and committed.
+
+    Raises:
+        KVHearthError: ``too_many_leases`` if leases would name more slots than they may; nothing
+            has changed.
+    """
+    table, books = state.table, state.ledger.segments[segment]
+    if not pin:
+        most = state.limits.leased_slots_max
+        require(
+            books.leased_slots + len(slots) <= most,
+            Reason.TOO_MANY_LEASES,
+            lambda: f"leases name {books.leased_slots} slots, at most {most}; release some",
+        )
+        books.leased_slots += len(slots)
     fresh = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
     state.ledger.held(segment, fresh, +1)
     if pin:
@@ -41,6 +55,7 @@ def let_go(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> 
         table.pins[slots] -= 1
     else:
         table.refs[slots] -= 1
+        state.ledger.segments[segment].leased_slots -= len(slots)
     loose = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
     if not len(loose):
         return

@@ -44,7 +44,7 @@ def held_by_groups(state: CoreState, now: float) -> list[Held]:
         Held(
             group,
             len(group.leases),
-            sum(len(slots) for slots in group.leases.values()),
+            group.leases.slot_count,
             sum(state.table.total_bytes(slots) for slots in group.leases.values()),
             max(0.0, now - min(group.leased_at.values())),
         )
@@ -56,11 +56,12 @@ def held_by_groups(state: CoreState, now: float) -> list[Held]:
 
 def places(state: CoreState, key: bytes) -> list[Place]:
     """All blocks of a key, in every namespace and KV group; each group's index is asked once."""
-    found = [
-        _place(state, state.namespaces.get(number), kv_group, heads[key])
-        for number, kv_group, heads in state.index.items()
-        if key in heads
-    ]
+    found = []
+    for namespace in state.namespaces:
+        for kv_group in range(len(namespace.contract.groups)):
+            head = int(state.index.find(namespace.number, kv_group, [key])[0])
+            if head >= 0:
+                found.append(_place(state, namespace, kv_group, head))
     return sorted(found, key=lambda place: (place.namespace.number, place.kv_group))
 
 

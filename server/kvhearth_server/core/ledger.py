@@ -11,7 +11,7 @@ from kvhearth_server.core.table import SlotTable
 @dataclass
 class SegmentBooks:
     """Bytes of one segment. ``held`` is the part of ``committed`` that a lease or a pin keeps from
-    eviction.
+    eviction. ``leased_slots`` are slots, not bytes, and one counts once for each lease on it.
     """
 
     capacity: int
@@ -19,6 +19,7 @@ class SegmentBooks:
     committed: int = 0
     quarantined: int = 0
     held: int = 0
+    leased_slots: int = 0
 
     @property
     def bound(self) -> int:

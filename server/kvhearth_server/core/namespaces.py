@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvhearth.contract import Contract, differences, namespace_digest
@@ -32,7 +32,14 @@ CONTRACT_BYTES_MAX = 4 << 20
 class Namespaces:
     """The catalogue. ``version`` rises with every change that must be durable."""
 
-    def __init__(self, count_max: int, quota_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        count_max: int,
+        quota_bytes: int | None = None,
+        forgotten: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """``forgotten`` is told the number of each namespace that is forgotten."""
+        self._forgotten = forgotten
         self._count_max = min(count_max, NUMBER_MAX)
         self._quota_bytes = quota_bytes
         self._by_digest: dict[bytes, Namespace] = {}
@@ -49,6 +56,9 @@ class Namespaces:
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(list(self._by_number.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
 
     def get(self, number: int) -> Namespace:
         """The namespace of a number that is in use."""
@@ -139,6 +149,7 @@ class Namespaces:
                 self._contract_bytes -= len(space.contract.to_json())
                 self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
                 self.version += 1
+                self._forgotten(space.number)
                 return True
         return False
 

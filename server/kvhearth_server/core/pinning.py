@@ -20,7 +20,7 @@ class Pin:
     """What a pin holds until ``expires_at``; a slot whose generation moved is not its any more."""
 
     segment: int
-    slots: I64
+    slots: U32
     generations: U32
     expires_at: float
 
@@ -77,6 +77,7 @@ class Pinning:
             flags.append(good)
             parts.append(flat(table.all_shards(heads[good], spec.shards)))
         slots = np.unique(np.concatenate(parts))
+        self._check_lists(group.segment, len(slots))
         require(
             newly_held_bytes(state, slots) <= hold_room(state, group.segment),
             Reason.HELD_CAP,
@@ -84,8 +85,18 @@ class Pinning:
         )
         hold(state, group.segment, slots, pin=True)
         generations = table.generation[slots].copy()
-        self._pins[name] = Pin(group.segment, slots, generations, now + ttl_s)
+        kept = slots.astype(np.uint32)
+        self._pins[name] = Pin(group.segment, kept, generations, now + ttl_s)
         return flags
+
+    def _check_lists(self, segment: int, more: int) -> None:
+        listed = sum(len(pin.slots) for pin in self._pins.values() if pin.segment == segment)
+        most = self._state.limits.pinned_slots_max
+        require(
+            listed + more <= most,
+            Reason.TOO_MANY_PINS,
+            f"pins name {listed} slots, at most {most}; unpin some",
+        )
 
     def unpin(self, session: int, pin_ids: list[int]) -> None:
         """End pins of the session's namespace. Known ones end in any case.
@@ -106,15 +117,16 @@ class Pinning:
             self._end(name)
         return len(over)
 
-    def held(self) -> list[I64]:
-        """Slots of each pin that are still its own."""
-        return [self._own(pin) for pin in self._pins.values()]
+    def held(self, segment: int) -> list[I64]:
+        """Slots of each pin on a segment that are still its own."""
+        return [self._own(pin) for pin in self._pins.values() if pin.segment == segment]
 
     def _own(self, pin: Pin) -> I64:
         table = self._state.table
         same = table.generation[pin.slots] == pin.generations
         bound = np.isin(table.state[pin.slots], (State.COMMITTED, State.SUMMED))
-        return np.asarray(pin.slots[same & bound])
+        own: I64 = pin.slots[same & bound].astype(np.int64)
+        return own
 
     def _end(self, name: tuple[int, int]) -> bool:
         pin = self._pins.pop(name, None)

@@ -59,12 +59,39 @@ class PolicySet:
             if number == namespace and len(policy):
                 yield policy
 
-    def members(self) -> I64:
-        """All heads in all policies."""
-        parts = [policy.slots() for policy in self._policies.values()]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    def drop(self, namespace: int) -> None:
+        """Forget the policies of a namespace, which has no blocks any more.
 
-    def check(self) -> None:
-        """Raise ValueError if a policy's own structures disagree."""
-        for policy in self._policies.values():
+        Raises:
+            ValueError: if one has members; nothing has changed.
+        """
+        places = [place for place in self._policies if place[0] == namespace]
+        members = sum(len(self._policies[place]) for place in places)
+        if members:
+            raise ValueError(f"namespace {namespace}: its policies have {members} members")
+        for place in places:
+            del self._policies[place]
+
+    def __len__(self) -> int:
+        """Policies, those without members too."""
+        return len(self._policies)
+
+    @property
+    def member_count(self) -> int:
+        """Heads in all policies."""
+        return sum(map(len, self._policies.values()))
+
+    def places(self) -> list[tuple[int, int]]:
+        """(namespace, slot size) of all policies."""
+        return list(self._policies)
+
+    def members(self, namespace: int, slot_bytes: int) -> I64:
+        """The heads in a policy; none if there is no such policy."""
+        policy = self._policies.get((namespace, slot_bytes))
+        return np.zeros(0, np.int64) if policy is None else policy.slots()
+
+    def check(self, namespace: int, slot_bytes: int) -> None:
+        """Raise ValueError if the structures of a policy disagree."""
+        policy = self._policies.get((namespace, slot_bytes))
+        if policy is not None:
             policy.check()

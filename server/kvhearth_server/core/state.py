@@ -37,7 +37,12 @@ class Limits:
     sessions_max: int = 256
     namespaces_max: int = 1024
     leases_max: int = 4096
+    leased_slots_max: int = 1 << 24
+    """Of all leases on one tenant's segment, a slot once for each: their lists take 4 bytes each.
+    """
     pins_max: int = 1024
+    pinned_slots_max: int = 1 << 22
+    """Of all pins on one tenant's segment, a slot once for each: their lists take 8 bytes each."""
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
     eviction: str = "s3fifo"
@@ -46,7 +51,9 @@ class Limits:
 class CoreState:
     """The daemon's whole state; only the core's modules change it."""
 
-    def __init__(self, geometry: Geometry, limits: Limits, generation: U32) -> None:
+    def __init__(
+        self, geometry: Geometry, limits: Limits, generation: U32, hash_seed: int = 0
+    ) -> None:
         self.limits = limits
         self.table = SlotTable(geometry, generation)
         self.actions: list[Action] = []
@@ -54,12 +61,14 @@ class CoreState:
             SlabPool(self.table, i, self._slab_sized) for i in range(len(geometry.segments))
         ]
         self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
-        self.index = Index(geometry.stride)
+        self.index = Index(geometry.slot_count, hash_seed)
         self.chains = Chains(self.table)
-        self.namespaces = Namespaces(limits.namespaces_max, limits.namespace_quota_bytes)
+        self.policies = PolicySet(limits.eviction, geometry.slot_count)
+        self.namespaces = Namespaces(
+            limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop
+        )
         self.groups = Groups()
         self.ledger = Ledger(self.table)
-        self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.events = EventLog()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.evicted_at: list[U32] = []

@@ -171,21 +171,23 @@ class SlotTable:
             columns.append(self.sibling[columns[-1]].astype(np.int64) - 1)
         return np.stack(columns, axis=1)
 
-    def extents(self, slots: I64, length: int) -> Records:
-        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes, flat."""
+    def extents(self, slots: I64, length: int, *, summed: bool = False) -> Records:
+        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes, flat.
+
+        ``summed``: all of them are SUMMED, else none is: a reserved slot still has its last block's
+        sum in the table, and nobody is told that one.
+        """
         flat = slots.reshape(-1)
         stride = self.geometry.stride
-        slab = flat // stride
+        slab, row = np.divmod(flat, stride)
         records = np.zeros(len(flat), EXTENT_DTYPE)
         records["slot"] = flat
         records["segment"] = self.slab_segment[slab]
         inside = (slab - self.slab_first[slab]) * self.geometry.slab_bytes
-        records["offset"] = inside + (flat % stride) * self.slab_slot_bytes[slab]
+        records["offset"] = inside + row * self.slab_slot_bytes[slab]
         records["length"] = length
         records["generation"] = self.generation[flat]
-        summed = self.state[flat] == State.SUMMED
-        # A reserved slot still has its last block's sum in the table; nobody is told that one.
-        records["checksum"][summed] = self.checksum[flat[summed]]
-        verify = np.where(self.flags[flat] & FLAG_VERIFY, FLAG_VERIFY, 0)
-        records["flags"] = np.where(summed, FLAG_SUMMED | verify, 0)
+        if summed:
+            records["checksum"] = self.checksum[flat]
+            records["flags"] = self.flags[flat] & FLAG_VERIFY | FLAG_SUMMED
         return records

@@ -64,9 +64,9 @@ class Writing:
             f"{len(group.attached)} of the group's {group.world_size} ranks are attached",
         )
         require(
-            reservation_id not in group.released_early,
+            reservation_id not in group.released_early and reservation_id not in group.doubts,
             Reason.NOT_RESERVED,
-            "this reservation was aborted before it was made",
+            "this reservation was aborted",
         )
         asked = sum(count for _, count in wants)
         require(
@@ -111,6 +111,7 @@ class Writing:
         for room, reason in (
             (stock, Reason.STOCK_CAP),
             (hold_room(state, segment), Reason.HELD_CAP),
+            (self._quota_share(namespace, block), Reason.QUOTA_EXCEEDED),
         ):
             if count * block > room:
                 count, bound = max(0, room // block), reason
@@ -129,6 +130,19 @@ class Writing:
             group.stock_bytes += added
             namespace.used_bytes += added
         return slots.reshape(count, spec.shards), bound
+
+    def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
+        """Bytes that may yet be reserved of the namespace's quota: at most half of it, but one
+        block in any case.
+
+        Else a stock of empty slots as large as the quota would evict all blocks of the namespace.
+        """
+        quota = namespace.quota_bytes
+        if quota is None:
+            return self._state.ledger.segments[self._state.segment_of[namespace.tenant]].capacity
+        groups = [g for g in self._state.groups if g.namespace == namespace.number]
+        taken = sum(group.stock_bytes + group.aside_bytes for group in groups)
+        return max(quota // 2, min(block_bytes, quota)) - taken
 
     def _quota_room(self, namespace: Namespace, want_bytes: int) -> int:
         """Bytes that the namespace may still take, after evicting its own coldest blocks."""
@@ -166,7 +180,7 @@ class Writing:
         if every:
             merged = np.concatenate(every)
             require(
-                len(np.unique(merged)) == len(merged),
+                len(merged) == 1 or len(np.unique(merged)) == len(merged),
                 Reason.BAD_EXTENTS,
                 "one slot is named twice in the same commit",
             )
@@ -213,7 +227,9 @@ class Writing:
             Reason.ALREADY_COMMITTED,
             "a slot of this call was committed before",
         )
-        held = np.isin(found, [int(state) for state in states])
+        held = found == int(states[0])
+        for state in states[1:]:
+            held |= found == int(state)
         mine = table.owner[slots] == group.number
         require(
             not (held & ~mine).any(),
@@ -254,7 +270,7 @@ class Writing:
         heads = kept[:, 0]
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
         for pair in np.unique(pairs):
-            keys = [state.index.key(head) for head in heads[pairs == pair].tolist()]
+            keys = state.index.keys(heads[pairs == pair])
             state.events.append(
                 EventKind.STORED, int(pair) // 256, int(pair) % 256, keys, tier="dram"
             )
@@ -263,7 +279,12 @@ class Writing:
     def abort(
         self, session: int, items: list[SlotsItem], reservation_ids: list[int], *, in_doubt: bool
     ) -> tuple[int, int]:
-        """Give reserved slots back, or put them aside; returns (freed, put aside).
+        """Give reserved slots back, or put them aside if a worker may still be writing to them;
+        returns (freed, put aside).
+
+        One rule: what an abort in doubt put aside, the next one that is not in doubt frees, be
+        either by slots or by reservation. While a member of the group has left without a word,
+        every abort puts aside; one that is not in doubt frees as soon as that member is drained.
 
         Raises:
             KVHearthError: ``group_gone``, ``bad_extents``, ``not_reserved``, ``foreign_extent``,
@@ -276,21 +297,19 @@ class Writing:
         parts = [item.slots for item in items]
         for reservation_id in reservation_ids:
             handed = group.reservations.pop(reservation_id, None)
+            handed = handed or group.doubts.pop(reservation_id)
             if handed is None:
                 group.note_early_release(reservation_id)
                 continue
-            for part in handed:
-                slots = flat(part.slots)
-                still = (state.table.state[slots] == State.RESERVED) & (
-                    state.table.generation[slots] == flat(part.generations)
-                )
-                parts.append(slots[still])
+            parts += [part.still_held(state.table, group.number) for part in handed]
+            if in_doubt:
+                group.doubts.add(state.table, group.number, reservation_id, handed)
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         stock = slots[state.table.state[slots] == State.RESERVED]
         if group.unsure and not in_doubt:
             # The scheduler cannot know what a rank that died is still writing; the group's last
             # such member, once drained, frees it.
-            group.doubtful.append(slots)
+            group.doubt(slots)
             in_doubt = True
         if in_doubt:
             put_aside(state, group, stock)
@@ -308,6 +327,9 @@ class Writing:
 _SHORT_TEXT = {
     Reason.STOCK_CAP: "the group holds as many reserved slots as it may; commit or abort some",
     Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",
-    Reason.QUOTA_EXCEEDED: "the namespace is at its quota and holds nothing evictable",
+    Reason.QUOTA_EXCEEDED: (
+        "half of the namespace's quota is reserved, or it is at its quota and holds nothing "
+        "evictable; commit, abort or release some"
+    ),
     Reason.NO_SPACE: "nothing evictable is left for this slot size",
 }

@@ -13,12 +13,15 @@ from kvhearth_server.core.state import CoreState
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 
 
-def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dict[str, Any]:
+def catalogue_content(
+    state: CoreState, sessions: Sessions, boot_id: str, lineage: str
+) -> dict[str, Any]:
     """What a successor must know, as JSON."""
     records = {session.number: session for session in sessions}
     return {
         "complete": True,
         "boot_id": boot_id,
+        "lineage": lineage,
         "next_session": sessions.next_number,
         "epoch_floor": state.namespaces.epoch_floor,
         "namespaces": [
@@ -51,6 +54,18 @@ def catalogue_content(state: CoreState, sessions: Sessions, boot_id: str) -> dic
 
 def _member(member: Member, record: Session) -> list[Any]:
     return [member.session, member.rank, member.scheduler, record.lock_byte, record.boot_id]
+
+
+def restore_lineage(content: dict[str, Any]) -> str:
+    """The id of the cold start that the catalogue descends from.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue has none.
+    """
+    lineage = content.get("lineage")
+    if not isinstance(lineage, str) or not lineage:
+        raise _damaged(ValueError(f"lineage is {lineage!r}"))
+    return lineage
 
 
 def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:

@@ -32,10 +32,15 @@ from kvhearth_server.core.actions import Action, Bind, Catalogue, Mark, SlabSize
 from kvhearth_server.core.adoption import adopt
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.groups import Group, Member, MemberState
-from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.ages import TickClock
-from kvhearth_server.engine.catalogue import catalogue_content, restore_groups, restore_namespaces
+from kvhearth_server.engine.catalogue import (
+    catalogue_content,
+    restore_groups,
+    restore_lineage,
+    restore_namespaces,
+)
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.memory.adopt import read_journal
 from kvhearth_server.memory.arena import Arena
@@ -82,6 +87,8 @@ class Engine:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boot_id = secrets.token_hex(16)
+        self.lineage = secrets.token_hex(16)
+        """Of the cold start; a run that takes over an arena takes over its lineage."""
         self.arena = arena
         self.limits = limits
         self.shell = shell
@@ -89,7 +96,9 @@ class Engine:
         self.now = now
         self.started_at = now()
         self.draining = False
-        self.core = Core(arena.plan.geometry, limits, arena.generations.array)
+        self.on_drain: Callable[[], None] = lambda: None
+        seed = secrets.randbits(64)
+        self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()
         self.timings = CallTimings()
@@ -120,6 +129,12 @@ class Engine:
             KVHearthError: ``unknown_token``.
         """
         return self.sessions.authenticate(token, self.boot_id)
+
+    def drain(self) -> None:
+        """No stores and sessions from now on; ``on_drain`` is called once."""
+        if not self.draining:
+            self.draining = True
+            self.on_drain()
 
     def refuse_while_draining(self) -> None:
         """Raises:
@@ -184,22 +199,29 @@ class Engine:
             undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
-        size = self.arena.segments[segment]
-        mapped = [SegmentInfo(segment, size.bytes, size.page_bytes)] if descriptors else []
-        welcome = Welcome(
+        welcome = self._welcome(session, joined, contract, mapped=bool(descriptors))
+        return Attached(session, welcome, descriptors)
+
+    def _welcome(
+        self, session: Session, joined: Joined, contract: Contract, *, mapped: bool
+    ) -> Welcome:
+        size = self.arena.segments[session.segment]
+        return Welcome(
             boot_id=self.boot_id,
-            session=number,
-            token=token,
+            session=session.number,
+            token=session.token,
             incarnation=joined.group.incarnation,
             namespace=joined.namespace.digest.hex(),
             epoch=joined.namespace.epoch,
-            generation_count=self.arena.generations.count if descriptors else 0,
+            generation_count=self.arena.generations.count if mapped else 0,
             keys_max=self.keys_max(contract),
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
-            segments=mapped,
+            segments=(
+                [SegmentInfo(session.segment, size.bytes, size.page_bytes)] if mapped else []
+            ),
+            lineage=self.lineage,
         )
-        return Attached(session, welcome, descriptors)
 
     def keys_max(self, contract: Contract) -> int:
         """Blocks that one call may name: what the settings say, or less where the extents of so
@@ -303,6 +325,7 @@ class Engine:
             self.core.state.namespaces.epoch_floor = int(time.time())
             return
         state = self.core.state
+        self.lineage = restore_lineage(old)
         self.sessions.number_from(int(old.get("next_session", 1)))
         restore_namespaces(state, old)
         found = read_journal(self.journal, self.arena.plan.geometry, state.namespaces)
@@ -348,7 +371,7 @@ class Engine:
 
     def _write_catalogue(self) -> None:
         if self.arena.durable:
-            content = catalogue_content(self.core.state, self.sessions, self.boot_id)
+            content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
             self.arena.write_catalogue(content)
 
 

@@ -24,6 +24,7 @@ from kvhearth_server.memory.journal import (
     VERSION,
     Journal,
     identity_check,
+    owner_check,
     sum_check,
 )
 
@@ -186,11 +187,16 @@ class _Reader:
         bound = np.isin(words, _BOUND)
         if not bound.all():
             aside = words == STATE_WORDS[State.QUARANTINED]
-            read_only = aside & (rows["owner"] == READERS)
+            # An owner that was damaged may look like a group that is drained already: wait for all.
+            known = rows["owner_check"] == owner_check(rows["owner"])
+            owners = np.where(known, rows["owner"], 0)
+            read_only = aside & (owners == READERS)
             busy = np.isin(words, _BUSY) | (aside & ~read_only)
+            if (strays := int((busy & ~known).sum())) > 0:
+                found.reasons["owner"] += strays
             _drop(found, "readers", slots[read_only])
-            for owner in np.unique(rows["owner"][busy]).tolist():
-                self._held[int(owner)].append(slots[busy & (rows["owner"] == owner)])
+            for owner in np.unique(owners[busy]).tolist():
+                self._held[int(owner)].append(slots[busy & (owners == owner)])
             # A state word that is none of ours was damaged: the slot may have been reserved, so
             # nobody's guess is safe.
             strange = ~(bound | busy | read_only)

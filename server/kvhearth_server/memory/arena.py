@@ -21,7 +21,7 @@ from kvhearth_server.memory.journal import Journal, journal_bytes, journal_path
 from kvhearth_server.memory.pages import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
-CATALOGUE_FORMAT = 1
+CATALOGUE_FORMAT = 2
 CATALOGUE_BYTES_MAX = 12 << 20
 """Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
 _PAGE_ROUND = 2 << 20

@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
-from kvhearth.model import CHECKSUM_BYTES, I64, Records
+from kvhearth.model import CHECKSUM_BYTES, I64, U32, Records
 from kvhearth_server.core.actions import Bind, Mark, SlabSized, Summed
 from kvhearth_server.core.state import flat
 from kvhearth_server.core.table import Geometry, SlotTable, State
 from kvhearth_server.memory.segments import Segment
 
 MAGIC = 0x4B56484A
-VERSION = 1
+VERSION = 2
 KEY_FIELD_BYTES = 64
 
 HEADER_DTYPE = np.dtype(
@@ -42,15 +42,17 @@ HEADER_DTYPE = np.dtype(
         ("parent_sequence", "<u8"),
         ("key", f"V{KEY_FIELD_BYTES}"),
         ("generation", "<u4"),
-        ("spare", "<u4"),
+        ("owner", "<u4"),
         ("identity_check", "<u8"),
         ("checksum", f"V{CHECKSUM_BYTES}"),
         ("sum_check", "<u8"),
-        ("owner", "<u4"),
+        ("owner_check", "<u4"),
         ("state", "<u4"),
     ]
 )
-"""One header; the first 14 words are its identity, guarded by ``identity_check``."""
+"""One header. Its first 14 words but the owner are its identity, guarded by ``identity_check``; the
+owner changes alone and has a check of its own.
+"""
 
 IDENTITY_WORDS = 14
 HEADER_BYTES = HEADER_DTYPE.itemsize
@@ -70,6 +72,8 @@ READERS = 0xFFFF_FFFF
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _SEED = np.uint64(0x51_7CC1_B727_220A)
+_LOW = np.uint64(0xFFFF_FFFF)
+_HALF = np.uint64(32)
 
 
 def mix(
@@ -91,7 +95,9 @@ def mix(
 def identity_check(headers: Records) -> npt.NDArray[np.uint64]:
     """The check over the identity of contiguous headers."""
     words = headers.view(np.uint64).reshape(len(headers), -1)
-    return mix(words[:, :IDENTITY_WORDS], _SEED)
+    last = IDENTITY_WORDS - 1
+    # The upper half of the last word is the owner.
+    return mix(words[:, last : last + 1] & _LOW, mix(words[:, :last], _SEED))
 
 
 def sum_check(headers: Records) -> npt.NDArray[np.uint64]:
@@ -99,6 +105,11 @@ def sum_check(headers: Records) -> npt.NDArray[np.uint64]:
     words = headers.view(np.uint64).reshape(len(headers), -1)
     first = IDENTITY_WORDS + 1
     return mix(words[:, first : first + 2], headers["identity_check"])
+
+
+def owner_check(owners: U32) -> U32:
+    """The check over owners, shape (n,); a new file's zeros have another one."""
+    return (mix(owners.astype(np.uint64).reshape(-1, 1), _SEED) >> _HALF).astype(np.uint32)
 
 
 def journal_bytes(geometry: Geometry, page_bytes: int) -> int:
@@ -129,7 +140,9 @@ class Journal:
         """New states of slots; owner and generation first."""
         slots = action.slots
         if action.state is not State.FREE:
-            self.headers["owner"][slots] = action.owner or READERS
+            owner = np.array([action.owner or READERS], np.uint32)
+            self.headers["owner"][slots] = owner
+            self.headers["owner_check"][slots] = owner_check(owner)
             hit("journal.mark_owner")
         self.headers["state"][slots] = STATE_WORDS[action.state]
         hit("journal.mark_state")
@@ -158,7 +171,8 @@ class Journal:
             fresh["checksum"] = self._table.checksum[slots]
             fresh["sum_check"] = sum_check(fresh)
         before = self.headers[slots]
-        fresh["owner"], fresh["state"] = before["owner"], before["state"]
+        for name in ("owner", "owner_check", "state"):
+            fresh[name] = before[name]
         self.headers[slots] = fresh
         hit("journal.bind_fields")
         half = len(slots) // 2

@@ -1,0 +1,159 @@
+"""One rule for aborts: what one in doubt puts aside, the next one that is not frees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.core_kit import Rig, contract, full, keys, refused
+
+from kvhearth.errors import Reason
+from kvhearth.model import I64
+from kvhearth_server.core.doubts import DOUBTS_REMEMBERED
+from kvhearth_server.core.groups import Handed
+from kvhearth_server.core.table import State
+from kvhearth_server.core.writing import SlotsItem
+
+RESERVATION = 9
+
+
+class Stock:
+    """An engine that holds one reservation, and names it by its slots or by its id."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.rig = Rig()
+        self.session = self.rig.attach(contract(full(shards=2)))
+        (self.part,) = self.rig.reserve(self.session, count, reservation_id=RESERVATION).handed
+
+    def abort(self, how: str, *, in_doubt: bool) -> tuple[int, int]:
+        """Abort all of it."""
+        part: Handed = self.part
+        items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
+        abort = self.rig.core.writing.abort
+        try:
+            if how == "slots":
+                return abort(self.session, items, [], in_doubt=in_doubt)
+            return abort(self.session, [], [RESERVATION], in_doubt=in_doubt)
+        finally:
+            self.rig.check()
+
+    def states(self, slots: I64 | None = None) -> set[State]:
+        """The states of its slots."""
+        found = self.rig.state.table.state[self.part.slots if slots is None else slots]
+        return {State(value) for value in np.unique(found).tolist()}
+
+
+@pytest.mark.parametrize("doubts", [1, 2])
+@pytest.mark.parametrize("first", ["slots", "reservation"])
+@pytest.mark.parametrize("second", ["slots", "reservation"])
+def test_the_second_word_frees_what_the_first_put_aside(
+    first: str, second: str, doubts: int
+) -> None:
+    stock = Stock()
+    assert stock.abort(first, in_doubt=True) == (0, 6)
+    for _ in range(doubts - 1):
+        assert stock.abort(first, in_doubt=True) == (0, 0)
+    assert stock.states() == {State.QUARANTINED}
+    assert stock.abort(second, in_doubt=False) == (6, 0)
+    assert stock.states() == {State.FREE}
+    assert stock.rig.group(stock.session).aside_bytes == 0
+
+
+def test_a_reservation_in_doubt_is_not_handed_out_again() -> None:
+    stock = Stock()
+    stock.abort("reservation", in_doubt=True)
+    with refused(Reason.NOT_RESERVED):
+        stock.rig.reserve(stock.session, 3, reservation_id=RESERVATION)
+    assert stock.states() == {State.QUARANTINED}
+
+
+def test_only_what_is_still_its_own_is_freed() -> None:
+    """One block was committed before, one was freed by its slots and is another reservation's."""
+    stock = Stock()
+    rig, slots, generations = stock.rig, stock.part.slots, stock.part.generations
+    rig.commit(stock.session, rig.item(keys(0), slots[:1], generations[:1]))
+    assert stock.abort("reservation", in_doubt=True) == (0, 4)
+    assert rig.abort(stock.session, slots[1:2], generations[1:2]) == (2, 0)
+    again = rig.reserve(stock.session, 1, reservation_id=RESERVATION + 1).handed[0].slots
+    assert sorted(again.reshape(-1)) == sorted(slots[1].tolist())
+    assert stock.abort("reservation", in_doubt=False) == (2, 0)
+    assert rig.present(stock.session, keys(0)) == [True]
+    assert stock.states(again) == {State.RESERVED}
+    assert stock.states(slots[2]) == {State.FREE}
+
+
+def test_the_same_slots_in_doubt_once_more_are_not_freed_by_an_old_reservation() -> None:
+    stock = Stock()
+    rig = stock.rig
+    stock.abort("reservation", in_doubt=True)
+    rig.abort(stock.session, stock.part.slots, stock.part.generations)
+    slots, generations = rig.take(stock.session, 3)
+    assert sorted(slots.reshape(-1)) == sorted(stock.part.slots.reshape(-1))
+    rig.abort(stock.session, slots, generations, in_doubt=True)
+    assert stock.abort("reservation", in_doubt=False) == (0, 0)
+    assert stock.states() == {State.QUARANTINED}
+
+
+def test_while_a_rank_is_gone_the_second_word_waits_for_it() -> None:
+    stock = Stock()
+    rig = stock.rig
+    stock.abort("reservation", in_doubt=True)
+    worker = rig.members[stock.session][1]
+    rig.core.membership.leave(worker, finished=False)
+    assert stock.abort("reservation", in_doubt=False) == (0, 0)
+    assert stock.states() == {State.QUARANTINED}
+    rig.core.membership.drained(worker)
+    rig.check()
+    assert stock.states() == {State.FREE}
+
+
+def test_what_is_in_doubt_does_not_go_free_with_a_rank_that_was_gone() -> None:
+    stock = Stock()
+    rig = stock.rig
+    worker = rig.members[stock.session][1]
+    rig.core.membership.leave(worker, finished=False)
+    stock.abort("reservation", in_doubt=True)
+    rig.core.membership.drained(worker)
+    rig.check()
+    assert stock.states() == {State.QUARANTINED}
+    assert stock.abort("reservation", in_doubt=False) == (6, 0)
+
+
+def test_a_word_that_comes_again_and_again_takes_no_more_memory() -> None:
+    stock = Stock()
+    rig = stock.rig
+    rig.core.membership.leave(rig.members[stock.session][1], finished=False)
+    for _ in range(500):
+        stock.abort("slots", in_doubt=False)
+    assert sum(map(len, rig.group(stock.session).doubtful)) <= 66 * 6
+
+
+def test_what_is_remembered_of_doubts_is_bounded() -> None:
+    rig = Rig(slabs=4)
+    session = rig.attach()
+    doubts = rig.group(session).doubts
+    for number in range(1, 2 * DOUBTS_REMEMBERED):
+        (part,) = rig.core.writing.reserve(session, number, 1, [(0, 60)]).handed
+        rig.core.writing.abort(session, [], [number], in_doubt=True)
+        items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
+        assert rig.core.writing.abort(session, items, [], in_doubt=False) == (60, 0)
+        # Each record is of 60 slots, and nothing of it is aside any more.
+        assert doubts.slot_count <= 4096 + 60
+    rig.check()
+    assert len(doubts) <= DOUBTS_REMEMBERED
+
+
+def test_of_too_many_doubts_the_oldest_comes_back_with_the_group() -> None:
+    rig = Rig(slabs=80)
+    session = rig.attach()
+    oldest = rig.core.writing.reserve(session, 1, 1, [(0, 1)]).handed[0].slots
+    for number in range(1, DOUBTS_REMEMBERED + 2):
+        if number > 1:
+            rig.core.writing.reserve(session, number, 1, [(0, 1)])
+        rig.core.writing.abort(session, [], [number], in_doubt=True)
+    group = rig.group(session)
+    assert len(group.doubts) == DOUBTS_REMEMBERED
+    assert rig.core.writing.abort(session, [], [1], in_doubt=False) == (0, 0)
+    assert rig.core.writing.abort(session, [], [2], in_doubt=False) == (1, 0)
+    assert (rig.state.table.state[oldest] == State.QUARANTINED).all()
+    rig.leave(session)
+    assert (rig.state.table.state[oldest] == State.FREE).all()

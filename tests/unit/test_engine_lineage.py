@@ -1,0 +1,98 @@
+"""A cold start is told from a warm one by the lineage, which goes on with the arena."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.core_kit import contract
+from support.core_shell import Shell
+
+from kvhearth.epochs import Epochs
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire import Welcome, encode_frame
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry
+
+GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)
+
+
+def shell() -> Shell:
+    """An engine over an empty arena."""
+    return Shell(GEOMETRY, Limits())
+
+
+def welcome(world: Shell, engine_id: str = "e") -> Welcome:
+    """As a client reads it."""
+    message = world.attach(contract(), "t", engine_id=engine_id).welcome.to_message()
+    encode_frame(message)
+    return Welcome.from_message(json.loads(json.dumps(message)))
+
+
+def hear(epochs: Epochs, said: Welcome) -> None:
+    """A client attaches."""
+    epochs.attached(said.boot_id, said.epoch, said.lineage)
+
+
+def test_a_warm_restart_keeps_the_lineage_a_cold_one_draws_another() -> None:
+    world = shell()
+    first = welcome(world)
+    assert re.fullmatch("[0-9a-f]{32}", first.lineage)
+    for _ in range(2):
+        world.restart()
+        again = welcome(world)
+        assert (again.lineage, again.boot_id != first.boot_id) == (first.lineage, True)
+    world.arena.text = ""
+    world.restart()
+    assert welcome(world).lineage not in (first.lineage, first.boot_id)
+
+
+def test_an_arena_that_nobody_adopts_has_a_lineage_a_run() -> None:
+    assert len({welcome(shell()).lineage for _ in range(3)}) == 3
+
+
+def test_anothers_bump_before_a_warm_restart_leaves_old_weights_old() -> None:
+    world, epochs = shell(), Epochs()
+    said = welcome(world)
+    hear(epochs, said)
+    core = world.engine.core
+    world.engine.call(core.bump_namespace, bytes.fromhex(said.namespace))
+    world.restart()
+    hear(epochs, welcome(world))
+    assert (epochs.own, epochs.daemon) == (said.epoch, said.epoch + 1)
+
+
+def test_a_cold_start_takes_along_who_was_up_to_date() -> None:
+    world, fresh, old = shell(), Epochs(), Epochs()
+    said = welcome(world)
+    hear(fresh, said)
+    hear(old, said)
+    old.heard(said.boot_id, said.epoch + 1)
+    world.arena.text = ""
+    world.restart()
+    later = welcome(world)
+    hear(fresh, later)
+    hear(old, later)
+    assert fresh.own == later.epoch
+    assert old.own == said.epoch
+
+
+@pytest.mark.parametrize("lineage", [None, "", 7])
+def test_a_catalogue_without_a_lineage_is_damaged(lineage: object) -> None:
+    world = shell()
+    content = json.loads(world.arena.text)
+    if lineage is None:
+        del content["lineage"]
+    else:
+        content["lineage"] = lineage
+    world.arena.text = json.dumps(content)
+    with pytest.raises(KVHearthError) as caught:
+        world.restart()
+    assert caught.value.reason is Reason.ARENA_UNUSABLE
+
+
+def test_a_daemon_that_says_no_lineage_is_understood() -> None:
+    message = welcome(shell()).to_message()
+    del message["lineage"]
+    assert Welcome.from_message(message).lineage == ""

@@ -1,0 +1,150 @@
+"""An operator's long work leaves the loop to others, and is right whatever they do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+from support.core_kit import contract, keys, sums_of
+from support.core_shell import Shell
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry
+from kvhearth_server.engine.portions import EVICTED_MAX, check_books, evict
+
+PAGE = 4096
+SLABS = 160
+GEOMETRY = Geometry.of([("t", SLABS * 64 * 1024)], 64 * 1024, PAGE)
+LIMITS = Limits(held_fraction_max=1.0, stock_fraction_max=1.0, namespaces_max=1)
+BLOCKS = 4 * EVICTED_MAX
+
+T = TypeVar("T")
+
+
+class World:
+    """An engine with a full namespace."""
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        self.shell = Shell(GEOMETRY, LIMITS)
+        self.engine = self.shell.engine
+        self.session = self.shell.attach(contract(), "t").session
+        self.space = next(iter(self.engine.core.state.namespaces))
+        self.stored = 0
+        if blocks:
+            self.store(blocks)
+
+    def store(self, count: int) -> None:
+        """So many new blocks."""
+        engine, writing, number = self.engine, self.engine.core.writing, self.session.number
+        epoch = self.space.epoch
+        (part,) = engine.call(writing.reserve, number, self.stored + 1, epoch, [(0, count)]).handed
+        named = keys(*range(self.stored, self.stored + count))
+        item = CommitItem(0, named, part.slots, part.generations, sums_of(part.slots), b"")
+        engine.call(writing.commit, number, epoch, [item])
+        self.stored += count
+
+
+def meanwhile(work: Callable[[], Awaitable[T]], other: Callable[[int], None]) -> tuple[T, int]:
+    """Run ``work`` with another task that gets its turn whenever the loop has one for it; how many
+    it got while the work lasted.
+    """
+
+    async def main() -> tuple[T, int]:
+        task = asyncio.ensure_future(work())
+        turns = 0
+        await asyncio.sleep(0)
+        while not task.done():
+            other(turns)
+            turns += 1
+            await asyncio.sleep(0)
+        return await task, turns
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def nothing(_: int) -> None:
+    """The other task only waits."""
+
+
+def test_eviction_is_cut_into_portions() -> None:
+    world = World()
+    seen: list[int] = []
+    done, turns = meanwhile(
+        lambda: evict(world.engine, world.space.digest, 100 * PAGE),
+        lambda _: seen.append(world.space.blocks),
+    )
+    assert (done, world.space.blocks) == (BLOCKS - 100, 100)
+    assert turns >= BLOCKS // EVICTED_MAX - 1
+    steps = [before - after for before, after in zip([BLOCKS, *seen], seen, strict=False)]
+    assert max(steps) <= EVICTED_MAX
+    world.engine.core.check_books()
+
+
+def test_stores_that_come_in_do_not_keep_an_eviction_going() -> None:
+    world = World()
+
+    def store(_: int) -> None:
+        world.store(EVICTED_MAX)
+
+    done, turns = meanwhile(lambda: evict(world.engine, world.space.digest, 0), store)
+    assert done == BLOCKS
+    assert turns <= BLOCKS // EVICTED_MAX + 2
+    world.engine.core.check_books()
+
+
+def test_what_is_leased_ends_an_eviction() -> None:
+    world = World(EVICTED_MAX)
+    asked = [KeysItem(0, keys(*range(10)))]
+    world.engine.call(
+        world.engine.core.reading.lookup, world.session.number, world.space.epoch, asked, 1
+    )
+    done, _ = meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)
+    assert done == EVICTED_MAX - 10
+
+
+def test_a_namespace_that_goes_meanwhile_ends_an_eviction() -> None:
+    """Another operator was faster, and an engine with another contract took its place."""
+    world = World()
+    world.engine.leave(world.session, finished=True)
+    digest = world.space.digest
+
+    def replace(turn: int) -> None:
+        if turn == 0:
+            world.engine.call(world.engine.core.evict, digest, 0)
+            world.shell.attach(contract(revision="other"), "t", engine_id="other")
+
+    done, _ = meanwhile(lambda: evict(world.engine, digest, 0), replace)
+    assert done == EVICTED_MAX
+    with pytest.raises(KVHearthError) as caught:
+        meanwhile(lambda: evict(world.engine, digest, 0), nothing)
+    assert caught.value.reason is Reason.UNKNOWN_NAMESPACE
+
+
+def test_an_empty_namespace_is_evicted_at_once() -> None:
+    world = World(0)
+    assert meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)[0] == 0
+
+
+def test_books_are_counted_in_portions_while_others_write() -> None:
+    world = World()
+
+    def store(turn: int) -> None:
+        world.store(1 + turn % 3)
+        if turn % 4 == 0:
+            world.engine.call(world.engine.core.evict, world.space.digest, 0, 5)
+
+    said, turns = meanwhile(lambda: check_books(world.engine), store)
+    assert said == ""
+    assert turns >= 10
+
+
+def test_books_that_do_not_balance_are_told() -> None:
+    world = World(10)
+    world.space.blocks += 1
+    said, _ = meanwhile(lambda: check_books(world.engine), nothing)
+    assert said == "namespace 1 blocks: counted 10, booked 11"

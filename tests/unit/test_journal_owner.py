@@ -1,0 +1,109 @@
+"""Whose a reserved slot is stands in the journal, and a flipped bit gives it to nobody else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.core_kit import contract
+from support.core_shell import Shell
+
+from kvhearth_server.core.state import Limits
+from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.memory.journal import HEADER_DTYPE, READERS, owner_check
+
+GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)
+ENGINES = 4
+"""Groups 1 to 4, so that one bit makes the number of some of them that of another one."""
+
+
+class Desk:
+    """Some engines that are attached; the first one holds a slot."""
+
+    def __init__(self, *, aside: bool) -> None:
+        self.shell = Shell(GEOMETRY, Limits())
+        self.sessions = [
+            self.shell.attach(contract(), "t", engine_id=f"e{number}").session
+            for number in range(ENGINES)
+        ]
+        engine = self.shell.engine
+        writing, epoch = engine.core.writing, next(iter(engine.core.state.namespaces)).epoch
+        mine = self.sessions[0].number
+        (part,) = engine.call(writing.reserve, mine, 1, epoch, [(0, 1)]).handed
+        if aside:
+            item = SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))
+            engine.call(writing.abort, mine, [item], [], in_doubt=True)
+        self.slot = int(part.slots[0, 0])
+
+    def flip(self, name: str, bit: int) -> None:
+        """One bit of a field of the slot's header."""
+        journal = self.shell.engine.journal
+        assert journal is not None
+        journal.headers[name][self.slot] ^= np.uint32(1 << bit)
+
+    def restart(self) -> None:
+        """Kill and start the daemon."""
+        self.shell.restart().core.check_books()
+
+    def state(self) -> State:
+        """Of the slot."""
+        return State(int(self.shell.engine.core.state.table.state[self.slot]))
+
+    def drain(self, who: list[Session]) -> None:
+        """These have certainly ended."""
+        for ghost in who:
+            self.shell.engine.drained(ghost)
+        self.shell.engine.core.check_books()
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["reserved", "put aside"])
+@pytest.mark.parametrize("name", ["owner", "owner_check"])
+@pytest.mark.parametrize("bit", range(32))
+def test_a_slot_with_a_damaged_owner_waits_for_everybody(name: str, bit: int, aside: bool) -> None:
+    desk = Desk(aside=aside)
+    desk.flip(name, bit)
+    desk.restart()
+    counters = desk.shell.engine.counters.snapshot()
+    assert counters["adoption_dropped{owner}"] == 1
+    ghosts = list(desk.shell.engine.sessions)
+    assert len(ghosts) == 2 * ENGINES, "each once for its group, once for the slot of nobody"
+    # All that attached, and all but one of those for whom the slot waits.
+    desk.drain(ghosts[:-1])
+    assert desk.state() is State.QUARANTINED
+    desk.drain(ghosts[-1:])
+    assert desk.state() is State.FREE
+
+
+def test_a_sound_owner_is_waited_for_alone() -> None:
+    desk = Desk(aside=False)
+    desk.restart()
+    ghosts = {ghost.number: ghost for ghost in desk.shell.engine.sessions}
+    assert len(ghosts) == ENGINES
+    mine = ghosts.pop(desk.sessions[0].number)
+    desk.drain(list(ghosts.values()))
+    assert desk.state() is State.QUARANTINED
+    desk.drain([mine])
+    assert desk.state() is State.FREE
+
+
+def test_checks_of_neighbouring_numbers_and_of_a_new_file_differ() -> None:
+    numbers = np.append(np.arange(1 << 16, dtype=np.uint32), np.uint32(READERS))
+    checks = owner_check(numbers)
+    assert checks[0] != 0
+    for bit in range(32):
+        flipped = numbers ^ np.uint32(1 << bit)
+        assert (owner_check(flipped) != checks).all()
+
+
+def test_the_owner_is_no_part_of_the_identity() -> None:
+    """It changes while the identity stands: a block that is removed under a reader's lease."""
+    desk = Desk(aside=False)
+    engine = desk.shell.engine
+    assert engine.journal is not None
+    headers = engine.journal.headers
+    fields = HEADER_DTYPE.fields
+    assert fields is not None
+    assert fields["owner"][1] == fields["identity_check"][1] - 4
+    assert headers["owner"][desk.slot] == desk.sessions[0].group
+    assert headers["owner_check"][desk.slot] == owner_check(headers["owner"][[desk.slot]])[0]
