@@ -101,7 +101,9 @@ class Settings(BaseSettings):
         0.25, gt=0, lt=1, description="Part of a segment that one group may hold reserved."
     )
     namespace_quota: OptionalSize = Field(
-        None, gt=0, description="Most memory of one namespace. Default: no quota."
+        None,
+        gt=0,
+        description="Most memory of one namespace, half of it reserved. Default: no quota.",
     )
     keys_max: int = Field(8192, ge=1, le=1 << 20, description="Most keys in one request.")
     message_bytes_max: Size = Field(

@@ -47,6 +47,9 @@ def peers(
         typer.Option("--plot", help="Draw the figures, too.", metavar="FILE", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, and more noise.")] = False,
+    no_hugepages: Annotated[
+        bool, typer.Option("--no-hugepages", help="Nobody uses 2 MiB pages, also if some are free.")
+    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +73,7 @@ def peers(
         require_plotter()
     sizes = sizes_of(quick=quick, memory_bytes=None if memory is None else _bytes(memory))
     given = dict(zip(pairs.PEERS, (lmcache, mooncake), strict=True))
-    found = {**pairs.run(sizes, given, note), "quick": quick}
+    found = {**pairs.run(sizes, given, note, hugepages=not no_hugepages), "quick": quick}
     if plot is not None:
         draw(found, plot)
         note(f"drawn into {plot}")
@@ -87,6 +90,8 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table]:
     from kvhearth_server.bench.peers.merge import figure_names
 
     for name, pair in found["peers"].items():
+        if not figure_names(pair):
+            continue
         made = table(
             "figure", "ours", "spread", name, "spread", "theirs / ours", right=("ours", name)
         )

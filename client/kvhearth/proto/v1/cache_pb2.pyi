@@ -297,7 +297,7 @@ class AbortRequest(google.protobuf.message.Message):
     IN_DOUBT_FIELD_NUMBER: builtins.int
     in_doubt: builtins.bool
     """True if a worker may still be writing: the slots are kept aside until all ranks are drained or the same
-    slots are aborted again without this flag.
+    slots (or their reservation) are aborted again without this flag.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupSlots]: ...
