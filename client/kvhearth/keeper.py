@@ -304,7 +304,8 @@ def _stop_at_exit() -> None:
     for keeper in list(_live):
         keeper.stop(_EXIT_S)
         if keeper._held is not None:
-            # Copies may still run, so this is not the place to close it.
+            keeper._held.transport.close()
+            # Copies may still run, so this is not the place to close the life line.
             keeper._held.session.leave_open()
 
 
