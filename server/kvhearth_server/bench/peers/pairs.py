@@ -93,13 +93,19 @@ def run(
     usable, skipped = interpreters(pythons)
     for name, reason in skipped.items():
         note(f"{name}: skipped: {reason}")
+    cpus, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load > cpus / 2:
+        note(
+            f"the machine is busy: load {load:.1f} on {cpus} CPUs. These figures say little, and "
+            "they favour a side whose daemon copies: who slept is served first"
+        )
     found: dict[str, Any] = {
         "version": __version__,
         "machine": {
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpus": cpus,
             "kernel": platform.release(),
             "python": platform.python_version(),
-            "load1": round(os.getloadavg()[0], 2),
+            "load1": round(load, 2),
         },
         "sizes": {
             "batch_blocks": BATCH,
