@@ -23,7 +23,7 @@ from kvhearth.drains import Drains
 from kvhearth.epochs import Epochs
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.link import Link, open_link
-from kvhearth.meters import LOGGER, Counters, Warnings
+from kvhearth.meters import LOGGER, Counters, Report, Warnings
 from kvhearth.outbox import Errand
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.transports.base import HEARTBEAT
@@ -69,6 +69,7 @@ class Keeper:
         self._url = url
         self._hello = hello
         self._counters = counters
+        self._report = Report()
         self._warnings = Warnings()
         self.drains = Drains()
         self._courier = Courier(self._call, counters, self._warnings)
@@ -129,8 +130,9 @@ class Keeper:
         Raises:
             KVHearthError: as the call; a session that ended is lost by then.
         """
-        request = pb.HeartbeatRequest(counters=self._counters.snapshot())
-        reply = self._call(link, HEARTBEAT, request)
+        report = self._report.rise(link.boot_id, self._counters.snapshot())
+        reply = self._call(link, HEARTBEAT, pb.HeartbeatRequest(counters=report))
+        self._report.heard(link.boot_id)
         with self._state:
             self.epochs.heard(link.boot_id, reply.epoch)
             self._group_complete = reply.group_complete

@@ -32,6 +32,30 @@ class Counters:
             return dict(self._values)
 
 
+class Report:
+    """What each boot of the daemon is told: counters since the last word that an earlier one heard,
+    so that nothing is counted by two of them. One thread's.
+    """
+
+    def __init__(self) -> None:
+        self._boot = ""
+        self._base: dict[str, int] = {}
+        self._said: dict[str, int] = {}
+        self._heard: dict[str, int] = {}
+
+    def rise(self, boot_id: str, counters: dict[str, int]) -> dict[str, int]:
+        """What to tell the daemon of ``boot_id``."""
+        if boot_id != self._boot:
+            self._boot, self._base = boot_id, self._heard
+        self._said = counters
+        return {name: value - self._base.get(name, 0) for name, value in counters.items()}
+
+    def heard(self, boot_id: str) -> None:
+        """It has answered."""
+        if boot_id == self._boot:
+            self._heard = self._said
+
+
 class Warnings:
     """Says each kind of trouble once per half minute, and how often it was left unsaid."""
 
