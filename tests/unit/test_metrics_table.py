@@ -300,3 +300,14 @@ def test_a_clock_that_wrapped_starts_anew() -> None:
     clock.note(5, 2.0)
     clock.note(9, 3.0)
     assert ages(clock, 10.0, 7) == [8.0]
+
+
+def test_a_histogram_counts_many_as_it_counts_one_by_one() -> None:
+    one, many = Histogram((1.0, 10.0)), Histogram((1.0, 10.0))
+    values = [0.0, 1.0, 1.5, 10.0, 11.0, 500.0]
+    for value in values:
+        one.observe(value)
+    many.observe_all(np.array(values))
+    many.observe_all(np.zeros(0))
+    assert many == one
+    assert many.counts == [2, 2, 2]

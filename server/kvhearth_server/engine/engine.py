@@ -289,8 +289,7 @@ class Engine:
         for (name, label), amount in state.take_counts().items():
             self.counters.add(name, amount, label)
         for used_at in state.take_evicted():
-            for age_s in self.ticks.ages_s(used_at, self.now()).tolist():
-                self.eviction_ages.observe(age_s)
+            self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Sum):

@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 SECONDS_BOUNDS = (
     0.0001,
     0.00025,
@@ -42,6 +45,12 @@ class Histogram:
         """Count ``value`` (at its bound: in the bucket below) ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count each of ``values``, shape (n,)."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.counts = [old + new for old, new in zip(self.counts, found.tolist(), strict=True)]
+        self.sum += float(values.sum())
 
 
 class CallTimings:
