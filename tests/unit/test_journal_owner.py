@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.core_kit import contract
 from support.core_shell import Shell
 
@@ -11,7 +13,7 @@ from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry, State
 from kvhearth_server.core.writing import SlotsItem
 from kvhearth_server.engine.sessions import Session
-from kvhearth_server.memory.journal import HEADER_DTYPE, READERS, owner_check
+from kvhearth_server.memory.journal import HEADER_DTYPE, READERS, mix, owner_check
 
 GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)
 ENGINES = 4
@@ -107,3 +109,16 @@ def test_the_owner_is_no_part_of_the_identity() -> None:
     assert fields["owner"][1] == fields["identity_check"][1] - 4
     assert headers["owner"][desk.slot] == desk.sessions[0].group
     assert headers["owner_check"][desk.slot] == owner_check(headers["owner"][[desk.slot]])[0]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3), min_size=5, max_size=9)
+)
+def test_few_rows_have_the_check_that_they_have_among_many(rows: list[list[int]]) -> None:
+    words = np.array(rows, np.uint64)
+    seeds = mix(words, np.uint64(7))
+    many = mix(words, seeds)
+    for first in range(len(rows)):
+        few = slice(first, first + 2)
+        assert mix(words[few], np.uint64(7)).tolist() == seeds[few].tolist()
+        assert mix(words[few], seeds[few]).tolist() == many[few].tolist()

@@ -70,10 +70,14 @@ STATE_WORDS: dict[State, int] = {
 READERS = 0xFFFF_FFFF
 """The owner of a slot that only readers keep from reuse; a group's number is many bits away."""
 
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_PRIME_NUMBER = 0x9E3779B97F4A7C15
+_PRIME = np.uint64(_PRIME_NUMBER)
 _SEED = np.uint64(0x51_7CC1_B727_220A)
 _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
+_WORD = (1 << 64) - 1
+_FEW = 4
+"""So many rows cost less one by one."""
 
 
 def mix(
@@ -84,11 +88,23 @@ def mix(
 
     Vectorised over rows, which a table-driven CRC is not: a million headers take some 0.1 s.
     """
+    if len(words) <= _FEW:
+        seeds = np.broadcast_to(seed, len(words)).tolist()
+        rows = zip(words.tolist(), seeds, strict=True)
+        return np.array([_mix_row(row, start) for row, start in rows], np.uint64)
     value = np.full(len(words), seed, np.uint64) if np.isscalar(seed) else np.array(seed, np.uint64)
     for column in range(words.shape[1]):
         value ^= words[:, column]
         value *= _PRIME
         value ^= value >> np.uint64(29)
+    return value
+
+
+def _mix_row(row: list[int], value: int) -> int:
+    """As ``mix``, of one row."""
+    for word in row:
+        value = (value ^ word) * _PRIME_NUMBER & _WORD
+        value ^= value >> 29
     return value
 
 
