@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers format golden tools rootfs clean
+.PHONY: help setup run test test-slow test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ttft format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -96,7 +96,7 @@ rootfs: $(VENV)/.ready ## what the image holds, by the Dockerfile's stages witho
 check: lint types imports proto-check ## everything but the tests
 
 clean:           ## remove what make built
-	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(ENGINES) $(VENV)-lmcache $(VENV)-mooncake dist
+	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
@@ -109,3 +109,14 @@ $(VENV)-%/.ready: tests/bench/peers/%.txt tests/bench/peers/install.sh
 
 bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LMCache and Mooncake Store beside ours, each in an environment of its own (1.7 GB)
 	$(BIN)/kvhearth bench peers --json --lmcache $(VENV)-lmcache/bin/python --mooncake $(VENV)-mooncake/bin/python $(BENCH_ARGS)
+
+$(ENGINES)/bench-models/.ready: tests/engines/models.py $(ENGINES)/.packages
+	rm -rf $(@D)
+	HF_HUB_OFFLINE=1 $(ENGINES)/bin/python tests/engines/models.py $(@D)/mid mid
+	touch $@
+
+$(ENGINES)-lmcache/.ready: tests/bench/ttft/lmcache.txt tests/bench/ttft/install.sh $(ENGINES)/.packages
+	PYTHON=$(PYTHON) sh tests/bench/ttft/install.sh $(ENGINES)-lmcache $(ENGINES)
+
+bench-ttft: $(VENV)/.ready $(ENGINES)/.ready $(ENGINES)/bench-models/.ready $(ENGINES)-lmcache/.ready ## time to the first token of vLLM alone, with KVHearth, with LMCache (2.7 GB, 10 GiB of memory)
+	VLLM_CACHE_ROOT=$(abspath $(ENGINES))/cache $(BIN)/kvhearth bench ttft --json --engine-python $(ENGINES)/bin/python --models $(ENGINES)/bench-models --lmcache $(ENGINES)-lmcache/bin/python $(BENCH_ARGS)

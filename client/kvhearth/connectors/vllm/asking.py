@@ -1,0 +1,287 @@
+"""Live requests of the scheduler's half: asked for when they come, offered when vLLM asks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvhearth.connectors.vllm.context import Context
+from kvhearth.connectors.vllm.identity import adapter_digest
+from kvhearth.connectors.vllm.loads import Loads, RequestState
+from kvhearth.connectors.vllm.lookups import Lookup, LookupDesk
+from kvhearth.connectors.vllm.policy import Verdict
+from kvhearth.connectors.vllm.stores import Progress
+from kvhearth.meters import LOGGER
+from kvhearth.results import LookupResult
+
+HANDOVER = "kvhearth_tokens"
+"""Name in ``kv_transfer_params``: so many tokens another engine has prefilled."""
+
+SPIN_S = 0.0002
+"""How long a step may wait, in all, for answers that are about to come."""
+EARLY_MAX = 256
+"""Requests that wait for their turn and have been asked for: each may hold a lease."""
+ASKS_MAX = 8
+"""Questions for one admission; sessions that end one after the other must not hold a request up."""
+_HANDOVER_PAUSE_S = 0.005
+
+
+class Requests:
+    """What is remembered of each request, and what is offered for it.
+
+    Args:
+        context: of the engine.
+        loads: where admitted hits go.
+        eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
+        consumes: hits are loaded; else the daemon is asked only for what need not be stored.
+    """
+
+    def __init__(
+        self, context: Context, loads: Loads, eagle_tokens: int, *, consumes: bool
+    ) -> None:
+        self._consumes = consumes
+        self._settings = context.settings
+        self._client = context.client
+        self._groups = context.groups
+        self._policy = context.policy
+        self._tally = context.tally
+        self._hash_tokens = context.groups.hash_tokens
+        self._loads = loads
+        self._eagle_tokens = eagle_tokens
+        self._desk = LookupDesk(context.client, context.groups)
+        self._states: dict[str, RequestState] = {}
+        self._asking: set[str] = set()
+        self._spin_left_s = SPIN_S
+
+    def begin_step(self) -> None:
+        """A scheduling step has ended: the next one may wait anew."""
+        self._spin_left_s = SPIN_S
+
+    def for_stores(self, request_id: str) -> RequestState | None:
+        """A live request, with what an answer that has come tells of its stores."""
+        state = self._states.get(request_id)
+        if state is None or state.lookup is None or state.seen:
+            return state
+        result = state.lookup.result
+        if result is not None:
+            self._note(state, state.lookup, result)
+            if not self._consumes:
+                self._drop(state)
+        return state
+
+    def find(self, request_id: str) -> RequestState | None:
+        """A live request."""
+        return self._states.get(request_id)
+
+    def new(self, request: Any) -> None:
+        """A request came: ask at once, so that the answer is there when its turn comes."""
+        state = self._state_of(request)
+        if not request.skip_reading_prefix_cache and len(self._asking) < EARLY_MAX:
+            self._ask(state)
+
+    def _state_of(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is not None:
+            return state
+        params = request.kv_transfer_params or {}
+        handover = _count(params.get(HANDOVER))
+        progress = Progress(request.block_hashes, [0] * self._groups.count)
+        if request.lora_request is not None:
+            progress.fold = None
+        bounds = [_count(params.get("max_offload_tokens"))]
+        if self._settings.offload_prompt_only:
+            bounds.append(request.num_prompt_tokens)
+        progress.tokens_max = min([bound for bound in bounds if bound] or [1 << 62])
+        state = RequestState(
+            request,
+            progress,
+            handover_tokens=handover,
+            handover_until=time.monotonic() + self._settings.handover_wait_ms / 1000,
+            max_load_tokens=_count(params.get("max_load_tokens")),
+        )
+        self._states[request.request_id] = state
+        return state
+
+    def _ask(self, state: RequestState, tokens_max: int = 0) -> None:
+        """Put the question for a request, or for its first ``tokens_max`` tokens only."""
+        state.seen = state.declined = False
+        state.offer = (0, 0)
+        tokens = len(state.request.block_hashes) * self._hash_tokens
+        tokens = min(tokens, tokens_max or self._end(state))
+        tokens -= tokens % self._groups.step_tokens
+        state.asked_count += 1
+        state.asked_tokens = tokens
+        if not tokens or state.asked_count > ASKS_MAX:
+            state.declined = True
+            return
+        hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
+        lora = state.request.lora_request
+        find = None if lora is None else lambda: _adapter_digest(lora.lora_path)
+        state.lookup = self._desk.ask(hashes, find)
+        state.declined = state.lookup is None
+        self._asking.add(state.request.request_id)
+        self._tally.add("lookups")
+
+    def _drop(self, state: RequestState) -> None:
+        """The request's question, or the lease that it brought, is of no use any more."""
+        if state.lookup is not None:
+            self._desk.drop(state.lookup)
+            state.lookup = None
+        self._asking.discard(state.request.request_id)
+
+    def _end(self, state: RequestState) -> int:
+        """Tokens up to which a hit may reach. Where all groups attend to everything, vLLM steps
+        back a token itself after a hit of the whole prompt; a window or a state cannot.
+        """
+        tokens = int(state.request.num_tokens)
+        return tokens if self._groups.whole and not self._eagle_tokens else tokens - 1
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``computed_tokens`` can be loaded; None if the answer is not there
+        yet. Idempotent, as vLLM asks in each step until the request is admitted.
+        """
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        state = self._state_of(request)
+        if state.given_up or state.loading or state.declined:
+            return 0, False
+        if state.lookup is None:
+            self._ask(state)
+        if state.lookup is not None and not self._answered(state):
+            # Given up, or worth waiting for.
+            return (None if state.lookup is not None else 0), False
+        if state.lookup is None:
+            return 0, False
+        if not state.offer[1] or state.offer[0] != computed_tokens:
+            tokens = self._offered(state, computed_tokens)
+            if tokens is None:
+                return None, False
+            state.offer = (computed_tokens, tokens)
+        return state.offer[1], state.offer[1] > 0
+
+    def _answered(self, state: RequestState) -> bool:
+        """Whether there is an answer to go by; without one, and without a question that is still
+        under way, the request goes without.
+        """
+        lookup, now = state.lookup, time.monotonic()
+        assert lookup is not None
+        result = lookup.result
+        if result is None and self._spin_left_s > 0:
+            result = lookup.wait(self._spin_left_s)
+            self._spin_left_s -= time.monotonic() - now
+        if result is None:
+            if now - lookup.asked_at >= self._settings.lookup_wait_ms / 1000:
+                self._tally.add("lookup_late")
+                self._drop(state)
+                state.given_up = True
+            return False
+        if not state.seen:
+            self._note(state, lookup, result)
+        wanted = min(state.handover_tokens, state.asked_tokens)
+        wanted -= wanted % self._groups.step_tokens
+        if result.hit_tokens < wanted and not result.reason and now < state.handover_until:
+            if now - lookup.answered_at > _HANDOVER_PAUSE_S:
+                self._drop(state)
+                state.asked_count = 0
+                self._ask(state)
+            return False
+        void = lookup.session_id != self._client.session_id
+        if void or now - lookup.answered_at > self._settings.lease_s:
+            self._drop(state)
+            self._ask(state)
+            return False
+        return True
+
+    def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
+        """Once for each answer: what it tells of what need not be stored."""
+        state.seen = True
+        if result.reason:
+            self._tally.add("lookup_failed")
+        state.progress.fold = lookup.fold
+        state.progress.present = {group: found.present for group, found in result.groups.items()}
+
+    def _offered(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Tokens to load; None if the daemon must be asked once more, for fewer."""
+        assert state.lookup is not None
+        result = state.lookup.result
+        assert result is not None
+        limit = self._end(state)
+        most = self._policy.most(state.max_load_tokens)
+        if most:
+            limit = min(limit, computed_tokens + most)
+        if self._eagle_tokens:
+            limit = min(limit, result.hit_tokens - self._eagle_tokens)
+        limit -= limit % self._groups.step_tokens
+        reach = self._groups.reach(result, limit)
+        if reach < limit < result.hit_tokens:
+            # What was leased is for the longest hit: a shorter one needs other windows and states.
+            self._drop(state)
+            self._ask(state, limit)
+            return None
+        tokens = reach - computed_tokens
+        if tokens <= 0:
+            self._decline(state)
+            return 0
+        if not state.offer[1]:
+            self._tally.add("hit_tokens", tokens)
+        if self._policy.judge(tokens) is Verdict.LOAD:
+            return tokens
+        self._tally.add("declined_tokens", tokens)
+        self._decline(state)
+        return 0
+
+    def _decline(self, state: RequestState) -> None:
+        self._drop(state)
+        state.declined = True
+
+    def allocated(self, request: Any, block_ids: Any, external_tokens: int) -> None:
+        """vLLM admitted the request; ``external_tokens`` are to be loaded.
+
+        Raises:
+            ValueError: for tokens that were never offered.
+        """
+        state = self._states.get(request.request_id)
+        if state is None:
+            if external_tokens:
+                raise ValueError(f"{external_tokens} tokens of a request that was never seen")
+            return
+        if state.loading:
+            return  # vLLM's second call, for the blocks after the loaded ones
+        if external_tokens:
+            self._asking.discard(request.request_id)
+            self._loads.begin(state, block_ids, external_tokens)
+        else:
+            self._drop(state)
+        # Only a preempted request is asked for again: then anew.
+        state.declined, state.asked_count, state.offer = False, 0, (0, 0)
+
+    def finished(self, request_id: str) -> RequestState | None:
+        """A request ended; what was remembered of it."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._drop(state)
+        return state
+
+    def forget(self) -> None:
+        """Give the leases back that no load has taken; requests that wait ask anew."""
+        for state in self._states.values():
+            self._drop(state)
+            state.offer = (0, 0)
+
+    def close(self, deadline_s: float) -> None:
+        """End the threads, give the leases back."""
+        self._desk.close(deadline_s)
+        self.forget()
+
+
+def _count(value: Any) -> int:
+    """A count from outside: a positive integer, or 0."""
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
+def _adapter_digest(path: str) -> bytes | None:
+    try:
+        return adapter_digest(path)
+    except OSError as error:
+        LOGGER.warning("KV of the adapter at %s is not kept: %s", path, error)
+        return None

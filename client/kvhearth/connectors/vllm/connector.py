@@ -1,0 +1,301 @@
+"""``KVHearthConnector``: vLLM's connector interface, delegated to the two halves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvhearth.connectors.vllm.guard import guarded, nothing
+from kvhearth.connectors.vllm.metadata import Handshake, StepMeta, WorkerReport
+from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
+from kvhearth.connectors.vllm.scheduler import SchedulerHalf, engage
+from kvhearth.connectors.vllm.settings import Settings, parse_settings
+from kvhearth.connectors.vllm.worker import WorkerHalf, hash_tokens_of
+from kvhearth.meters import LOGGER
+
+KVConnectorMetadata.register(StepMeta)
+KVConnectorWorkerMetadata.register(WorkerReport)
+KVConnectorHandshakeMetadata.register(Handshake)
+
+
+class _Base(KVConnectorBase_V1, SupportsHMA):
+    """What both halves' methods use."""
+
+    _cache_hit_source = CacheHitSource.HOST
+    _settings: Settings
+    _block_pool: Any = None
+    _scheduler: SchedulerHalf | None = None
+    _worker: WorkerHalf | None = None
+
+    def trouble(self, name: str) -> None:
+        """Count a call that went without the cache."""
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.tally.add("troubles")
+
+
+class _SchedulerSide(_Base):
+    """Methods that vLLM calls in the scheduler's process."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that is not kept is a later miss, never a wrong answer."""
+        return False
+
+    @guarded(nothing)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The workers' handshakes, by (pipeline rank, tensor rank): begin to work."""
+        if self._scheduler is None:
+            config = self._vllm_config
+            hash_tokens = hash_tokens_of(config, self._kv_cache_config)
+            self._scheduler = engage(
+                self._settings, config, hash_tokens, list(metadata.values()), self._block_pool
+            )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's block pool, in which stores hold blocks."""
+        self._block_pool = gpu_block_pool
+
+    @guarded(nothing)
+    def on_new_request(self, request: Any) -> None:
+        """Ask the daemon at once."""
+        if self._scheduler is not None:
+            self._scheduler.new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, always asynchronously; (None, False) while that is not
+        known.
+        """
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request was admitted; load what was offered."""
+        if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens:
+            # vLLM waits for this load: let it be told that it failed.
+            self._lose(request.request_id)
+
+    @guarded(lambda: False)
+    def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        if self._scheduler is not None:
+            table = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.allocated(request, table, num_external_tokens)
+        return True
+
+    @guarded(nothing)
+    def _lose(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.lose(request_id)
+
+    @guarded(StepMeta)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        """What the workers are to do in this step."""
+        return (
+            StepMeta() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
+        )
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers did."""
+        if self._scheduler is not None:
+            report = connector_output.kv_connector_worker_meta
+            self._scheduler.step_done(
+                report if isinstance(report, WorkerReport) else None,
+                set(connector_output.finished_recving or ()),
+                set(connector_output.failed_recving or ()),
+            )
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended. Its blocks may be freed: those that are being copied are held."""
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.finished(request, block_ids)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished_all_groups``, where the hybrid cache manager is off."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine must step, so that stores are reported."""
+        return self._scheduler is not None and self._scheduler.has_work
+
+    @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free without preempting."""
+        return self._scheduler is not None and self._scheduler.frees_soon
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Forget, and drop the namespace's blocks if it is this engine's alone."""
+        return True if self._scheduler is None else self._scheduler.reset()
+
+
+class _WorkerSide(_Base):
+    """Methods that vLLM calls in each worker's process."""
+
+    @guarded(nothing)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The rank's tensors, by layer."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    @guarded(lambda: Handshake("", problem="a worker failed"))
+    def get_handshake_metadata(self) -> Handshake | None:
+        """What the scheduler is to know of this rank."""
+        return None if self._worker is None else self._worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        if not self._start_loads(forward_context) and self._worker is not None:
+            self._worker.lose_loads(self._meta())
+
+    @guarded(lambda: False)
+    def _start_loads(self, forward_context: Any) -> bool:
+        if self._worker is not None:
+            idle = getattr(forward_context, "attn_metadata", None) is None
+            self._worker.start_loads(self._meta(), idle)
+        return True
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no load is of the step that runs."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are stored whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Begin this step's stores; nothing is waited for, since the scheduler holds the blocks."""
+        if not self._start_stores() and self._worker is not None:
+            self._worker.lose_stores(self._meta())
+
+    @guarded(lambda: False)
+    def _start_stores(self) -> bool:
+        if self._worker is not None:
+            self._worker.start_stores(self._meta())
+        return True
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended; failed ones are among the finished."""
+        loaded, failed = self._results()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    @guarded(lambda: (set(), set()))
+    def _results(self) -> tuple[set[str], set[str]]:
+        return (set(), set()) if self._worker is None else self._worker.results()
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What the scheduler is to know of this step's copies."""
+        return None if self._worker is None else self._worker.report()
+
+    def _meta(self) -> StepMeta:
+        meta = self._connector_metadata
+        return meta if isinstance(meta, StepMeta) else StepMeta()
+
+
+class KVHearthConnector(_SchedulerSide, _WorkerSide):
+    """Keeps vLLM's KV blocks in a KVHearth daemon.
+
+    Args:
+        vllm_config, role, kv_cache_config: vLLM's.
+
+    Raises:
+        KVHearthError: ``config_invalid`` or ``bad_url`` for options that cannot be right. Nothing
+            else is raised, then or later; without a daemon the engine runs without a cache.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._settings = parse_settings(transfer.kv_connector_extra_config)
+        if role is KVConnectorRole.WORKER:
+            self._worker = WorkerHalf(
+                self._settings, vllm_config, kv_cache_config, rank=_own_rank()
+            )
+        elif transfer.kv_load_failure_policy != "recompute":
+            LOGGER.error(
+                "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
+                "Set it to 'recompute'",
+                transfer.kv_load_failure_policy,
+            )
+
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> HearthStats | None:
+        """Counters since the last call; None if nothing happened."""
+        if self._scheduler is not None:
+            counts = self._scheduler.take_counts()
+        else:
+            counts = {} if self._worker is None else self._worker.tally.take()
+        return HearthStats(data=counts) if counts else None
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """Let copies end and give everything back."""
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.shutdown()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Blocks outermost, where the device has one copy for a block then. Not on the CPU, whose
+        attention has a layout of its own.
+        """
+        device = getattr(vllm_config.device_config, "device_type", "")
+        return "BLHNC" if device == "cuda" else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HearthStats:
+        """A stats object of what came from another process."""
+        return HearthStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HearthProm:
+        """The connector's part of the engine's ``/metrics``."""
+        return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_with_vllm() -> None:
+    """Our log goes where vLLM's goes, unless somebody has said otherwise."""
+    if not LOGGER.handlers:
+        theirs = logging.getLogger("vllm")
+        for handler in theirs.handlers:
+            LOGGER.addHandler(handler)
+        LOGGER.setLevel(theirs.level)
+        LOGGER.propagate = not theirs.handlers
+
+
+def _own_rank() -> int:
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+
+    size = int(get_tensor_model_parallel_world_size())
+    return int(get_pp_group().rank_in_group) * size + int(get_tensor_model_parallel_rank())

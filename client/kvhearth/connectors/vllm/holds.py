@@ -1,0 +1,54 @@
+"""The engine's KV blocks that stores read: held by a reference until every rank has copied them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class BlockHolds:
+    """References into vLLM's block pool. Used by the scheduler's thread only.
+
+    Args:
+        pool: vLLM's: its ``blocks``, ``touch`` and ``free_blocks`` are used.
+        percent: of the pool's blocks that may be held; beyond it nothing more is stored, since held
+            blocks are missing to requests.
+
+    Attributes:
+        held_count: blocks held; one counts for each store that holds it.
+    """
+
+    def __init__(self, pool: Any, percent: int) -> None:
+        self._pool = pool
+        self._blocks_max = max(1, len(pool.blocks) * percent // 100)
+        self._held_by: dict[int, list[Any]] = {}
+        self.held_count = 0
+
+    @property
+    def room(self) -> int:
+        """How many more may be held."""
+        return max(self._blocks_max - self.held_count, 0)
+
+    def hold(self, number: int, block_ids: Sequence[int]) -> None:
+        """Keep blocks from reuse for store ``number``."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        self._held_by[number] = blocks
+        self.held_count += len(blocks)
+
+    def release(self, number: int) -> None:
+        """Let go of a store's blocks: its tail first, which is to be reused first. Idempotent."""
+        blocks = self._held_by.pop(number, None)
+        if blocks:
+            self.held_count -= len(blocks)
+            self._pool.free_blocks(reversed(blocks))
+
+    @property
+    def would_free(self) -> bool:
+        """Whether a held block is nobody else's: it becomes free when its store ends."""
+        return any(block.ref_cnt == 1 for blocks in self._held_by.values() for block in blocks)
+
+    def check_books(self) -> None:
+        """Raise AssertionError if the count is not that of the blocks held."""
+        held = sum(len(blocks) for blocks in self._held_by.values())
+        assert held == self.held_count, f"{held} blocks held, counted {self.held_count}"

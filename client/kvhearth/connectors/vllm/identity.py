@@ -1,0 +1,255 @@
+"""Who this engine's KV bytes are: the contract, from vLLM's configuration and the real pages.
+
+vLLM's block hashes cover tokens, LoRA name and path, multimodal content, prompt embeddings and
+``cache_salt``, and nothing of the model, so all the rest must be here. What cannot be named (dummy
+weights, a random hash seed) gets a namespace of this engine's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhearth.connectors.vllm.digests import directory_digest
+from kvhearth.connectors.vllm.metadata import Geometry
+from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.meters import LOGGER
+
+KINDS = {
+    "full_attention": GroupKind.FULL,
+    "mla_attention": GroupKind.FULL,
+    "sink_full_attention": GroupKind.FULL,
+    "sliding_window": GroupKind.SLIDING_WINDOW,
+    "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+    # A chunk begins at most a chunk's length before the boundary.
+    "chunked_local_attention": GroupKind.SLIDING_WINDOW,
+    "mamba": GroupKind.MAMBA,
+}
+"""vLLM's kinds of KV cache groups that can be restored from blocks."""
+
+_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+_DEFAULT_SEED = "vllm-none-hash"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation")
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """What is known of one of vLLM's groups on this rank.
+
+    Attributes:
+        kv_group: vLLM's number.
+        kind: one of ``KINDS``.
+        block_tokens: tokens of a block, over all context-parallel ranks.
+        window_tokens: reach of a window or a chunk, else 0.
+        layers: how many on this rank.
+        page_bytes: of this rank's shard, all layers.
+        dtype: torch's name of the cache's dtype.
+    """
+
+    kv_group: int
+    kind: str
+    block_tokens: int
+    window_tokens: int
+    layers: int
+    page_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Identity of the weights; ``private`` if nobody else can have the same."""
+
+    model: str
+    revision: str
+    private: bool
+
+
+def weights_of(model_config: Any, load_config: Any, engine_id: str, given: str = "") -> Weights:
+    """Name the weights: a hub commit, or the digest of a local directory's files.
+
+    Args:
+        given: what the user says that they are, or empty.
+    """
+    name = str(model_config.model)
+    load_format = str(getattr(load_config, "load_format", "auto"))
+    local = Path(name).expanduser()
+    if load_format == "dummy":
+        return Weights("dummy", f"private:{engine_id}", True)
+    if given:
+        return Weights("given" if local.is_dir() else name, given, False)
+    if local.is_dir():
+        try:
+            return Weights("directory", directory_digest(local), False)
+        except OSError as error:
+            LOGGER.warning("the weights have no digest, nobody can share their KV: %s", error)
+            return Weights("directory", f"private:{engine_id}", True)
+    revision = str(getattr(model_config, "revision", None) or "")
+    if _COMMIT.fullmatch(revision):
+        return Weights(name, revision, False)
+    LOGGER.warning(
+        "revision %r of %s is no commit: its KV is kept for this engine alone. Set 'revision' in "
+        "kv_connector_extra_config to share it",
+        revision,
+        name,
+    )
+    return Weights(name, f"private:{engine_id}", True)
+
+
+def hashing_of(algorithm: str, hash_tokens: int, engine_id: str) -> tuple[str, int, str, bool]:
+    """How block hashes are chained: (algorithm, bytes of a hash, seed, whether it is private).
+
+    The seed is named by its digest: with a weak hash it is a secret.
+    """
+    weak = algorithm.startswith("xxhash")
+    seed = os.environ.get("PYTHONHASHSEED")
+    private = weak and seed is None
+    if private:
+        LOGGER.warning(
+            "%s without PYTHONHASHSEED is seeded anew in each process: blocks will not be found "
+            "again after a restart. Use --prefix-caching-hash-algo sha256",
+            algorithm,
+        )
+        text = f"private:{engine_id}"
+    else:
+        text = hashlib.sha256((_DEFAULT_SEED if seed is None else seed).encode()).hexdigest()
+    return f"vllm-{algorithm}/{hash_tokens}", 16 if weak else 32, text, private
+
+
+def config_digest(model_config: Any, cache_config: Any) -> str:
+    """Digest of everything else in the model's configuration that may change its KV."""
+    parts: dict[str, Any] = {}
+    hf_config = getattr(model_config, "hf_config", None)
+    if hf_config is not None and hasattr(hf_config, "to_dict"):
+        parts["hf"] = _without_volatile(hf_config.to_dict())
+    overrides = getattr(model_config, "hf_overrides", None)
+    parts["overrides"] = overrides if isinstance(overrides, dict) else repr(overrides)
+    parts["quantization"] = repr(getattr(model_config, "quantization_config", None))
+    parts["skipped"] = list(getattr(cache_config, "kv_cache_dtype_skip_layers", ()))
+    parts["mamba"] = [
+        str(getattr(cache_config, name, ""))
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def draft_of(vllm_config: Any, engine_id: str) -> tuple[str, bool]:
+    """Identity of a draft model whose KV is stored too (text, private); empty without one."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    method = str(getattr(speculative, "method", "") or "")
+    if speculative is None or draft is None or method in ("ngram", "suffix"):
+        return "", False
+    weights = weights_of(draft, getattr(vllm_config, "load_config", None), engine_id)
+    return f"{method}:{weights.model}:{weights.revision}", weights.private
+
+
+def engine_contract(
+    vllm_config: Any,
+    groups: list[EngineGroup],
+    *,
+    geometry: Geometry,
+    hash_tokens: int,
+    packing: str,
+    given_revision: str = "",
+) -> tuple[Contract, bool]:
+    """The contract, and whether its namespace is this engine's alone.
+
+    Args:
+        vllm_config: vLLM's.
+        groups: those that can be restored, in vLLM's order.
+        geometry: of the ranks.
+        hash_tokens: tokens that one block hash covers.
+        packing: layout, attention backend and instruction set: how bytes lie inside a page.
+        given_revision: the user's own name of the weights, or empty.
+
+    Raises:
+        KVHearthError: ``bad_contract`` saying what of this engine cannot be kept.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    weights = weights_of(model, vllm_config.load_config, engine_id, given_revision)
+    algorithm, hash_bytes, seed, random_seed = hashing_of(
+        str(cache.prefix_caching_hash_algo), hash_tokens, engine_id
+    )
+    draft, private_draft = draft_of(vllm_config, engine_id)
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise KVHearthError(Reason.BAD_CONTRACT, "prefill context parallelism is not supported")
+    contract = Contract(
+        model=weights.model,
+        revision=weights.revision,
+        quantization=str(model.quantization or "none"),
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=_kv_dtype(groups),
+        layout=packing,
+        hash_bytes=hash_bytes,
+        hash_algorithm=algorithm,
+        hash_seed=seed,
+        tensor_parallel=geometry.tensor_parallel,
+        pipeline_parallel=geometry.pipeline_parallel,
+        decode_context_parallel=int(getattr(parallel, "decode_context_parallel_size", 1)),
+        groups=tuple(_spec(group, geometry.shards) for group in groups),
+        rope_digest=config_digest(model, cache),
+        draft_model=draft,
+    )
+    return contract, weights.private or random_seed or private_draft
+
+
+def adapter_digest(path: str) -> bytes:
+    """Digest of a LoRA adapter's files, which vLLM's hashes know only by path.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return bytes.fromhex(directory_digest(folder))
+    return hashlib.sha256(path.encode()).digest()
+
+
+def _spec(group: EngineGroup, shards: int) -> GroupSpec:
+    kind = KINDS.get(group.kind)
+    if kind is None:
+        raise KVHearthError(
+            Reason.BAD_CONTRACT, f"KV of kind {group.kind} cannot be restored from blocks"
+        )
+    token_bytes, rest = divmod(group.page_bytes, group.layers * group.block_tokens)
+    if rest or kind is GroupKind.MAMBA or token_bytes % DTYPE_BYTES[_dtype_name(group.dtype)]:
+        token_bytes = 0
+    return GroupSpec(
+        kind=kind,
+        block_tokens=group.block_tokens,
+        page_bytes=group.page_bytes,
+        layers=group.layers,
+        token_bytes=token_bytes,
+        shards=shards,
+        window_tokens=group.window_tokens if kind is GroupKind.SLIDING_WINDOW else 0,
+    )
+
+
+def _kv_dtype(groups: list[EngineGroup]) -> str:
+    names = {_dtype_name(group.dtype) for group in groups if group.kind != "mamba"}
+    return names.pop() if len(names) == 1 else "uint8"
+
+
+def _dtype_name(dtype: str) -> str:
+    name = dtype.removeprefix("torch.")
+    name = _DTYPES.get(name, name)
+    return name if name in DTYPE_BYTES else "uint8"
+
+
+def _without_volatile(config: Mapping[str, Any]) -> dict[str, Any]:
+    clean: dict[str, Any] = {}
+    for name, value in config.items():
+        if name not in _VOLATILE:
+            clean[str(name)] = _without_volatile(value) if isinstance(value, Mapping) else value
+    return clean

@@ -1,0 +1,167 @@
+"""What travels between the scheduler's half and the workers' halves, by vLLM's own channels.
+
+Plain dataclasses of numbers, bytes and numpy arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.model import I64, U8, Bools, Records
+
+STEP_TOKENS_MIN = 256
+"""Steps with fewer tokens say little of the rate of a prefill, and are not reported."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which rank holds which part of a block.
+
+    Ranks count tensor parallel first: rank = pipeline rank * ``tensor_parallel`` + tensor rank.
+
+    Attributes:
+        tensor_parallel, pipeline_parallel: sizes.
+        replicas: consecutive tensor-parallel ranks that hold the same bytes (MLA, shared KV heads).
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many workers."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def shards(self) -> int:
+        """Parts of a block."""
+        return self.ranks // self.replicas
+
+    def shard_of(self, rank: int) -> int:
+        """The part of each block that ``rank`` holds."""
+        return rank // self.replicas
+
+    def written_by(self, rank: int, count: int) -> I64:
+        """Positions among ``count`` blocks that ``rank`` stores: replicas share the work."""
+        return np.arange(rank % self.replicas, count, self.replicas, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What a worker tells the scheduler at the start.
+
+    Attributes:
+        contract: canonical JSON; empty if there is none.
+        replicas: as in ``Geometry``.
+        kv_groups: vLLM's number of each of the contract's groups.
+        problem: why this engine cannot use KVHearth, or empty.
+        private: the namespace is this engine's alone, by its contract.
+    """
+
+    contract: str
+    replicas: int = 1
+    kv_groups: tuple[int, ...] = ()
+    problem: str = ""
+    private: bool = False
+
+
+@dataclass
+class Move:
+    """Blocks of one KV cache group: vLLM's block ids (n,) and extents (n, shards)."""
+
+    pages: I64
+    extents: Records
+
+
+@dataclass
+class LoadJob:
+    """Arena to pages, for one waiting request. Moves by the contract's group."""
+
+    request_id: str
+    boot_id: str
+    moves: dict[int, Move]
+
+
+@dataclass
+class StoreJob:
+    """Pages to arena; the scheduler holds the blocks until every rank has reported."""
+
+    number: int
+    boot_id: str
+    moves: dict[int, Move]
+
+
+@dataclass
+class StepMeta:
+    """Scheduler to workers, once a step.
+
+    Attributes:
+        number: of the step.
+        tokens: scheduled in it.
+        lost: requests whose load could not be planned: to be reported as failed.
+    """
+
+    number: int = 0
+    tokens: int = 0
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankStored:
+    """What one rank copied of one group of a store: at ``positions``, ``ok`` (n,), and checksums
+    (n, 16) where it took them.
+    """
+
+    rank: int
+    positions: I64
+    ok: Bools
+    sums: U8 | None = None
+
+
+@dataclass
+class RankLoaded:
+    """What one rank copied of a load; ``bad`` are extents by group whose checksum was wrong."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    bad: dict[int, Records] = field(default_factory=dict)
+
+
+@dataclass
+class WorkerReport:
+    """Workers to scheduler, once a step; vLLM aggregates those of all ranks.
+
+    Attributes:
+        steps: numbers of steps of ``STEP_TOKENS_MIN`` tokens or more that were run.
+        stores: by store number, (group, outcome) of each rank and group.
+        stored_ranks: by store number, how many ranks have finished it.
+        loads: by request, of each rank.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    stores: dict[int, list[tuple[int, RankStored]]] = field(default_factory=dict)
+    stored_ranks: dict[int, int] = field(default_factory=dict)
+    loads: dict[str, list[RankLoaded]] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Both reports as one."""
+        merged = WorkerReport(sorted({*self.steps, *other.steps}))
+        for report in (self, other):
+            for number, parts in report.stores.items():
+                merged.stores.setdefault(number, []).extend(parts)
+            for number, count in report.stored_ranks.items():
+                merged.stored_ranks[number] = merged.stored_ranks.get(number, 0) + count
+            for request_id, outcomes in report.loads.items():
+                merged.loads.setdefault(request_id, []).extend(outcomes)
+        return merged
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.steps or self.stored_ranks or self.loads)

@@ -1,0 +1,18 @@
+"""The ``vllm.general_plugins`` entry point: vLLM knows ``KVHearthConnector`` by its name."""
+
+from __future__ import annotations
+
+NAME = "KVHearthConnector"
+MODULE = "kvhearth.connectors.vllm.connector"
+
+
+def register() -> None:
+    """Register the connector with vLLM's factory. vLLM calls this in each of its processes, in
+    some more than once.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    except ValueError:
+        return  # registered already

@@ -1,0 +1,107 @@
+"""Load or recompute: what this engine has measured of both, as cost lines over tokens."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+_DECAY = 0.97
+_COUNT_MIN = 4
+_TRY_EVERY = 64
+
+
+class CostLine:
+    """Seconds as a line over tokens, fitted to recent measurements; old ones fade.
+
+    Pure. Both of the line's numbers are kept at 0 or above, so that it can be read beyond what was
+    measured.
+    """
+
+    def __init__(self, decay: float = _DECAY) -> None:
+        self._decay = decay
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.count = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """``tokens`` took ``seconds``."""
+        keep, x = self._decay, float(tokens)
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + x
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * seconds
+        self.count += 1
+
+    def seconds(self, tokens: int) -> float:
+        """What ``tokens`` would take; 0 before anything was measured."""
+        fixed, slope = self._line()
+        return fixed + slope * tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Without the fixed part; 0 while unknown."""
+        slope = self._line()[1]
+        return 1.0 / slope if slope > 0 else 0.0
+
+    def _line(self) -> tuple[float, float]:
+        if not self._x:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x * mean_x
+        # Measurements of one size say nothing of a fixed part: all of it is the slope then.
+        slope = mean_y / mean_x
+        if spread > 1e-3 * mean_x * mean_x:
+            slope = (self._xy / self._weight - mean_x * mean_y) / spread
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return mean_y - slope * mean_x, slope
+
+
+class Verdict(enum.StrEnum):
+    """What to do with a hit."""
+
+    LOAD = "load"
+    TOO_SHORT = "too_short"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A user's bounds in tokens, 0 for none; ``always`` switches the estimate off."""
+
+    min_load_tokens: int = 0
+    max_load_tokens: int = 0
+    always: bool = False
+
+
+class LoadPolicy:
+    """Decides for each hit; learns from loads and from prefill steps.
+
+    Until both are known every hit is loaded. One in 64 hits that looks slower to load is loaded all
+    the same, so that a rate that was once bad is measured again. Pure.
+
+    Args:
+        bounds: the user's.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.load = CostLine()
+        self.prefill = CostLine()
+        self._bounds = bounds
+        self._refused_count = 0
+
+    def most(self, asked: int = 0) -> int:
+        """Tokens that one load may bring, 0 for any number; ``asked`` is a request's own bound."""
+        given = [bound for bound in (self._bounds.max_load_tokens, asked) if bound > 0]
+        return min(given) if given else 0
+
+    def judge(self, tokens: int) -> Verdict:
+        """What to do with a hit of ``tokens`` beyond what the engine has."""
+        if tokens < self._bounds.min_load_tokens:
+            return Verdict.TOO_SHORT
+        known = min(self.load.count, self.prefill.count) >= _COUNT_MIN
+        if self._bounds.always or not known:
+            return Verdict.LOAD
+        if self.load.seconds(tokens) <= self.prefill.seconds(tokens):
+            return Verdict.LOAD
+        self._refused_count += 1
+        return Verdict.LOAD if self._refused_count % _TRY_EVERY == 0 else Verdict.RECOMPUTE

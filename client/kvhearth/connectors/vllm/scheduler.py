@@ -1,0 +1,283 @@
+"""The scheduler's half: what is asked, offered, loaded and stored; on one thread of vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kvhearth.client import connect
+from kvhearth.connectors.vllm.asking import HANDOVER, Requests
+from kvhearth.connectors.vllm.context import Context
+from kvhearth.connectors.vllm.groups import EngineGroups
+from kvhearth.connectors.vllm.guard import guarded, nothing
+from kvhearth.connectors.vllm.holds import BlockHolds
+from kvhearth.connectors.vllm.loads import Loads
+from kvhearth.connectors.vllm.metadata import (
+    STEP_TOKENS_MIN,
+    Geometry,
+    Handshake,
+    StepMeta,
+    WorkerReport,
+)
+from kvhearth.connectors.vllm.policy import Bounds, LoadPolicy
+from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.stats import Tally
+from kvhearth.connectors.vllm.stores import Stores
+from kvhearth.contract import Contract
+from kvhearth.meters import LOGGER
+
+STEPS_MAX = 64
+BLOCK_FREES_S = 1.0
+"""Stores that take longer are not waited for instead of preempting."""
+STORE_S = 60.0
+"""After so long a store is no reason to keep an idle engine stepping: its copies hang."""
+CLOSE_S = 5.0
+
+
+def engage(
+    settings: Settings,
+    vllm_config: Any,
+    hash_tokens: int,
+    handshakes: Sequence[Handshake],
+    block_pool: Any,
+) -> SchedulerHalf | None:
+    """The half that fits what the workers said of their pages; None if this engine cannot be served
+    (said in the log).
+
+    Args:
+        settings: the user's.
+        vllm_config: vLLM's.
+        hash_tokens: tokens that one block hash covers.
+        handshakes: of all ranks.
+        block_pool: vLLM's.
+    """
+    problem = next((one.problem for one in handshakes if one.problem), "")
+    problem = problem or _cannot_continue(vllm_config)
+    if not problem and len({one.contract for one in handshakes}) > 1:
+        problem = "the ranks' pages differ, such as pipeline stages of unequal layers"
+    if problem or not handshakes:
+        LOGGER.error("this engine runs without KVHearth: %s", problem or "no worker answered")
+        return None
+    return SchedulerHalf(settings, vllm_config, hash_tokens, handshakes[0], block_pool)
+
+
+def _cannot_continue(vllm_config: Any) -> str:
+    """Why this engine must not begin a prefill behind KV that it did not compute, or empty.
+
+    vLLM takes chunks and prefix caching away from such models and backends and asks a connector
+    all the same: what it would load would be ignored, and the answer wrong.
+    """
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        return (
+            "chunked prefill is off, as vLLM has it where an attention backend cannot go on from "
+            "cached KV (MLA on most CPUs, attention that is not causal)"
+        )
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        return "vLLM supports no prefix caching for this model"
+    return ""
+
+
+class SchedulerHalf:
+    """Decisions of one engine.
+
+    Args:
+        settings: the user's.
+        vllm_config: vLLM's.
+        hash_tokens: tokens that one block hash covers.
+        offer: any worker's handshake; they are all equal.
+        block_pool: vLLM's.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_config: Any,
+        hash_tokens: int,
+        offer: Handshake,
+        block_pool: Any,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        contract = Contract.from_json(offer.contract)
+        geometry = Geometry(contract.tensor_parallel, contract.pipeline_parallel, offer.replicas)
+        self.tally = Tally()
+        self._settings = settings
+        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._hands_over = transfer.kv_role == "kv_producer"
+        live_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
+        self._drops_on_reset = settings.on_reset == "drop" or (
+            settings.on_reset == "auto" and (offer.private or live_weights)
+        )
+        self._step = 0
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=STEPS_MAX)
+        self._stepped_at = 0.0
+        self._closed = False
+        self._holds = BlockHolds(block_pool, settings.held_percent)
+        self._policy = LoadPolicy(
+            Bounds(
+                settings.min_load_tokens,
+                settings.max_load_tokens,
+                # A decoding engine is told to leave prefills to others.
+                always=settings.policy == "always" or transfer.kv_role == "kv_consumer",
+            )
+        )
+        self._groups = EngineGroups(contract, offer.kv_groups, hash_tokens)
+        speculative = vllm_config.speculative_config
+        eagle = speculative is not None and speculative.use_eagle_block_drop()
+        self._client = connect(
+            settings.url,
+            contract,
+            engine_id=str(transfer.engine_id),
+            scheduler=True,
+            rank=-1,
+            map_arena=False,
+        )
+        context = Context(settings, self._client, self._groups, geometry, self._policy, self.tally)
+        self._loads = Loads(context)
+        self._requests = Requests(
+            context,
+            self._loads,
+            self._groups.step_tokens if eagle else 0,
+            consumes=self._consumes,
+        )
+        budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        stock_tokens = settings.stock_tokens or 2 * budget
+        self._stores = Stores(context, self._holds, stock_tokens)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def new_request(self, request: Any) -> None:
+        """A request came."""
+        self._requests.new(request)
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """See ``Requests.matched``."""
+        return self._requests.matched(request, computed_tokens) if self._consumes else (0, False)
+
+    def allocated(self, request: Any, block_ids: Any, external_tokens: int) -> None:
+        """See ``Requests.allocated``."""
+        self._requests.allocated(request, block_ids, external_tokens)
+
+    def lose(self, request_id: str) -> None:
+        """A load of this request was promised and cannot be begun."""
+        self._loads.lose(request_id)
+
+    def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
+        """The request ended; its blocks are about to be freed. Answers what the client is told."""
+        state = self._requests.finished(request.request_id)
+        if state is None or state.loading:
+            return None
+        tokens = min(int(request.num_computed_tokens), int(request.num_tokens))
+        if self._produces:
+            state.progress.hashes = request.block_hashes
+            self._stores.plan(state.progress, block_ids, tokens)
+            self.tally.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
+        return {HANDOVER: tokens} if self._hands_over else None
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepMeta:
+        """What the workers are to do in this step."""
+        self._step += 1
+        meta = StepMeta(self._step, int(output.total_num_scheduled_tokens))
+        self._requests.begin_step()
+        # First, and apart from the stores: vLLM waits for what was promised.
+        meta.loads, meta.lost = self._loads.take_due()
+        if self._produces:
+            self._plan_stores(output)
+        meta.stores = self._stores.take_due()
+        if meta.tokens >= STEP_TOKENS_MIN:
+            self._steps.append((self._step, meta.tokens, time.monotonic()))
+        return meta
+
+    @guarded(nothing)
+    def _plan_stores(self, output: Any) -> None:
+        tables = output.kv_connector_block_state
+        states = tables.boundary_state_offloads if tables is not None else {}
+        first_tokens = self._groups.specs[0].block_tokens
+        single = self._groups.count == 1
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.for_stores(request_id)
+            if state is None or state.loading or tables is None:
+                continue
+            request = state.request
+            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            if single and tokens // first_tokens <= state.progress.next_block[0]:
+                continue
+            state.progress.hashes = request.block_hashes
+            offered = states.get(request_id, ())
+            self._stores.plan(state.progress, tables.get_block_ids(request_id), tokens, offered)
+
+    def step_done(self, report: WorkerReport | None, loaded: set[str], failed: set[str]) -> None:
+        """What the workers did."""
+        for request_id in loaded:
+            outcomes = [] if report is None else report.loads.get(request_id, [])
+            self._loads.finish(request_id, outcomes, failed=request_id in failed)
+            state = self._requests.find(request_id)
+            if state is not None:
+                state.loading = False
+                state.given_up |= request_id in failed
+        if report is not None:
+            self._stores.reported(report)
+            self._time_steps(report.steps)
+
+    def _time_steps(self, numbers: list[int]) -> None:
+        """Learn from steps that had one prefill or more. Steps may overlap: each is counted from
+        the end of the one before.
+        """
+        now = time.monotonic()
+        while self._steps and numbers and self._steps[0][0] <= numbers[-1]:
+            number, tokens, begun_at = self._steps.popleft()
+            if number in numbers:
+                self._policy.prefill.observe(tokens, now - max(begun_at, self._stepped_at))
+                self._stepped_at = now
+
+    def trouble(self, name: str) -> None:
+        """Count a call that went without the cache; see ``guarded``."""
+        self.tally.add("troubles")
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed although no request runs: stores report through steps."""
+        return self._stores.open_count > 0 and self._stores.oldest_s < STORE_S
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether waiting for stores frees blocks, instead of a preemption."""
+        if not self._stores.open_count:
+            return False
+        return self._stores.oldest_s < BLOCK_FREES_S and self._holds.would_free
+
+    def take_counts(self) -> dict[str, float]:
+        """Counters since the last call and gauges, empty if nothing happened."""
+        counts = self.tally.take()
+        if counts:
+            for name, value in counts.items():
+                self._client.count(name, int(value))
+            counts["held_blocks"] = self._holds.held_count
+            counts["attached"] = float(bool(self._client.session_id))
+        return counts
+
+    def reset(self) -> bool:
+        """Drop what the namespace holds if the settings, or its owner, allow that."""
+        self._requests.forget()
+        if self._drops_on_reset:
+            return self._client.bump_epoch() >= 0
+        LOGGER.warning(
+            "reset: blocks in the KVHearth daemon are kept, since other engines may share them; "
+            "set on_reset=drop in kv_connector_extra_config if new weights were loaded"
+        )
+        return True
+
+    def shutdown(self) -> None:
+        """Commit what is finished, give everything back."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stores.close(CLOSE_S)
+        self._requests.close(CLOSE_S)
+        self._loads.close()
+        self._client.close(CLOSE_S)

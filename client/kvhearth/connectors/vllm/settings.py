@@ -1,0 +1,92 @@
+"""Options of ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.url import parse_url
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may say in ``kv_connector_extra_config``.
+
+    Attributes:
+        url: the daemon's address.
+        lookup_wait_ms: how long a request waits for the daemon's answer before it goes without.
+        handover_wait_ms: how long a request that another engine has prefilled waits for its blocks.
+        policy: ``auto`` loads a hit only where that is estimated to beat computing it, ``always``
+            loads every hit.
+        min_load_tokens, max_load_tokens: bounds of one load; 0 for none.
+        offload_prompt_only: keep no blocks of generated tokens.
+        held_percent: of the engine's KV blocks that stores may keep from reuse.
+        lease_s: after this time an unused lease is given back; the request asks anew.
+        stock_tokens: tokens for which empty slots are held ready; 0 for two steps' worth.
+        revision: identity of the weights, instead of the hub's revision or the files' digest.
+        on_reset: what ``reset_prefix_cache(reset_connector)`` does to blocks in the daemon:
+            ``drop`` all of the namespace, ``keep`` them, or ``auto``: drop them if the namespace is
+            this engine's alone or its weights are updated live.
+    """
+
+    url: str = "kvhearth+unix:///run/kvhearth"
+    lookup_wait_ms: int = 50
+    handover_wait_ms: int = 2000
+    policy: str = "auto"
+    min_load_tokens: int = 0
+    max_load_tokens: int = 0
+    offload_prompt_only: bool = False
+    held_percent: int = 25
+    lease_s: int = 10
+    stock_tokens: int = 0
+    revision: str = ""
+    on_reset: str = "auto"
+
+
+_CHOICES = {"policy": ("auto", "always"), "on_reset": ("auto", "drop", "keep")}
+_BOUNDS = {
+    "lookup_wait_ms": (0, 60_000),
+    "handover_wait_ms": (0, 600_000),
+    "min_load_tokens": (0, 1 << 30),
+    "max_load_tokens": (0, 1 << 30),
+    "held_percent": (1, 90),
+    "lease_s": (1, 600),
+    "stock_tokens": (0, 1 << 24),
+}
+
+
+def parse_settings(given: Mapping[str, Any]) -> Settings:
+    """Check a user's options.
+
+    Raises:
+        KVHearthError: ``config_invalid`` or ``bad_url``, naming the option and what it may be.
+    """
+    known = {item.name: item for item in dataclasses.fields(Settings)}
+    for name in given:
+        value: Any = given[name]
+        if name not in known:
+            raise _bad(f"unknown option {name!r}; known: {', '.join(sorted(known))}")
+        wanted: type = type(known[name].default)
+        if not _is(value, wanted):
+            raise _bad(f"{name} must be {wanted.__name__}, not {value!r}")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise _bad(f"{name}={value!r} is not one of {', '.join(_CHOICES[name])}")
+        if name in _BOUNDS:
+            low, high = _BOUNDS[name]
+            if not low <= value <= high:
+                raise _bad(f"{name}={value} is not in {low}..{high}")
+    settings = Settings(**given)
+    parse_url(settings.url)
+    return settings
+
+
+def _is(value: object, wanted: type) -> bool:
+    """Of that very type: a bool is no number here."""
+    return type(value) is wanted
+
+
+def _bad(problem: str) -> KVHearthError:
+    return KVHearthError(Reason.CONFIG_INVALID, f"kv_connector_extra_config: {problem}")

@@ -1,0 +1,71 @@
+"""What the connector counts: for vLLM's log line and its ``/metrics``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+COUNTERS = {
+    "lookups": "Requests for which KVHearth was asked.",
+    "lookup_late": "Requests that went without because the answer took too long.",
+    "lookup_failed": "Requests for which there was no answer.",
+    "hit_tokens": "Prompt tokens that KVHearth had beyond the engine's own.",
+    "declined_tokens": "Of these, tokens recomputed since that was estimated to be faster.",
+    "load_requests": "Loads that began.",
+    "load_tokens": "Tokens whose KV was loaded.",
+    "load_bytes": "Bytes copied into the engine's pages, over all ranks.",
+    "load_failed": "Loads that failed; their requests were recomputed.",
+    "load_seconds": "Time from the begin of loads to their end, added up.",
+    "store_blocks": "Blocks copied out and handed to the daemon.",
+    "store_bytes": "Bytes copied out of the engine's pages, over all ranks.",
+    "store_failed": "Blocks whose copy or commit failed.",
+    "store_duplicates": "Blocks that the daemon had already.",
+    "store_skipped": "Full blocks that were never stored: no empty slot, or too many blocks held.",
+    "troubles": "Calls of the connector that failed and did without the cache.",
+}
+GAUGES = {
+    "held_blocks": "KV blocks of the engine that stores keep from reuse.",
+    "attached": "1 while the scheduler is attached to a daemon.",
+}
+
+
+class Tally:
+    """Counts since they were last taken. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a counter of ``COUNTERS``."""
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """All that was added since the last call, zeros left out."""
+        if not self._counts:
+            return {}
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return {name: value for name, value in taken.items() if value}
+
+
+def merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, float]:
+    """Counters added up; of gauges the larger."""
+    total = {name: float(value) for name, value in left.items()}
+    for name, value in right.items():
+        if name in GAUGES:
+            total[name] = max(total.get(name, 0.0), float(value))
+        else:
+            total[name] = total.get(name, 0.0) + float(value)
+    return total
+
+
+def summary(data: Mapping[str, Any]) -> dict[str, float]:
+    """What the engine's log line says of an interval."""
+    shown = ("load_tokens", "load_failed", "store_blocks", "store_failed", "lookup_late")
+    line = {name: data[name] for name in shown if data.get(name)}
+    if data.get("load_seconds") and data.get("load_bytes"):
+        line["load_GB_per_s"] = round(data["load_bytes"] / data["load_seconds"] / 1e9, 2)
+    return line

@@ -1,0 +1,358 @@
+"""A worker's half: pages, copiers, and what became of each step's copies. It takes no decision."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvhearth.client import KVClient, connect
+from kvhearth.connectors.vllm.identity import engine_contract
+from kvhearth.connectors.vllm.metadata import (
+    STEP_TOKENS_MIN,
+    Geometry,
+    Handshake,
+    LoadJob,
+    Move,
+    RankLoaded,
+    RankStored,
+    StepMeta,
+    StoreJob,
+    WorkerReport,
+)
+from kvhearth.connectors.vllm.pages import engine_pages
+from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.stats import Tally
+from kvhearth.contract import Contract
+from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.errors import KVHearthError
+from kvhearth.layout import PagedKV
+from kvhearth.meters import LOGGER, Warnings
+from kvhearth.model import I64
+from kvhearth.pipeline.movers import Movers
+
+QUEUE_MAX = 4096
+"""Loads or stores that wait for a copier: vLLM's own queues bound them."""
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for a load: it has nothing else to do, and vLLM's loop would
+hold the interpreter's lock meanwhile."""
+PATIENCE_S = 2.0
+"""For a copier's queue to take a job."""
+CLOSE_S = 5.0
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One group's copies of one job."""
+
+    group: int
+    positions: I64
+    move: Move
+    copier: Copier
+    ticket: Ticket
+    done: Done | None = None
+
+    def ended(self, wait_s: float) -> bool:
+        """Whether the copies have ended."""
+        if self.done is None:
+            self.done = self.copier.wait(self.ticket, wait_s)
+        return self.done is not None
+
+
+@dataclass(eq=False)
+class _Work:
+    """A job under way."""
+
+    job: LoadJob | StoreJob
+    begun_at: float
+    todo: list[int]
+    mark: object = None
+    flights: list[_Flight] = field(default_factory=list)
+    reason: str = ""
+
+    def ended(self, wait_s: float) -> bool:
+        """Whether all its copies have begun and ended, or never will."""
+        return not self.todo and all(flight.ended(wait_s) for flight in self.flights)
+
+
+class WorkerHalf:
+    """Copies of one rank.
+
+    Args:
+        settings: the user's.
+        vllm_config, kv_cache_config: vLLM's, of this rank.
+        rank: among tensor x pipeline parallel ranks.
+    """
+
+    def __init__(
+        self, settings: Settings, vllm_config: Any, kv_cache_config: Any, *, rank: int
+    ) -> None:
+        self.tally = Tally()
+        self._settings = settings
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        parallel = vllm_config.parallel_config
+        self._geometry = Geometry(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1),
+        )
+        self._handshake = Handshake("", problem="the worker registered no KV cache")
+        self._client: KVClient | None = None
+        self._loading: Movers | None = None
+        self._storing: Movers | None = None
+        self._loads: deque[_Work] = deque()
+        self._stores: deque[_Work] = deque()
+        self._warnings = Warnings()
+        self._report = WorkerReport()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """vLLM's tensors: attach, in the background, as the rank that holds them."""
+        try:
+            groups, pages = self._describe(kv_caches)
+            contract, private = engine_contract(
+                self._config,
+                groups,
+                geometry=self._geometry,
+                hash_tokens=self._hash_tokens(),
+                packing=packing_of(self._config, self._kv_cache_config),
+                given_revision=self._settings.revision,
+            )
+            self._attach(contract, pages)
+        except KVHearthError as error:
+            LOGGER.error("this engine runs without KVHearth: %s", error)
+            self._handshake = Handshake("", problem=str(error))
+            return
+        self._handshake = Handshake(
+            contract.to_json(),
+            self._geometry.replicas,
+            tuple(group.kv_group for group in groups),
+            private=private,
+        )
+
+    def _describe(self, kv_caches: Mapping[str, Any]) -> tuple[Any, list[PagedKV]]:
+        context = int(getattr(self._config.parallel_config, "decode_context_parallel_size", 1))
+        return engine_pages(self._kv_cache_config, kv_caches, context)
+
+    def _hash_tokens(self) -> int:
+        return hash_tokens_of(self._config, self._kv_cache_config)
+
+    def _attach(self, contract: Contract, pages: list[PagedKV]) -> None:
+        client = connect(
+            self._settings.url,
+            contract,
+            engine_id=str(self._config.kv_transfer_config.engine_id),
+            scheduler=False,
+            rank=self._rank,
+        )
+        kv = dict(enumerate(pages))
+        # Apart, so that a load does not wait for the stores before it.
+        self._loading, self._storing = Movers(client, kv), Movers(client, kv)
+        self._client = client
+
+    def handshake(self) -> Handshake:
+        """What the scheduler is to know of this rank."""
+        return self._handshake
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def start_loads(self, meta: StepMeta, idle: bool) -> None:
+        """Begin the step's loads. After the forward pass was issued: what it, and the zeroing of
+        new blocks before it, does on the device comes first.
+        """
+        for request_id in meta.lost:
+            self._lost(request_id, "not_planned")
+        for job in meta.loads:
+            if len(self._loads) >= QUEUE_MAX or self._loading is None:
+                self._lost(job.request_id, "no_copier")
+                continue
+            self._loads.append(self._work(job, self._loading))
+        self._begin(self._loads, self._loading)
+        if idle and self._loads:
+            self._loads[0].ended(IDLE_WAIT_S)
+
+    def lose_loads(self, meta: StepMeta) -> None:
+        """The step's loads could not all be begun: those that were not have failed."""
+        begun = {work.job.request_id for work in self._loads if isinstance(work.job, LoadJob)}
+        names = [*meta.lost, *(job.request_id for job in meta.loads)]
+        for request_id in names:
+            if request_id not in begun and request_id not in self._loaded:
+                self._lost(request_id, "internal")
+
+    def lose_stores(self, meta: StepMeta) -> None:
+        """The step's stores could not all be begun: those that were not have failed."""
+        begun = {work.job.number for work in self._stores if isinstance(work.job, StoreJob)}
+        for job in meta.stores:
+            if job.number not in begun and job.number not in self._report.stored_ranks:
+                self._report_store(_Work(job, time.monotonic(), [], reason="internal"))
+
+    def start_stores(self, meta: StepMeta) -> None:
+        """Begin to copy what this step's forward pass has filled."""
+        for job in meta.stores:
+            if self._storing is None or len(self._stores) >= QUEUE_MAX:
+                self._report_store(_Work(job, time.monotonic(), [], reason="no_copier"))
+                continue
+            self._stores.append(self._work(job, self._storing))
+        self._begin(self._stores, self._storing)
+        if meta.tokens >= STEP_TOKENS_MIN:
+            self._report.steps.append(meta.number)
+
+    def _work(self, job: LoadJob | StoreJob, movers: Movers) -> _Work:
+        work = _Work(job, time.monotonic(), list(job.moves))
+        try:
+            work.mark = movers.order.mark()
+        except RuntimeError:
+            work.todo, work.reason = [], str(BlockFailure.COPY_FAILED)
+        return work
+
+    def _begin(self, queue: deque[_Work], movers: Movers | None) -> None:
+        """Give waiting jobs to copiers, in order, as far as their queues take them."""
+        if movers is None:
+            return
+        for work in queue:
+            while work.todo:
+                if not self._begin_group(work, work.todo[0], movers):
+                    return
+                work.todo.pop(0)
+
+    def _begin_group(self, work: _Work, group: int, movers: Movers) -> bool:
+        """Whether the group's copies have begun, or never will."""
+        move, storing = work.job.moves[group], isinstance(work.job, StoreJob)
+        positions = np.arange(len(move.pages), dtype=np.int64)
+        if storing:
+            positions = self._geometry.written_by(self._rank, len(move.pages))
+        if not len(positions):
+            return True
+        shard = self._geometry.shard_of(self._rank)
+        extents, pages = move.extents[positions, shard], move.pages[positions]
+        copier = movers.copier(group, work.job.boot_id)
+        if copier is None:
+            work.reason = work.reason or str(BlockFailure.STALE_BOOT)
+            return True
+        try:
+            with movers.order.after(work.mark):
+                if storing:
+                    ticket = copier.store(work.job.boot_id, pages, extents)
+                else:
+                    ticket = copier.load(work.job.boot_id, extents, pages)
+        except KVHearthError:  # closed meanwhile, with the session
+            work.reason = work.reason or str(BlockFailure.STALE_BOOT)
+            return True
+        if ticket is None:
+            if time.monotonic() - work.begun_at < PATIENCE_S:
+                return False
+            work.reason = work.reason or "throttled"
+            return True
+        work.flights.append(_Flight(group, positions, Move(pages, extents), copier, ticket))
+        return True
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and those of them that failed."""
+        self._begin(self._loads, self._loading)
+        self._begin(self._stores, self._storing)
+        for work in [work for work in self._loads if work.ended(0.0)]:
+            self._loads.remove(work)
+            self._report_load(work)
+        for work in [work for work in self._stores if work.ended(0.0)]:
+            self._stores.remove(work)
+            self._report_store(work)
+        loaded, failed = self._loaded, self._failed
+        self._loaded, self._failed = set(), set()
+        return loaded, failed
+
+    def _report_load(self, work: _Work) -> None:
+        assert isinstance(work.job, LoadJob)
+        # First, and as failed: vLLM waits for it whatever goes wrong below.
+        self._loaded.add(work.job.request_id)
+        self._failed.add(work.job.request_id)
+        outcome = RankLoaded(reason=work.reason, seconds=time.monotonic() - work.begun_at)
+        for flight in work.flights:
+            done = flight.done
+            assert done is not None, "a load ends after its copies"
+            outcome.bytes += done.bytes
+            outcome.reason = outcome.reason or next(iter(done.reasons), "")
+            if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
+                outcome.bad[flight.group] = flight.move.extents[~done.ok]
+        if outcome.reason:
+            self._warnings.warn("load", "a load failed, it is recomputed: %s", outcome.reason)
+        else:
+            self._failed.discard(work.job.request_id)
+        self._report.loads.setdefault(work.job.request_id, []).append(outcome)
+
+    def _lost(self, request_id: str, reason: str) -> None:
+        self._loaded.add(request_id)
+        self._failed.add(request_id)
+        self._report.loads.setdefault(request_id, []).append(RankLoaded(reason=reason))
+
+    def _report_store(self, work: _Work) -> None:
+        assert isinstance(work.job, StoreJob)
+        number = work.job.number
+        self._report.stored_ranks[number] = 1
+        outcomes = self._report.stores.setdefault(number, [])
+        for flight in work.flights:
+            done = flight.done
+            assert done is not None, "a store ends after its copies"
+            self.tally.add("store_bytes", done.bytes)
+            stored = RankStored(self._rank, flight.positions, done.ok, done.checksums)
+            outcomes.append((flight.group, stored))
+
+    def report(self) -> WorkerReport | None:
+        """What ended since the last call; None if nothing did."""
+        if self._report.empty:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def shutdown(self) -> None:
+        """Let the copies end and go."""
+        if self._client is None:
+            return
+        for movers in (self._loading, self._storing):
+            if movers is not None and not movers.close(CLOSE_S):
+                LOGGER.warning("copies are still running at shutdown")
+        self._client.close(CLOSE_S)
+        self._client = None
+
+
+def hash_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one of vLLM's block hashes covers."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    given = getattr(kv_cache_config, "hash_block_size", None)
+    return int(given or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def packing_of(vllm_config: Any, kv_cache_config: Any) -> str:
+    """How bytes lie inside a page: layout, attention backends, instruction set, vLLM's version."""
+    import torch
+    import vllm
+
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for number in kv_cache_config.prefix_cacheable_group_ids:
+        for name in kv_cache_config.kv_cache_groups[number].layer_names:
+            layer = layers.get(name)
+            backend = getattr(layer, "attn_backend", None)
+            if backend is None and hasattr(layer, "get_attn_backend"):
+                backend = layer.get_attn_backend()
+            word = backend.get_name() if backend is not None else type(layer).__name__
+            names.add(f"{word}/{getattr(layer, 'isa', '')}")
+    device = str(vllm_config.device_config.device_type)
+    if device == "cpu":
+        device += "/" + str(torch.backends.cpu.get_cpu_capability())
+    version = ".".join(str(vllm.__version__).split(".")[:2])
+    parts = (
+        str(kv_cache_config.kv_cache_layout or "default"),
+        "+".join(sorted(names)),
+        f"kv={vllm_config.cache_config.cache_dtype}",
+        device,
+        f"vllm-{version}",
+    )
+    return ";".join(parts)[:1000]

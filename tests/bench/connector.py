@@ -1,0 +1,119 @@
+"""What the vLLM connector's halves cost: one step at 64 running requests, and planning a large
+copy. Prints one JSON object.
+
+    python tests/bench/connector.py
+
+A daemon of its own, the real halves, no vLLM. Medians in microseconds; the machine is whatever it
+is, so compare within one run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.daemon import running_daemon
+from support.vllm_fake import BLOCK_TOKENS, FakeEngine, FakeOutput, fake_engine
+
+from kvhearth.connectors.vllm.metadata import Move
+from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
+from kvhearth.layout import PagedKV
+from kvhearth.model import EXTENT_DTYPE
+
+RUNNING = 64
+STEPS = 400
+FRAGMENTS = 10_000
+LAYERS = 32
+PROMPT_TOKENS = 480
+
+
+def step_us(engine: FakeEngine) -> dict[str, float]:
+    """The scheduler's part of decode steps, of steps in which nothing is stored and of all."""
+    requests = [
+        engine.add(f"r{number}", f"bench {number}", 2 * PROMPT_TOKENS) for number in range(RUNNING)
+    ]
+    for request in requests:
+        engine.admit(request)
+        engine.step({request.request_id: PROMPT_TOKENS})
+        request.num_computed_tokens = PROMPT_TOKENS
+    engine.settle()
+    taken = []
+    stored = []
+    for _ in range(STEPS):
+        scheduled = {request.request_id: 1 for request in requests}
+        output = FakeOutput(scheduled, {one.request_id: one.tables for one in requests})
+        began = time.perf_counter()
+        meta = engine.half.plan_step(output)
+        engine.half.step_done(None, set(), set())
+        (stored if meta.stores else taken).append((time.perf_counter() - began) * 1e6)
+        for worker in engine.workers:
+            worker.start_stores(meta)
+        for request in requests:
+            request.num_computed_tokens += 1
+        engine.step({})
+    for request in requests:
+        engine.finish(request)
+    engine.settle()
+    return {
+        "step_us_p50": statistics.median(taken + stored),
+        "quiet_step_us_p50": statistics.median(taken),
+        "storing_step_us_p50": statistics.median(stored),
+    }
+
+
+def plan_us(engine: FakeEngine) -> float:
+    """A worker's planning of one load of 10,000 fragments, 32 layers of each block: which extents,
+    checked against the arena and the generations, cut into runs. Blocks lie scattered, so that no
+    two make one run; the layers of one are one strided copy.
+    """
+    worker = engine.workers[0]
+    client = worker._client
+    assert client is not None
+    arena = client.arena
+    assert arena is not None
+    count = FRAGMENTS // LAYERS
+    layers = np.zeros((LAYERS, 2 * count, 64), np.uint8)
+    kv = PagedKV(list(layers))
+    held = HeldArena(arena)
+    extents = np.zeros((count, 1), EXTENT_DTYPE)
+    place = np.arange(count)
+    extents["slot"][:, 0] = place % len(arena.generations)
+    extents["segment"] = next(iter(arena.segments))
+    extents["offset"][:, 0] = place * kv.page_bytes
+    extents["length"] = kv.page_bytes
+    extents["generation"][:, 0] = arena.generations[extents["slot"][:, 0]]
+    move = Move(np.arange(count, dtype=np.int64) * 2, extents)
+    taken = []
+    for _ in range(30):
+        began = time.perf_counter()
+        pages, records = own_arrays(move.pages, move.extents[:, 0])
+        batch = Batch(kv, held, arena.boot_id, pages, records)
+        assert len(batch.runs(64)) == count
+        taken.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Measure and print."""
+    with (
+        running_daemon(memory="256MiB") as daemon,
+        fake_engine(
+            daemon.url(),
+            blocks=RUNNING * 2 * PROMPT_TOKENS // BLOCK_TOKENS + 64,
+            stock_tokens=1 << 16,
+            held_percent=90,
+        ) as engine,
+    ):
+        figures = {**step_us(engine), "plan_10k_us_p50": plan_us(engine)}
+    print(json.dumps({name: round(value, 1) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Engines and daemons that the engine tests share: a start costs seconds, so few are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines.harness import HOME, Engine, arguments, close_nursery, connector, running_engine
+from engines.kit import Reference
+from support.daemon import Daemon, running_daemon
+
+ENGINE_TEST_S = 300
+DAEMON_MEMORY = "256MiB"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here is marked ``engines`` and skipped where their environment is not built."""
+    absent = pytest.mark.skip(reason="needs the engines' environment: make test-engines")
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker("engines")
+        item.add_marker(pytest.mark.timeout(ENGINE_TEST_S))
+        if not (HOME / ".ready").exists():
+            item.add_marker(absent)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where engines write their logs; ends the engines' nursery at the end."""
+    yield tmp_path_factory.mktemp("engines")
+    close_nursery()
+
+
+@pytest.fixture(scope="session")
+def reference(logs: Path) -> Iterator[Reference]:
+    """The tiny model without any cache."""
+    found = Reference(logs)
+    yield found
+    found.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon whose arena outlives it."""
+    with running_daemon(memory=DAEMON_MEMORY) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
+    """The tiny model on that daemon."""
+    with running_engine(logs, **arguments(kv_transfer_config=connector(daemon))) as found:
+        yield found

@@ -1,0 +1,297 @@
+"""Engines that tests start, lead and end: vLLM in an environment of its own, KVHearth's beside it.
+
+An engine is forked from a nursery that has vLLM imported, so a start costs seconds, not the half
+minute of three interpreters. What a user would start is in ``serving``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support.daemon import Daemon
+from support.nursery import Child, Nursery
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = Path(os.environ.get("KVHEARTH_ENGINES_HOME", ROOT / ".venv-engines"))
+"""The engines' environment; models and vLLM's caches live in it too."""
+PYTHON = HOME / "bin" / "python"
+LOAD_S = 180.0
+ANSWER_S = 120.0
+MIB = 1 << 20
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CACHE_ROOT": str(HOME / "cache"),
+    "OMP_NUM_THREADS": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+"""Of every engine. The same number of threads with and without a connector, else the baseline
+computes in another order."""
+
+
+class EngineError(Exception):
+    """A command failed in the engine; the text is what it said."""
+
+
+def model(name: str) -> Path:
+    """The folder of a model; made at first use, and anew when the recipe has changed."""
+    recipe = Path(__file__).with_name("models.py")
+    mark = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
+    folder = HOME / "models" / f"{name}-{mark}"
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            target = Path(made) / name
+            words = [str(PYTHON), str(recipe), str(target), name]
+            done = subprocess.run(
+                words,
+                capture_output=True,
+                text=True,
+                timeout=LOAD_S,
+                check=False,
+                env={**os.environ, **ENVIRONMENT},
+            )
+            assert done.returncode == 0, f"model {name} was not made\n{done.stderr[-4000:]}"
+            target.rename(folder)
+    return folder
+
+
+def arguments(name: str = "tiny", **over: Any) -> dict[str, Any]:
+    """Engine arguments for the model ``name``: fp32, so that equal means equal."""
+    return {
+        "model": str(model(name)),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 128 * MIB,
+        "enforce_eager": True,
+        "seed": 0,
+        **over,
+    }
+
+
+PATIENT = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
+"""Options of the URL where a busy machine must not turn a hit into a miss."""
+
+
+def connector(
+    daemon: Daemon | Path, role: str = "kv_both", *, patient: bool = True, **extra: Any
+) -> dict[str, Any]:
+    """The flag of the README for a daemon or its socket directory.
+
+    Args:
+        daemon: it, or the directory where it would be.
+        role: of ``kv_role``.
+        patient: wait long for answers and load every hit; else the connector's own waits. The
+            tiny models compute faster than they load.
+        extra: more of ``kv_connector_extra_config``.
+    """
+    folder = daemon.socket_dir if isinstance(daemon, Daemon) else daemon
+    options: dict[str, Any] = {"url": f"kvhearth+unix://{folder}", "policy": "always"}
+    if patient:
+        options |= {"url": f"{options['url']}?{PATIENT}", "lookup_wait_ms": 8000}
+    return {
+        "kv_connector": "KVHearthConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**options, **extra},
+    }
+
+
+_nursery: Nursery | None = None
+
+
+def engine_nursery() -> Nursery:
+    """The process that engines are forked from."""
+    global _nursery
+    if _nursery is None:
+        _nursery = Nursery(
+            str(PYTHON), paths=(), preloaded=["engines.driver"], environment=ENVIRONMENT
+        )
+    return _nursery
+
+
+def close_nursery() -> None:
+    """End it, and with it the engines that still run."""
+    global _nursery
+    if _nursery is not None:
+        _nursery.close()
+        _nursery = None
+
+
+def end_tree(pid: int) -> None:
+    """kill -9 a process and all that came from it, by their ids; wait for their ends."""
+    try:
+        top = psutil.Process(pid)
+        family = [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family[1:], timeout=20)
+
+
+class Engine:
+    """One engine process and what it can be told; see ``driver.Driver`` for the commands.
+
+    Args:
+        folder: for its log.
+        environment: variables, besides those of every engine.
+        options: engine arguments.
+    """
+
+    starts = 0
+
+    def __init__(
+        self, folder: Path, environment: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        Engine.starts += 1
+        self.log_path = folder / f"engine-{Engine.starts}.log"
+        self._door, theirs = socket.socketpair()
+        with theirs, self.log_path.open("ab") as log:
+            self.process: Child = engine_nursery().birth(
+                "engines.driver:serve",
+                [theirs.fileno(), log.fileno()],
+                environment=environment or {},
+            )
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._asked = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.sizes: dict[str, Any] = self.ask("load", LOAD_S, arguments=options)
+        except BaseException:
+            self.kill()
+            raise
+
+    # -- what it does ------------------------------------------------------------------------------
+
+    def begin(self, command: str, **values: Any) -> Future[Any]:
+        """Give a command; its answer comes later."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._asked += 1
+            self._waiting[self._asked] = answer
+            line = json.dumps({"id": self._asked, "do": command, **values})
+            self._door.sendall(line.encode() + b"\n")
+        return answer
+
+    def ask(self, command: str, timeout_s: float = ANSWER_S, **values: Any) -> Any:
+        """Give a command and wait for its answer."""
+        answer = self.begin(command, **values)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise AssertionError(
+                f"{command}: no answer within {timeout_s} s\n{self.log_tail()}"
+            ) from None
+
+    def generate(
+        self, *prompts: Sequence[int], timeout_s: float = ANSWER_S, **options: Any
+    ) -> list[dict[str, Any]]:
+        """Run prompts together with the same options; what each got."""
+        requests = [{"prompt": list(each), **options} for each in prompts]
+        found: list[dict[str, Any]] = self.ask("generate", timeout_s, requests=requests)
+        return found
+
+    def one(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
+        """Run one prompt; what it got."""
+        return self.generate(prompt, **options)[0]
+
+    def reset(self) -> None:
+        """Empty its own prefix cache; fails if it does not come to hold no block."""
+        for _ in range(200):
+            if self.ask("reset"):
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError(f"the engine still holds blocks\n{self.log_tail()}")
+
+    def metric(self, name: str) -> float:
+        """One counter or gauge, summed over its labels; 0 if it has none."""
+        found: dict[str, float] = self.ask("metrics")
+        return found.get(name, 0.0)
+
+    # -- the process -------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes: the driver first, the engine's core and workers after it."""
+        top = psutil.Process(self.process.pid)
+        return [top.pid, *(one.pid for one in top.children(recursive=True))]
+
+    def stop(self) -> None:
+        """End it as a user would: connectors get their ``shutdown``."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_WR)
+        try:
+            self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            print(f"-- engine did not stop\n{self.log_tail()}")
+            self.kill()
+            raise
+        finally:
+            self._door.close()
+
+    def kill(self) -> None:
+        """kill -9 of all its processes."""
+        end_tree(self.process.pid)
+        self.process.wait(20.0)
+        self._door.close()
+
+    def log_text(self) -> str:
+        """What it has printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of that, for messages."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._door.makefile("rb") as lines:
+            for line in lines:
+                answer = json.loads(line)
+                with self._lock:
+                    future = self._waiting.pop(answer["id"])
+                if "error" in answer:
+                    future.set_exception(EngineError(answer["error"]))
+                else:
+                    future.set_result(answer["value"])
+        with self._lock:
+            left = list(self._waiting.values())
+            self._waiting.clear()
+        for future in left:
+            future.set_exception(EngineError("the engine's process is gone"))
+
+
+@contextlib.contextmanager
+def running_engine(
+    folder: Path, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine that is up; its log is printed if the block fails."""
+    engine = Engine(folder, environment, **options)
+    try:
+        yield engine
+    except BaseException:
+        print(f"-- {engine.log_path}\n{engine.log_tail(80)}")
+        raise
+    finally:
+        if engine.process.poll() is None:
+            engine.stop()

@@ -1,0 +1,132 @@
+"""What the engine tests share: prompts, what an engine without a cache says, and comparing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.harness import Engine, arguments
+from support.daemon import Daemon, until
+
+BLOCK_TOKENS = 128
+LOGPROB_SPREAD = 2e-4
+"""fp32, but matrix products of other shapes: without any cache the engine differs from its own
+prefix cache's by up to 1e-5; a wrong block moves log-probabilities by more than 0.01."""
+SETTLE_S = 60.0
+TOKENS = 12
+
+Answer = dict[str, Any]
+
+
+def prompt(seed: int | str, length: int = 1000) -> list[int]:
+    """Token ids that follow from ``seed``."""
+    source = random.Random(f"prompt {seed}")
+    return [source.randrange(256) for _ in range(length)]
+
+
+def whole_blocks(length: int) -> int:
+    """Tokens in the whole blocks of a prompt that a cache may serve: its last token is computed."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+class Reference:
+    """An engine without a connector, and what it answered; each prompt runs once, with nothing in
+    its own prefix cache.
+    """
+
+    def __init__(self, folder: Path, name: str = "tiny", **over: Any) -> None:
+        self.engine = Engine(folder, **arguments(name, enable_prefix_caching=False, **over))
+        self._answers: dict[tuple[int, ...], Answer] = {}
+
+    def answers(self, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Answer]:
+        """What it answers to each."""
+        keys = [(tokens, *each) for each in prompts]
+        missing = {key for key in keys if key not in self._answers}
+        for key in missing:
+            self._answers[key] = self.engine.one(key[1:], tokens=tokens)
+        return [self._answers[key] for key in keys]
+
+    def answer(self, text: Sequence[int], tokens: int = TOKENS) -> Answer:
+        """What it answers to one."""
+        return self.answers([text], tokens)[0]
+
+
+def _difference(found: Answer, expected: Answer) -> str:
+    pairs = zip(found["tokens"], expected["tokens"], strict=False)
+    at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    if at is None:
+        return f"{len(found['tokens'])} tokens instead of {len(expected['tokens'])}"
+    return (
+        f"token {at} is {found['tokens'][at]} ({found['logprobs'][at]:.5f}) instead of "
+        f"{expected['tokens'][at]} ({expected['logprobs'][at]:.5f}), cached {found['cached']}"
+    )
+
+
+def same(
+    found: Answer, expected: Answer, where: str = "", spread_max: float = LOGPROB_SPREAD
+) -> None:
+    """Fail unless both have the same tokens, log-probabilities and reason to finish."""
+    assert found["tokens"] == expected["tokens"], f"{where}: {_difference(found, expected)}"
+    pairs = zip(found["logprobs"], expected["logprobs"], strict=True)
+    spread = max((abs(one - other) for one, other in pairs), default=0.0)
+    assert spread <= spread_max, f"{where}: log-probabilities differ by {spread}"
+    assert found["finish"] == expected["finish"], where
+
+
+def all_same(
+    found: Sequence[Answer],
+    expected: Sequence[Answer],
+    where: str = "",
+    spread_max: float = LOGPROB_SPREAD,
+) -> None:
+    """``same`` for each."""
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        same(one, other, f"{where} request {number}", spread_max)
+
+
+def servable(daemon: Daemon) -> int:
+    """Blocks that a lookup would find: stored or adopted, their checksums taken."""
+    stats = daemon.stats(check_books=False)
+    unsummed = stats.counters.get("stored_blocks", 0) - stats.counters.get("summed_blocks", 0)
+    return int(stats.blocks) - max(0, unsummed)
+
+
+def wait_stored(daemon: Daemon, blocks: int) -> None:
+    """Wait until the daemon has at least ``blocks`` servable blocks."""
+    until(lambda: servable(daemon) >= blocks, f"{blocks} blocks stored", SETTLE_S)
+
+
+def wait_attached(daemon: Daemon, engines: int = 1) -> None:
+    """Wait until as many engines are attached."""
+    until(
+        lambda: daemon.stats(check_books=False).groups >= engines, "the engine attaches", SETTLE_S
+    )
+
+
+def wait_settled(daemon: Daemon) -> None:
+    """Wait until nothing is leased and no block waits for its checksum."""
+    until(
+        lambda: (
+            daemon.stats(check_books=False).leases == 0
+            and servable(daemon) == daemon.stats(check_books=False).blocks
+        ),
+        "leases come back and checksums are taken",
+        SETTLE_S,
+    )
+
+
+def cold(engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS) -> Answer:
+    """Run a prompt that no cache has and wait until its blocks are servable."""
+    before = servable(daemon)
+    found = engine.one(text, tokens=tokens)
+    assert found["cached"] == 0, "the prompt was to be new"
+    wait_stored(daemon, before + len(text) // BLOCK_TOKENS)
+    return found
+
+
+def warm(engine: Engine, text: Sequence[int], tokens: int = TOKENS) -> Answer:
+    """Run a prompt with nothing in the engine's own prefix cache."""
+    engine.reset()
+    return engine.one(text, tokens=tokens)

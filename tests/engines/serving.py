@@ -1,0 +1,170 @@
+"""``vllm serve`` as a user starts it, and a client of its HTTP interface."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engines.harness import ENVIRONMENT, PYTHON, end_tree
+
+UP_S = 240.0
+ANSWER_S = 120.0
+NAME = "m"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at the moment."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+class Server:
+    """One ``vllm serve`` process.
+
+    Args:
+        folder: for its log.
+        options: of the command line; dictionaries become JSON, True a bare flag.
+    """
+
+    starts = 0
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        Server.starts += 1
+        self.port = free_port()
+        self.log_path = folder / f"server-{Server.starts}.log"
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", NAME]
+        model = options.pop("model")
+        for name, value in options.items():
+            flags.append("--" + name.replace("_", "-"))
+            if value is not True:
+                flags.append(json.dumps(value) if isinstance(value, dict) else str(value))
+        words = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
+        variables = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**variables, **ENVIRONMENT},
+            )
+        try:
+            self._wait_up()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_up(self) -> None:
+        end = time.monotonic() + UP_S
+        while True:
+            with contextlib.suppress(OSError):
+                if self.get("/health")[0] == 200:
+                    return
+            assert self.process.poll() is None, f"the server ended\n{self.log_tail()}"
+            assert time.monotonic() < end, f"the server does not come up\n{self.log_tail()}"
+            time.sleep(0.2)
+
+    def get(self, path: str, method: str = "GET") -> tuple[int, str]:
+        """Status and body of a request without a body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        with contextlib.closing(connection):
+            connection.request(method, path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def complete(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
+        """A greedy completion, streamed: ``ttft_s``, ``tokens``, ``text``, ``cached``."""
+        body = {
+            "model": NAME,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        found: dict[str, Any] = {"tokens": [], "text": ""}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        with contextlib.closing(connection):
+            started = time.monotonic()
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read().decode()
+            for line in answer:
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                self._take(found, json.loads(line[6:]), started)
+        return found
+
+    @staticmethod
+    def _take(found: dict[str, Any], event: dict[str, Any], started: float) -> None:
+        for choice in event["choices"]:
+            found.setdefault("ttft_s", time.monotonic() - started)
+            found["text"] += choice["text"]
+            found["tokens"] += choice.get("token_ids") or []
+        if event.get("usage"):
+            details = event["usage"].get("prompt_tokens_details") or {}
+            found["cached"] = details.get("cached_tokens") or 0
+
+    def metrics(self) -> dict[str, float]:
+        """Its ``/metrics`` by name with labels."""
+        status, text = self.get("/metrics")
+        assert status == 200, text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#"]
+        return {name: float(value) for name, value in lines}
+
+    def reset(self, external: bool = False) -> None:
+        """``/reset_prefix_cache``; fails if blocks stay held."""
+        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        end = time.monotonic() + 20.0
+        while True:
+            status, text = self.get(path, "POST")
+            if status == 200:
+                return
+            assert time.monotonic() < end, f"{status} {text}\n{self.log_tail()}"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """SIGTERM, as a supervisor would; kill -9 after a while."""
+        self.process.terminate()
+        try:
+            self.process.wait(30.0)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of all its processes."""
+        end_tree(self.process.pid)
+        self.process.wait(20.0)
+
+    def log_text(self) -> str:
+        """What it has printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 60) -> str:
+        """The end of that, for messages."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, **options: Any) -> Iterator[Server]:
+    """A server that is up; its log is printed if the block fails."""
+    server = Server(folder, **options)
+    try:
+        yield server
+    except BaseException:
+        print(f"-- {server.log_path}\n{server.log_tail()}")
+        raise
+    finally:
+        server.kill()

@@ -1,0 +1,107 @@
+"""Prefill/decode disaggregation: one engine prefills, another decodes, the daemon between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines.harness import Engine, arguments, connector, running_engine
+from engines.kit import (
+    TOKENS,
+    Answer,
+    Reference,
+    all_same,
+    prompt,
+    same,
+    servable,
+    wait_attached,
+    wait_settled,
+    wait_stored,
+    whole_blocks,
+)
+from support.daemon import Daemon
+
+LENGTH = 1000
+SERVED = whole_blocks(LENGTH)
+
+
+@pytest.fixture(scope="module")
+def prefill(logs: Path, daemon: Daemon) -> Iterator[Engine]:
+    """The engine that prefills."""
+    options = arguments(kv_transfer_config=connector(daemon, "kv_producer"))
+    with running_engine(logs, **options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def decode(logs: Path, daemon: Daemon) -> Iterator[Engine]:
+    """The engine that decodes."""
+    options = arguments(kv_transfer_config=connector(daemon, "kv_consumer"))
+    with running_engine(logs, **options) as found:
+        wait_attached(daemon, 2)
+        yield found
+
+
+def handed_over(prefill: Engine, decode: Engine, text: list[int]) -> Answer:
+    """What a proxy does: one token from the one engine, then the same prompt to the other, at
+    once, with what the first one said of the transfer.
+    """
+    first = prefill.one(text, tokens=1)
+    assert first["cached"] == 0
+    return decode.one(text, tokens=TOKENS, transfer=first.get("transfer"))
+
+
+def test_handed_over(prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference) -> None:
+    text = prompt("disaggregated")
+    before = servable(daemon)
+    first = prefill.one(text, tokens=1)
+    assert first["tokens"] == reference.answer(text)["tokens"][:1]
+    wait_stored(daemon, before + LENGTH // 128)
+    found = decode.one(text, tokens=TOKENS, transfer=first.get("transfer"))
+    same(found, reference.answer(text), "decoded elsewhere")
+    assert found["cached"] == SERVED
+
+
+def test_handed_over_at_once(
+    prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference
+) -> None:
+    """Whether or not the blocks arrived before the request, the answer is right."""
+    texts = [prompt(f"at once {number}") for number in range(6)]
+    expected = reference.answers(texts)
+    all_same([handed_over(prefill, decode, each) for each in texts], expected, "at once")
+
+
+def test_roles_keep_to_themselves(
+    prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference
+) -> None:
+    """The prefilling engine loads nothing, the decoding engine stores nothing."""
+    text = prompt("roles")
+    wait_settled(daemon)
+    stored = servable(daemon)
+    same(decode.one(text, tokens=TOKENS), reference.answer(text), "only decoded")
+    decode.reset()
+    wait_settled(daemon)
+    assert servable(daemon) == stored
+    same(prefill.one(text, tokens=TOKENS), reference.answer(text), "prefilled")
+    wait_stored(daemon, stored + LENGTH // 128)
+    prefill.reset()
+    assert prefill.one(text, tokens=1)["cached"] == 0
+
+
+def test_prefilling_engine_killed(
+    prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference
+) -> None:
+    """What it stored stays, and the decoding engine goes on."""
+    text = prompt("left behind")
+    before = servable(daemon)
+    prefill.one(text, tokens=1)
+    wait_stored(daemon, before + LENGTH // 128)
+    running = prefill.begin("generate", requests=[{"prompt": prompt("cut off", 3000), "tokens": 1}])
+    prefill.kill()
+    assert running.exception(20.0) is not None
+    found = decode.one(text, tokens=TOKENS)
+    same(found, reference.answer(text), "after the other's death")
+    assert found["cached"] == SERVED
+    wait_settled(daemon)
+    decode.reset()

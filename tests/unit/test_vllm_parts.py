@@ -1,0 +1,191 @@
+"""Pure parts of the vLLM connector: settings, geometry, reports, keys, needs, counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhearth.connectors.vllm import stats
+from kvhearth.connectors.vllm.groups import EngineGroups, rows
+from kvhearth.connectors.vllm.guard import guarded, nothing
+from kvhearth.connectors.vllm.metadata import (
+    Geometry,
+    RankLoaded,
+    RankStored,
+    WorkerReport,
+)
+from kvhearth.connectors.vllm.settings import Settings, parse_settings
+from kvhearth.connectors.vllm.stats import Tally
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError
+from kvhearth.model import EXTENT_DTYPE
+from kvhearth.results import GroupResult, Lease, LookupResult
+
+FULL = GroupSpec(GroupKind.FULL, 32, 1024)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, 1024, window_tokens=40)
+STATE = GroupSpec(GroupKind.MAMBA, 64, 1024)
+
+
+def groups(*specs: GroupSpec) -> EngineGroups:
+    contract = Contract("m", "r", "uint8", specs)
+    return EngineGroups(contract, tuple(range(len(specs))), 16)
+
+
+def test_settings_say_what_is_wrong() -> None:
+    assert parse_settings({}) == Settings()
+    wrong: dict[str, Any] = {
+        "ulr": "x",
+        "lookup_wait_ms": "5",
+        "policy": "sometimes",
+        "held_percent": 0,
+        "offload_prompt_only": 1,
+        "lease_s": True,
+        "url": "http://x",
+    }
+    for name, value in wrong.items():
+        with pytest.raises(KVHearthError, match=name if name != "url" else "http"):
+            parse_settings({name: value})
+
+
+def test_geometry() -> None:
+    plain = Geometry(2, 2)
+    assert (plain.ranks, plain.shards) == (4, 4)
+    assert [plain.shard_of(rank) for rank in range(4)] == [0, 1, 2, 3]
+    shared = Geometry(4, 2, replicas=2)
+    assert [shared.shard_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    parts = [shared.written_by(rank, 5).tolist() for rank in (0, 1)]
+    assert sorted(parts[0] + parts[1]) == [0, 1, 2, 3, 4]
+    assert plain.written_by(3, 3).tolist() == [0, 1, 2]
+
+
+def test_reports_of_ranks_add_up() -> None:
+    at = np.arange(2)
+    one = WorkerReport([1], {5: [(0, RankStored(0, at, at == 0))]}, {5: 1}, {"a": [RankLoaded(10)]})
+    two = WorkerReport([1], {5: [(0, RankStored(1, at, at == 1))]}, {5: 1}, {"a": [RankLoaded(20)]})
+    both = one.aggregate(two)
+    assert both.steps == [1]
+    assert both.stored_ranks == {5: 2}
+    assert [outcome.rank for _, outcome in both.stores[5]] == [0, 1]
+    assert [outcome.bytes for outcome in both.loads["a"]] == [10, 20]
+    assert not both.empty
+    assert WorkerReport().empty
+
+
+def test_keys_of_coarser_groups_are_the_last_of_their_hashes() -> None:
+    hashes = [bytes([at]) * 32 for at in range(7)]
+    found = groups(FULL, WINDOW, STATE).keys(hashes)
+    assert found[0] == [hashes[1], hashes[3], hashes[5]]
+    assert found[1] == hashes
+    assert found[2] == [hashes[3]]
+    folded = groups(FULL).keys(hashes, b"adapter")
+    assert not set(folded[0]) & set(found[0])
+    assert groups(FULL).key(0, hashes, 1, b"adapter") == folded[0][1]
+    assert groups(FULL).full_blocks(0, hashes, 95) == 2
+    assert groups(FULL).full_blocks(0, hashes, 1000) == 3
+
+
+def test_hashes_must_divide_blocks() -> None:
+    with pytest.raises(ValueError, match="24"):
+        EngineGroups(Contract("m", "r", "uint8", (FULL,)), (0,), 24)
+
+
+def test_what_a_load_needs() -> None:
+    all_three = groups(FULL, WINDOW, STATE)
+    assert (all_three.step_tokens, all_three.whole) == (64, False)
+    assert all_three.needed(0, 0, 128) == range(4)
+    assert all_three.needed(0, 64, 128) == range(2, 4)
+    assert all_three.needed(1, 0, 128) == range(5, 8)
+    assert all_three.needed(1, 112, 128) == range(7, 8)
+    assert all_three.needed(2, 64, 128) == range(1, 2)
+
+
+def found(leased: dict[int, list[int]], hit: int) -> LookupResult:
+    results = {}
+    for group, flags in leased.items():
+        own = np.asarray(flags, np.bool_)
+        extents = np.zeros(int(own.sum()), EXTENT_DTYPE)
+        results[group] = GroupResult(own, own, own, own.astype(np.uint8), extents)
+    return LookupResult(hit, Lease(1, "boot"), results)
+
+
+def test_a_shorter_hit_is_no_hit_where_windows_are_not_leased() -> None:
+    answer = found({0: [1, 1, 1, 1], 1: [0, 0, 0, 0, 0, 1, 1, 1]}, 128)
+    pair = groups(FULL, WINDOW)
+    assert pair.reach(answer, 1000) == 128
+    assert pair.reach(answer, 127) == 0
+    only = groups(FULL)
+    assert only.reach(found({0: [1, 1, 1, 1]}, 128), 127) == 96
+    assert only.reach(LookupResult(128, None, {}), 128) == 0
+
+
+def test_where_blocks_stand_among_leased_extents() -> None:
+    leased = np.asarray([0, 1, 1, 0, 1], np.bool_)
+    assert rows(leased, range(1, 3)).tolist() == [0, 1]  # type: ignore[union-attr]
+    assert rows(leased, range(4, 5)).tolist() == [2]  # type: ignore[union-attr]
+    assert rows(leased, range(2, 2)).tolist() == []  # type: ignore[union-attr]
+    assert rows(leased, range(2, 4)) is None
+    assert rows(leased, range(4, 6)) is None
+
+
+def test_counts() -> None:
+    tally = Tally()
+    assert tally.take() == {}
+    tally.add("lookups")
+    tally.add("load_bytes", 5)
+    tally.add("load_bytes", 6)
+    tally.add("load_failed", 0)
+    assert tally.take() == {"lookups": 1, "load_bytes": 11}
+    assert tally.take() == {}
+    merged = stats.merged({"lookups": 1, "held_blocks": 7}, {"lookups": 2, "held_blocks": 3})
+    assert merged == {"lookups": 3, "held_blocks": 7}
+    line = stats.summary({"load_tokens": 9, "load_bytes": 4e9, "load_seconds": 2.0})
+    assert line == {"load_tokens": 9, "load_GB_per_s": 2.0}
+
+
+class _Half:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def trouble(self, name: str) -> None:
+        self.troubles.append(name)
+
+    @guarded(lambda: (0, False))
+    def answers(self, fails: bool) -> tuple[int, bool]:
+        if fails:
+            raise ZeroDivisionError("a bug of ours")
+        return 5, True
+
+    @guarded(nothing)
+    def says_nothing(self) -> None:
+        raise KeyError("another")
+
+
+def test_no_exception_reaches_the_engine() -> None:
+    half = _Half()
+    assert half.answers(False) == (5, True)
+    assert half.answers(True) == (0, False)
+    half.says_nothing()
+    assert half.troubles == ["answers", "says_nothing"]
+
+
+def test_the_package_imports_without_vllm_torch_or_a_daemon() -> None:
+    words = (
+        "import sys; sys.modules['vllm'] = sys.modules['torch'] = None;"
+        "import kvhearth.connectors.vllm as c, kvhearth.connectors.vllm.plugin,"
+        "kvhearth.connectors.vllm.scheduler, kvhearth.connectors.vllm.worker;"
+        "assert 'KVHearthConnector' in c.__all__"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
