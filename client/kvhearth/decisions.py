@@ -294,19 +294,39 @@ class Decisions:
             all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
         """
         self._keeper.epochs.use(EPOCH_UNKNOWN)
+        return self._caller.decide(
+            "bump_epoch", lambda: self._bump(expected, only_alone=False), lambda _: EPOCH_UNKNOWN
+        )
 
-        def work() -> int:
-            link = self._decision_link()
-            current = expected
-            if current is None:
-                self._keeper.beat(link)
-                current = self._keeper.epochs.daemon
-            request = pb.BumpEpochRequest(expected_epoch=current)
-            reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
-            self._keeper.epochs.bumped(link.boot_id, reply.epoch)
-            return int(reply.epoch)
+    def drop_if_alone(self) -> bool:
+        """Make all blocks of the namespace invalid, if no other engine is attached to it.
 
-        return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
+        The weights stay the same: where another engine is attached, or the daemon cannot be asked,
+        nothing changes. If its answer is lost, all answers are misses until ``bump_epoch``.
+        """
+        before = self.epoch
+
+        def work() -> bool:
+            try:
+                self._keeper.epochs.use(EPOCH_UNKNOWN)
+                self._bump(None, only_alone=True)
+            except KVHearthError as error:
+                if not outcome_unknown(error):
+                    self._keeper.epochs.use(before)
+                raise
+            return True
+
+        return self._caller.decide("drop_if_alone", work, lambda _: False)
+
+    def _bump(self, expected: int | None, *, only_alone: bool) -> int:
+        link = self._decision_link()
+        if expected is None:
+            self._keeper.beat(link)
+            expected = self._keeper.epochs.daemon
+        request = pb.BumpEpochRequest(expected_epoch=expected, only_alone=only_alone)
+        reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
+        self._keeper.epochs.bumped(link.boot_id, reply.epoch)
+        return int(reply.epoch)
 
     def use_epoch(self, epoch: int) -> None:
         """This engine now has the weights of ``epoch``, which somebody else bumped to."""

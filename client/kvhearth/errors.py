@@ -86,6 +86,7 @@ class Reason(enum.StrEnum):
     UNKNOWN_PIN = "unknown_pin"
     PIN_EXISTS = "pin_exists"
     UNKNOWN_NAMESPACE = "unknown_namespace"
+    NAMESPACE_SHARED = "namespace_shared"
     # bounds
     NO_SPACE = "no_space"
     QUOTA_EXCEEDED = "quota_exceeded"
@@ -144,6 +145,7 @@ STATUS: Mapping[Reason, Status] = {
     Reason.UNKNOWN_PIN: _NOT_FOUND,
     Reason.PIN_EXISTS: _EXISTS,
     Reason.UNKNOWN_NAMESPACE: _NOT_FOUND,
+    Reason.NAMESPACE_SHARED: _PRECONDITION,
     Reason.NO_SPACE: _EXHAUSTED,
     Reason.QUOTA_EXCEEDED: _EXHAUSTED,
     Reason.HELD_CAP: _EXHAUSTED,

@@ -99,10 +99,14 @@ def wait_stored(daemon: Daemon, blocks: int) -> None:
 
 
 def wait_attached(daemon: Daemon, engines: int = 1) -> None:
-    """Wait until as many engines are attached."""
-    until(
-        lambda: daemon.stats(check_books=False).groups >= engines, "the engine attaches", SETTLE_S
-    )
+    """Wait until as many engines' schedulers are attached. Right after a restart of the daemon
+    their old groups are still listed, as gone.
+    """
+
+    def here() -> bool:
+        return sum(each.endswith("/-1:attached") for each in daemon.members()) >= engines
+
+    until(here, "the engine attaches", SETTLE_S)
 
 
 def wait_settled(daemon: Daemon) -> None:

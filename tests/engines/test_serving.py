@@ -23,7 +23,7 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
         "kv_cache_memory_bytes": 128 * MIB,
         "enforce_eager": True,
         "enable_prompt_tokens_details": True,
-        "kv_transfer_config": connector(daemon),
+        "kv_transfer_config": connector(daemon, on_reset="keep"),
     }
     with running_server(logs, **options) as server:
         wait_attached(daemon)
@@ -37,13 +37,13 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
         hits = [v for n, v in metrics.items() if n.startswith("vllm:external_prefix_cache_hits_t")]
         assert sum(hits) == SERVED
         assert any(name.startswith("vllm:kvhearth_") for name in metrics), sorted(metrics)
-        # What others may share it forgets locally only, and says so.
+        # What it was told to keep, and what others share, it forgets locally only, and says so.
         server.reset(external=True)
         assert server.complete(text)["cached"] == SERVED
         assert "are kept" in server.log_text()
         server.stop()
     wait_settled(daemon)
-    options["kv_transfer_config"] = connector(daemon, on_reset="drop")
+    options["kv_transfer_config"] = connector(daemon)
     with running_server(logs, **options) as server:
         wait_attached(daemon)
         after = server.complete(text)

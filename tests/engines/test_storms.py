@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines.harness import MIB, Engine, arguments, connector, running_engine
 from engines.kit import Reference, all_same, prompt, wait_attached, wait_settled, wait_stored
-from support.daemon import Daemon, until
+from support.daemon import Daemon, running_daemon, until
 
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "8"))
 REQUESTS = 30
@@ -84,8 +84,18 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
     until(lambda: descriptors(engine) <= opened, f"{opened} descriptors", 30.0)
 
 
-def test_engines_killed_in_their_midst(daemon: Daemon, reference: Reference, logs: Path) -> None:
+@pytest.fixture
+def own_daemon() -> Iterator[Daemon]:
+    """One that no other engine is attached to."""
+    with running_daemon(memory="256MiB") as found:
+        yield found
+
+
+def test_engines_killed_in_their_midst(
+    own_daemon: Daemon, reference: Reference, logs: Path
+) -> None:
     """kill -9 while they load and store: the daemon gets everything back."""
+    daemon = own_daemon
     texts = [prompt(f"midst {number}", 1500) for number in range(4)]
     expected = reference.answers(texts)
     for kill_after_s in (0.05, 0.6, 1.5):

@@ -307,12 +307,13 @@ def test_a_bound_on_loads(daemon: Daemon) -> None:
 
 
 def test_a_reset_drops_only_what_is_the_engines_own(daemon: Daemon) -> None:
-    with fake_engine(daemon.url(), engine_id="reset") as engine:
+    with fake_engine(daemon.url(), engine_id="reset", on_reset="keep") as engine:
         engine.run("a", "reset", 96)
         assert engine.half.reset()
         assert engine.run("b", "reset", 96) == 96
-    with fake_engine(daemon.url(), engine_id="reset", on_reset="drop") as engine:
-        assert engine.run("c", "reset", 96) == 96
-        assert engine.half.reset()
-        assert engine.run("d", "reset", 96) == 0
+    with fake_engine(daemon.url(), engine_id="reset") as engine:
+        with fake_engine(daemon.url(), engine_id="another"):
+            assert engine.half.reset()
+            assert engine.run("c", "reset", 96) == 96
+        until(lambda: engine.half.reset() and engine.run("d", "reset", 96) == 0, "it is alone")
         assert engine.run("e", "reset", 96) == 96

@@ -344,6 +344,26 @@ def test_the_epoch_follows_this_engines_weights_only(tmp_path: Path) -> None:
         assert client.epoch == 30
 
 
+def test_a_namespace_is_dropped_only_by_who_is_alone(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("BumpEpoch", Reason.NAMESPACE_SHARED)
+        assert not client.drop_if_alone()
+        assert daemon.requests["BumpEpoch"][-1].only_alone
+        assert client.epoch == 7
+        assert client.lookup(KEYS).reason == ""
+        assert client.drop_if_alone()
+        assert client.epoch == 8
+        client.bump_epoch()
+        assert not daemon.requests["BumpEpoch"][-1].only_alone
+
+
+def test_a_drop_whose_answer_is_lost_leaves_no_epoch(tmp_path: Path) -> None:
+    with attached(tmp_path, "call_ms=200") as (daemon, client):
+        daemon.slow_next("BumpEpoch", 0.6)
+        assert not client.drop_if_alone()
+        assert client.epoch == -1
+
+
 def test_new_weights_without_an_epoch_find_nothing(tmp_path: Path) -> None:
     with attached(tmp_path) as (daemon, client):
         daemon.refuse_next("BumpEpoch", Reason.STALE_EPOCH)

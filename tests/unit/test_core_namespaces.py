@@ -154,6 +154,18 @@ def test_an_epoch_makes_older_blocks_invisible_and_refuses_old_callers() -> None
     rig.check()
 
 
+def test_an_epoch_may_be_bumped_only_by_who_is_alone() -> None:
+    rig = Rig()
+    one = rig.attach(engine_id="one")
+    other = rig.attach(engine_id="other")
+    with pytest.raises(KVHearthError) as caught:
+        rig.core.bump_epoch(one, 1, only_alone=True)
+    assert caught.value.reason is Reason.NAMESPACE_SHARED
+    rig.leave(other)
+    assert rig.core.bump_epoch(one, 1, only_alone=True) == 2
+    rig.check()
+
+
 def test_a_new_block_takes_the_place_of_an_older_epochs() -> None:
     rig = Rig()
     session = rig.attach()

@@ -41,17 +41,27 @@ class Core:
         self.reading = Reading(self.state)
         self.pinning = Pinning(self.state)
 
-    def bump_epoch(self, session: int, expected: int) -> int:
+    def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
         """Make all older blocks of the session's namespace invalid; returns the new epoch.
 
         Costs the same whatever the namespace holds: old blocks are never found again, and leave by
             eviction.
 
+        Args:
+            session: whose namespace.
+            expected: the epoch that the caller believes in.
+            only_alone: refuse if another group lives in the namespace.
+
         Raises:
-            KVHearthError: ``group_gone``, ``stale_epoch``.
+            KVHearthError: ``group_gone``, ``stale_epoch``, ``namespace_shared``.
         """
-        group = self.state.group_of(session)
-        epoch = self.state.namespaces.bump(self.state.namespaces.get(group.namespace), expected)
+        namespace = self.state.namespaces.get(self.state.group_of(session).namespace)
+        require(
+            namespace.groups == 1 or not only_alone,
+            Reason.NAMESPACE_SHARED,
+            lambda: f"{namespace.groups - 1} other engines use the namespace",
+        )
+        epoch = self.state.namespaces.bump(namespace, expected)
         self.state.actions.append(Catalogue())
         return epoch
 

@@ -278,7 +278,12 @@ class Decisions:
         self, request: cache_pb2.BumpEpochRequest, caller: Caller
     ) -> cache_pb2.BumpEpochResponse:
         engine = self._engine
-        epoch = engine.call(engine.core.bump_epoch, caller.session, request.expected_epoch)
+        epoch = engine.call(
+            engine.core.bump_epoch,
+            caller.session,
+            request.expected_epoch,
+            only_alone=request.only_alone,
+        )
         return cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
 
 

@@ -60,6 +60,11 @@ def engage(
     if problem or not handshakes:
         LOGGER.error("this engine runs without KVHearth: %s", problem or "no worker answered")
         return None
+    if handshakes[0].private:
+        LOGGER.warning(
+            "KVHearth keeps this engine's blocks for this engine alone: its weights or its block "
+            "hashes have no identity that another one could have (docs/engines.md)"
+        )
     return SchedulerHalf(settings, vllm_config, hash_tokens, handshakes[0], block_pool)
 
 
@@ -106,8 +111,8 @@ class SchedulerHalf:
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._hands_over = transfer.kv_role == "kv_producer"
         live_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
-        self._drops_on_reset = settings.on_reset == "drop" or (
-            settings.on_reset == "auto" and (offer.private or live_weights)
+        self._new_weights_on_reset = settings.on_reset == "drop" or (
+            settings.on_reset == "auto" and live_weights
         )
         self._step = 0
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=STEPS_MAX)
@@ -262,13 +267,15 @@ class SchedulerHalf:
         return counts
 
     def reset(self) -> bool:
-        """Drop what the namespace holds if the settings, or its owner, allow that."""
+        """Drop what the namespace holds if it is this engine's alone, or the settings say so."""
         self._requests.forget()
-        if self._drops_on_reset:
+        if self._new_weights_on_reset:
             return self._client.bump_epoch() >= 0
+        if self._settings.on_reset == "auto" and self._client.drop_if_alone():
+            return True
         LOGGER.warning(
-            "reset: blocks in the KVHearth daemon are kept, since other engines may share them; "
-            "set on_reset=drop in kv_connector_extra_config if new weights were loaded"
+            "reset: blocks in the KVHearth daemon are kept, since other engines share them or it "
+            "was told so; set on_reset=drop in kv_connector_extra_config if new weights were loaded"
         )
         return True
 

@@ -28,8 +28,8 @@ class Settings:
         stock_tokens: tokens for which empty slots are held ready; 0 for two steps' worth.
         revision: identity of the weights, instead of the hub's revision or the files' digest.
         on_reset: what ``reset_prefix_cache(reset_connector)`` does to blocks in the daemon:
-            ``drop`` all of the namespace, ``keep`` them, or ``auto``: drop them if the namespace is
-            this engine's alone or its weights are updated live.
+            ``drop`` all of the namespace, ``keep`` them, or ``auto``: drop them if no other engine
+            is attached to the namespace, or if weights are updated live.
     """
 
     url: str = "kvhearth+unix:///run/kvhearth"

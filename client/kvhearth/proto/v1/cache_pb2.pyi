@@ -533,14 +533,18 @@ class BumpEpochRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EXPECTED_EPOCH_FIELD_NUMBER: builtins.int
+    ONLY_ALONE_FIELD_NUMBER: builtins.int
     expected_epoch: builtins.int
     """The epoch that the caller believes in; another one is refused, so two callers cannot both bump it."""
+    only_alone: builtins.bool
+    """Refuse if another engine's group lives in the namespace."""
     def __init__(
         self,
         *,
         expected_epoch: builtins.int = ...,
+        only_alone: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch", "only_alone", b"only_alone"]) -> None: ...
 
 global___BumpEpochRequest = BumpEpochRequest
 
