@@ -24,7 +24,7 @@ fuzz = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "2000"))
+SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "200"))
 """How many examples a slow run takes of each property."""
 RESIDENT_BYTES_MORE = 48 << 20
 """By how much a daemon may grow under bad input: allocators' slack, and no leak of a soak."""

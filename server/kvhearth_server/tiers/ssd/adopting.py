@@ -1,0 +1,178 @@
+"""Taking over what recovery found, a little at each turn of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvhearth.model import I64, Bools, Records
+from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
+from kvhearth_server.tiers.ssd.format import Doubt
+from kvhearth_server.tiers.ssd.index import SsdIndex
+from kvhearth_server.tiers.ssd.log import Log
+from kvhearth_server.tiers.ssd.recovery import Recovered, Recovery, rows_by_family
+from kvhearth_server.tiers.ssd.transfers import rows_of
+
+_RECORDS_A_TURN = 2048
+_RETRY_S = 0.5
+
+Progress = Callable[[int, int], None]
+"""Called with (segments read, segments in all)."""
+
+
+class Adopter:
+    """From the list of segment files to an index of all blocks that are believed."""
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        index: SsdIndex,
+        log: Log,
+        counts: Counts,
+        *,
+        event_fd: int,
+        on_progress: Progress | None,
+    ) -> None:
+        self._index, self._log, self._counts = index, log, counts
+        self._event_fd = event_fd
+        self._on_progress = on_progress
+        self._recovery: Recovery | None = Recovery(segments, event_fd)
+        self._current: Recovered | None = None
+        self._parts: list[tuple[bytes, int, I64]] = []
+        self._locked: list[Segment] = []
+        self._retried: list[Segment] = []
+        self._retry_at = 0.0
+        self.recovering = True
+
+    @property
+    def locked(self) -> int:
+        """Files that requests of a dead daemon still hold: slots that it was loading into may
+        still be written to.
+        """
+        return len({*self._locked, *self._retried}) + self.recovering
+
+    def turn(self, now: float) -> bool:
+        """Adopt some more; true if there is more to do at once."""
+        if self._current is None and self._recovery is not None:
+            self._current = self._recovery.take()
+            if self._current is not None:
+                self._begin(self._current)
+                self._report()
+        if self._current is not None:
+            self._go_on(self._current)
+            return True
+        if self._recovery is not None and self._recovery.done:
+            self._recovery, self._retried = None, []
+            if self.recovering:
+                self.recovering = False
+                self._log.begin()
+        if self._recovery is None and self._locked and now >= self._retry_at:
+            self._retry_at = now + _RETRY_S
+            self._retried, self._locked = self._locked, []
+            self._recovery = Recovery(self._retried, self._event_fd)
+        return False
+
+    def stop(self, deadline_s: float) -> bool:
+        """Give up; false if a read hangs."""
+        return self._recovery is None or self._recovery.stop(deadline_s)
+
+    def _report(self) -> None:
+        if self._on_progress is not None and self._recovery is not None and self.recovering:
+            self._on_progress(self._recovery.read, self._recovery.total)
+
+    def _begin(self, found: Recovered) -> None:
+        for reason, count in found.doubts.items():
+            self._counts.add(f"dropped_{reason.value}", count)
+        self._parts = [] if found.locked or found.failed else list(rows_by_family(found.records))
+
+    def _go_on(self, found: Recovered) -> None:
+        if self._parts:
+            namespace, group, rows = self._parts.pop()
+            take = _RECORDS_A_TURN
+            # Not in the middle of a block.
+            while take < len(rows) and found.records["shard"][rows[take]]:
+                take += 1
+            if take < len(rows):
+                self._parts.append((namespace, group, rows[take:]))
+            self._adopt(found, namespace, group, rows[:take])
+        if not self._parts:
+            self._end(found)
+            self._current = None
+
+    def _adopt(self, found: Recovered, namespace: bytes, group: int, rows: I64) -> None:
+        segment = found.segment
+        segment.head = found.head
+        self._log.segments[segment.number] = segment
+        lines = found.records[rows]
+        # The shape of a block as one number: most often it is the same for all.
+        shape = lines["shard_count"].astype(np.int64) * 256 + lines["key_bytes"]
+        kinds = [int(shape[0])] if (shape == shape[0]).all() else np.unique(shape).tolist()
+        for kind in kinds:
+            shards, width = divmod(kind, 256)
+            alike = lines if len(kinds) == 1 else lines[shape == kind]
+            self._adopt_alike(segment, (namespace, group), alike.reshape(-1, shards), width)
+
+    def _adopt_alike(
+        self, segment: Segment, where: tuple[bytes, int], blocks: Records, width: int
+    ) -> None:
+        """Blocks (n, shards) of one namespace and group, with keys of ``width`` bytes."""
+        namespace, group = where
+        if self._index.number_of(namespace) < 0:
+            self._counts.add("dropped_namespaces", len(blocks))
+            return
+        names = np.ascontiguousarray(blocks["key"][:, 0]).view(np.uint8).reshape(-1, 64)
+        keys: list[bytes] = (
+            np.ascontiguousarray(names[:, :width]).view(f"V{width}").ravel().tolist()
+        )
+        younger = self._younger(segment, namespace, group, keys)
+        if younger.any():
+            self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
+            blocks = blocks[~younger]
+            keys = [k for k, gone in zip(keys, younger.tolist(), strict=True) if not gone]
+        if not keys:
+            return
+        before = len(self._index)
+        self._index.bind(namespace, group, keys, segment.number, rows_of(blocks))
+        replaced = before + len(keys) - len(self._index)
+        self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
+        self._counts.add("recovered_blocks", len(keys) - replaced)
+
+    def _younger(self, segment: Segment, namespace: bytes, group: int, keys: list[bytes]) -> Bools:
+        """Which keys are bound in a segment that is younger than this one."""
+        entries = self._index.find(namespace, group, keys)
+        younger = np.zeros(len(keys), np.bool_)
+        for row in np.flatnonzero(entries >= 0).tolist():
+            other = self._log.segments[int(entries[row]) >> 32]
+            younger[row] = other.head.sequence > segment.head.sequence
+        return younger
+
+    def _end(self, found: Recovered) -> None:
+        segment = found.segment
+        segment.head = found.head
+        if found.locked:
+            self._locked.append(segment)
+            return
+        if found.failed is not None:
+            segment.state = SegmentState.LOST
+            segment.directory.health.read_failed("io")
+            self._counts.add("segments_lost")
+            return
+        self._counts.add("recovered_segments")
+        if found.empty:
+            segment.state = SegmentState.FREE
+        elif found.resume and segment.directory.writable:
+            self._resume(found)
+            return
+        else:
+            segment.state = SegmentState.SEALED
+        self._log.add(segment)
+
+    def _resume(self, found: Recovered) -> None:
+        segment = found.segment
+        segment.end, segment.promised = found.end, len(found.records)
+        segment.records = [found.records] if len(found.records) else []
+        segment.state = SegmentState.BUSY
+        self._log.add(segment)
+        self._log.resume(segment)

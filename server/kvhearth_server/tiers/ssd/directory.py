@@ -1,0 +1,278 @@
+"""One directory of segment files: whose it is, what it may take, which files it has."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvhearth.model import Records
+from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    RECORD_DTYPE,
+    DirectoryHead,
+    Doubt,
+    SegmentHead,
+    directory_page,
+    footer_pages,
+    parse_directory_page,
+)
+from kvhearth_server.tiers.ssd.health import DirectoryHealth
+from kvhearth_server.tiers.ssd.settings import (
+    Place,
+    segment_bytes_for,
+    segment_cost_bytes,
+    segments_max,
+)
+
+HEAD_NAME = "kvhearth.log"
+_SEGMENT_NAME = re.compile(r"(\d{8})\.segment")
+_NO_HEAD = SegmentHead(0, 0, 0, 0)
+
+
+class SegmentState(enum.Enum):
+    """What a segment is for."""
+
+    BUSY = "busy"
+    """Locked by requests of a dead daemon, or not looked at yet."""
+    FREE = "free"
+    HEADING = "heading"
+    """Its first page is being written."""
+    OPEN = "open"
+    SEALING = "sealing"
+    """Full; its last records or its footer are being written."""
+    SEALED = "sealed"
+    RECLAIMING = "reclaiming"
+    LOST = "lost"
+    """Its device failed it; nothing is read from it or written to it."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """One file.
+
+    Attributes:
+        number: of all segments of the tier, for this run.
+        end: the page after the last record that was given a place.
+        promised: records that were given a place.
+        records: headers of those that were written, while the footer is yet to come.
+        writes, reads: requests in flight.
+        damaged: the file is too short or has holes; when it is empty it is removed.
+    """
+
+    number: int
+    directory: Directory
+    path: Path
+    file: OpenFile | None = None
+    state: SegmentState = SegmentState.BUSY
+    head: SegmentHead = _NO_HEAD
+    end: int = 1
+    promised: int = 0
+    records: list[Records] = field(default_factory=list)
+    writes: int = 0
+    reads: int = 0
+    damaged: bool = False
+
+    @property
+    def fd(self) -> int:
+        """The file's descriptor; -1 where it is not open."""
+        return self.file.fd if self.file else -1
+
+    def room_for(self, pages: int, records: int, keep_pages: int = 0) -> int:
+        """Blocks of ``pages`` pages and ``records`` records that still fit, footer included, when
+        ``keep_pages`` pages are to be left for others.
+        """
+        total = self.directory.segment_bytes // PAGE_BYTES - keep_pages
+        low, high = 0, max(0, (total - self.end) // pages)
+        while low < high:
+            middle = (low + high + 1) // 2
+            need = middle * pages + footer_pages(self.promised + middle * records)
+            if self.end + need <= total:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def footer_records(self) -> Records:
+        """All record headers for the footer, in the order of their places."""
+        every, at = np.zeros(sum(map(len, self.records)), RECORD_DTYPE), 0
+        for part in self.records:
+            every[at : at + len(part)] = part
+            at += len(part)
+        return every[np.argsort(every["position"], kind="stable")]
+
+    def restart(self, head: SegmentHead) -> None:
+        """Begin a new life of the file."""
+        self.head, self.end, self.promised, self.records = head, 1, 0, []
+
+
+class DirectoryError(Exception):
+    """A directory that cannot be used at all; the text says why and what helps."""
+
+
+class Directory:
+    """A locked directory and its files."""
+
+    def __init__(self, place: Place, segment_bytes: int, files: Files) -> None:
+        """Lock and open it.
+
+        Raises:
+            DirectoryError: it does not exist, is another daemon's, or is not readable.
+        """
+        self.path = place.path
+        self.capacity_bytes = place.capacity_bytes
+        self.files = files
+        self.health = DirectoryHealth(str(place.path))
+        self.segments: list[Segment] = []
+        self.writable = True
+        self.direct = True
+        wanted = segment_bytes or segment_bytes_for(place.capacity_bytes)
+        try:
+            self._lock, head = self._open_head(wanted)
+        except Busy:
+            raise DirectoryError(
+                f"{place.path} is used by another daemon; stop it, or give this one another"
+            ) from None
+        except OSError as error:
+            raise DirectoryError(
+                f"cannot use {place.path} ({error.strerror}); give a directory that exists and "
+                "that the daemon may write to"
+            ) from error
+        self.log_id, self.segment_bytes = head.log_id, head.segment_bytes
+        self.segments_max = segments_max(place.capacity_bytes, self.segment_bytes)
+        self._next_name = 1 + max(self._names(), default=0)
+
+    def _open_head(self, segment_bytes: int) -> tuple[OpenFile, DirectoryHead]:
+        path = self.path / HEAD_NAME
+        try:
+            lock = self.files.open(path)
+        except FileNotFoundError:
+            return self._make_head(path, segment_bytes)
+        try:
+            head = parse_directory_page(self.files.read_page(lock.fd, 0))
+            if isinstance(head, Doubt):
+                raise DirectoryError(
+                    f"{path} cannot be understood ({head.value}): it is of another version or "
+                    "damaged; remove the directory's content to begin anew"
+                )
+        except (OSError, DirectoryError):
+            os.close(lock.fd)
+            raise
+        self._note(lock)
+        return lock, head
+
+    def _make_head(self, path: Path, segment_bytes: int) -> tuple[OpenFile, DirectoryHead]:
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        head = DirectoryHead(secrets.randbits(64) | 1, segment_bytes)
+        lock = self.files.open(fresh, create=True)
+        try:
+            self.files.write_page(lock.fd, 0, directory_page(head))
+            # A link, not a rename: of two daemons that start at once, one finds the name taken.
+            os.link(fresh, path)
+        except FileExistsError:
+            os.close(lock.fd)
+            raise Busy(str(path)) from None
+        except OSError:
+            os.close(lock.fd)
+            raise
+        finally:
+            fresh.unlink(missing_ok=True)
+        self.files.sync_directory(self.path)
+        self._note(lock)
+        return lock, head
+
+    def _note(self, found: OpenFile) -> None:
+        if not found.direct:
+            self.direct = False
+            self.health.note("no direct I/O on its file system: reads and writes are buffered")
+        if not found.writable:
+            self.writable = False
+            self.health.note("may not be written to: what is there is served")
+
+    def _names(self) -> list[int]:
+        matches = map(_SEGMENT_NAME.fullmatch, os.listdir(self.path))
+        return sorted(int(match[1]) for match in matches if match)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def list_segments(self) -> list[Segment]:
+        """All segment files, not opened nor numbered yet; a killed daemon's leftovers are
+        removed.
+        """
+        for stray in self.path.glob("*.new"):
+            with contextlib.suppress(OSError):
+                stray.unlink()
+        paths = [self.path / f"{name:08d}.segment" for name in self._names()]
+        self.segments = [Segment(0, self, path) for path in paths]
+        return self.segments
+
+    def open_segment(self, segment: Segment) -> None:
+        """Open and lock one file.
+
+        Raises:
+            Busy, OSError: as ``Files.open``.
+        """
+        segment.file = self.files.open(segment.path)
+        self._note(segment.file)
+
+    def create_segment(self, number: int, *, prewrite: bool, flush: bool) -> Segment:
+        """Make a segment file, all of its blocks reserved; with ``flush`` its name is durable.
+
+        Raises:
+            OSError: ENOSPC and the like; also EDQUOT if the directory would exceed its capacity.
+        """
+        path = self.path / f"{self._next_name:08d}.segment"
+        fresh = path.with_name(path.name + ".new")
+        fresh.unlink(missing_ok=True)
+        cost = segment_cost_bytes(self.segment_bytes)
+        if self.files.allocated_bytes(self.path) + cost > self.capacity_bytes:
+            raise OSError(errno.EDQUOT, "the directory's capacity is reached")
+        found = self.files.open(fresh, create=True)
+        try:
+            self.files.allocate(found.fd, self.segment_bytes)
+            if prewrite:
+                self.files.write_zeros(found.fd, self.segment_bytes)
+            if self.files.allocated_bytes(self.path) > self.capacity_bytes:
+                raise OSError(errno.EDQUOT, "the directory's capacity is reached")
+            fresh.rename(path)
+            if flush:
+                self.files.sync_directory(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            os.close(found.fd)
+            raise
+        self._next_name += 1
+        self._note(found)
+        return Segment(number, self, path, found, SegmentState.FREE)
+
+    def remove_segment(self, segment: Segment) -> None:
+        """Delete a file that nothing uses: the capacity was lowered."""
+        segment.path.unlink(missing_ok=True)
+        self.close_segment(segment)
+
+    def close_segment(self, segment: Segment) -> None:
+        """Close its descriptor, and with it the lock."""
+        if segment.file is not None:
+            os.close(segment.file.fd)
+            segment.file = None
+
+    def allocated_bytes(self) -> int:
+        """What it takes by the file system's own count."""
+        return self.files.allocated_bytes(self.path)
+
+    def close(self) -> None:
+        """Close everything and give the directory back."""
+        for segment in self.segments:
+            self.close_segment(segment)
+        if self._lock.fd >= 0:
+            os.close(self._lock.fd)
+            self._lock.fd = -1

@@ -1,0 +1,1 @@
+"""Asynchronous disk queues over the kernel's own interfaces."""

@@ -1,0 +1,123 @@
+"""Which kernel interface is allowed here, best first, and why the others are not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvhearth_server.tiers.ssd.disk.aio import AioQueue
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
+from kvhearth_server.tiers.ssd.disk.threads import ThreadQueue
+from kvhearth_server.tiers.ssd.disk.uring import UringQueue
+
+_PROBE_DEPTH = 2
+_PROBE_BYTES = 64
+_PROBE_DEADLINE_S = 2.0
+
+_MAKERS: dict[str, Callable[[int], DiskQueue]] = {
+    "io_uring": UringQueue,
+    "libaio": AioQueue,
+    "threads": ThreadQueue,
+}
+NAMES = tuple(_MAKERS)
+"""Best first."""
+
+_WHY = {
+    ("io_uring", errno.EPERM): "not permitted: a seccomp profile or kernel.io_uring_disabled",
+    ("io_uring", errno.ENOMEM): "beyond the memlock limit (ulimit -l)",
+    ("libaio", errno.EAGAIN): "fs.aio-max-nr is used up; raise it with sysctl",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel interface works here; ``reason`` is empty if so."""
+
+    name: str
+    reason: str
+
+    @property
+    def works(self) -> bool:
+        return not self.reason
+
+
+def probe(name: str, depth: int = _PROBE_DEPTH) -> Verdict:
+    """Try one interface with a real read; some limits are met only at the depth that is wanted."""
+    try:
+        queue = _MAKERS[name](depth)
+    except OSError as error:
+        return Verdict(name, _reason(name, error))
+    try:
+        return Verdict(name, _try_read(queue))
+    except OSError as error:
+        return Verdict(name, _reason(name, error))
+    finally:
+        queue.close()
+
+
+def probe_all() -> list[Verdict]:
+    """All interfaces, best first."""
+    return [probe(name) for name in NAMES]
+
+
+def choose(wanted: str = "auto", depth: int = _PROBE_DEPTH) -> tuple[str, list[Verdict]]:
+    """The interface to use, and what was found out on the way.
+
+    Raises:
+        ValueError: no such interface.
+        OSError: the one that was asked for by name does not work here.
+    """
+    if wanted != "auto":
+        if wanted not in _MAKERS:
+            raise ValueError(f"{wanted!r} is no disk interface; one of auto, {', '.join(NAMES)}")
+        verdict = probe(wanted, depth)
+        if not verdict.works:
+            raise OSError(errno.ENOSYS, f"{wanted}: {verdict.reason}")
+        return wanted, [verdict]
+    verdicts = []
+    for name in NAMES:
+        verdicts.append(probe(name, depth))
+        if verdicts[-1].works:
+            return name, verdicts
+    raise OSError(errno.ENOSYS, "; ".join(f"{each.name}: {each.reason}" for each in verdicts))
+
+
+def open_queue(name: str, depth: int) -> DiskQueue:
+    """A queue of the interface ``name``.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    return _MAKERS[name](depth)
+
+
+def _reason(name: str, error: OSError) -> str:
+    return _WHY.get((name, error.errno or 0)) or error.strerror or str(error)
+
+
+def _try_read(queue: DiskQueue) -> str:
+    """What is wrong with a read of a file that is always there; empty for nothing."""
+    buffer = (ctypes.c_char * _PROBE_BYTES)()
+    descriptor = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        expected = os.pread(descriptor, _PROBE_BYTES, 0)
+        pieces = ((ctypes.addressof(buffer), _PROBE_BYTES),)
+        queue.submit([Request(Op.READ, descriptor, 0, pieces, 7)])
+        end = time.monotonic() + _PROBE_DEADLINE_S
+        poll = select.poll()
+        poll.register(queue.event_fd, select.POLLIN)
+        while time.monotonic() < end:
+            poll.poll(100)
+            for tag, result in queue.reap():
+                if result < 0:
+                    return os.strerror(-result)
+                good = tag == 7 and result == len(expected) and buffer.raw == expected
+                return "" if good else "a read gave other bytes than the file has"
+    finally:
+        os.close(descriptor)
+    return f"a read did not end within {_PROBE_DEADLINE_S:g} s"

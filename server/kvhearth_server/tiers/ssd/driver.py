@@ -1,0 +1,256 @@
+"""The thread that drives the disk: priorities, depth, verification, flushes.
+
+It owns the queue and nothing else. The loop hands it jobs and takes them back when they have
+ended; both sides only append to and take from deques, and wake each other by eventfds. All that
+takes long here (system calls, checksums) releases the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+from kvhearth.faults import hit
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
+from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.job import Job
+
+_TICK_S = 0.25
+_HEADER_START_BYTES = 64
+_BATCH_JOBS = 8
+_BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
+_AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
+
+
+class Driver:
+    """Runs jobs: reads before writes, at most ``depth`` at once.
+
+    While reads wait or run, writes get at most a quarter of the depth, and always one: a promotion
+    is waited for, a demotion is not, but must not starve either.
+    """
+
+    def __init__(
+        self, queue: DiskQueue, *, clock: Callable[[], float] = time.monotonic, name: str = "ssd"
+    ) -> None:
+        self.event_fd = make_event()
+        self._queue = queue
+        self._clock = clock
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._ended: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
+        self._running_writes = 0
+        self._unflushed: dict[int, list[Job]] = {}
+        self._flushing: dict[int, tuple[int, list[Job]]] = {}
+        self._tags = itertools.count(1)
+        self._wake = make_event()
+        self._stop = False
+        self.broken = ""
+        self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
+        self._thread.start()
+
+    # -- the loop's side ---------------------------------------------------------------------------
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs; never waits. The caller bounds how many there are."""
+        now = self._clock()
+        for job in jobs:
+            job.queued_at = now
+            waiting = self._reads if job.op is Op.READ else self._writes
+            if job.urgent:
+                waiting.appendleft(job)
+            else:
+                waiting.append(job)
+        signal_event(self._wake)
+
+    def take(self) -> list[Job]:
+        """Jobs that have ended, in the order of their ends."""
+        reset_event(self.event_fd)
+        if not self.alive:
+            # What came while the thread was ending; nobody else touches these any more.
+            self._cancel_waiting(errno.EIO)
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    @property
+    def alive(self) -> bool:
+        """False if the thread has died; its jobs never end then."""
+        return self._thread.is_alive()
+
+    def stop(self, deadline_s: float) -> bool:
+        """End the thread once nothing runs; false if the device did not let go in time.
+
+        Jobs that have not begun end with ECANCELED.
+        """
+        self._stop = True
+        signal_event(self._wake)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._queue.event_fd, select.POLLIN)
+        while True:
+            if not self._stop:
+                self._start()
+            elif self._empty():
+                self._tell()
+                return
+            self._tell()
+            poll.poll(_TICK_S * 1000)
+            reset_event(self._wake)
+            try:
+                reaped = self._queue.reap()
+            except OSError as error:
+                self._break(error)
+                return
+            now = self._clock()
+            ended = []
+            for tag, result in reaped:
+                if tag in self._flushing:
+                    self._flushed(tag, result)
+                else:
+                    ended.append((self._running.pop(tag), result))
+            self._running_writes -= sum(job.op is Op.WRITE for job, _ in ended)
+            if not self._stop:
+                self._start()  # the drive works on while what it brought is verified
+            for job, result in ended:
+                self._end(job, result, now)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake the loop, once for all that has ended: each call costs a turn of the lock."""
+        if self._ended:
+            signal_event(self.event_fd)
+
+    def _cancel_waiting(self, error: int) -> None:
+        while self._reads or self._writes:
+            self._finish((self._reads or self._writes).popleft(), error)
+
+    def _empty(self) -> bool:
+        self._cancel_waiting(errno.ECANCELED)
+        for jobs in self._unflushed.values():
+            for job in jobs:
+                self._finish(job, errno.ECANCELED)
+        self._unflushed.clear()
+        return not self._running and not self._flushing
+
+    def _start(self) -> None:
+        try:
+            self._flush()
+            while jobs := self._pick_some():
+                requests = []
+                now = self._clock()
+                for job in jobs:
+                    if job.op is Op.WRITE and job.checks:
+                        self._verify(job)
+                    hit(_BEFORE[job.op])
+                    job.begun_at = now
+                    tag = next(self._tags)
+                    self._running[tag] = job
+                    requests.append(Request(job.op, job.fd, job.offset, job.pieces, tag))
+                taken = self._queue.submit(requests)
+                if taken < len(requests):
+                    self._put_back(requests[taken:])
+                    return
+        except OSError as error:
+            self._break(error)
+
+    def _pick_some(self) -> list[Job]:
+        """Jobs for one call of the kernel; few, so that the first does not wait for the last."""
+        jobs: list[Job] = []
+        while len(jobs) < _BATCH_JOBS and (job := self._pick(len(jobs))):
+            if job.cancelled:
+                self._finish(job, errno.ECANCELED)
+                continue
+            self._running_writes += job.op is Op.WRITE
+            jobs.append(job)
+        return jobs
+
+    def _pick(self, picked: int) -> Job | None:
+        running = len(self._running) + picked
+        if running + len(self._flushing) >= self._queue.depth:
+            return None
+        if self._reads and (self._running_writes or not self._writes):
+            return self._reads.popleft()
+        reading = bool(self._reads) or running > self._running_writes
+        most = max(1, self._queue.depth // 4) if reading else self._queue.depth
+        if self._writes and self._running_writes < most:
+            return self._writes.popleft()
+        return None
+
+    def _put_back(self, requests: list[Request]) -> None:
+        for request in reversed(requests):
+            job = self._running.pop(request.tag)
+            job.begun_at = 0.0
+            self._running_writes -= job.op is Op.WRITE
+            # A write's checks were taken; what was wrong stays so.
+            job.checks = job.checks if job.op is Op.READ else ()
+            (self._reads if job.op is Op.READ else self._writes).appendleft(job)
+
+    def _end(self, job: Job, result: int, now: float) -> None:
+        job.ended_at = now
+        if result < 0:
+            self._finish(job, -result)
+            return
+        job.short = result != job.length
+        hit(_AFTER[job.op])
+        if job.op is Op.READ and job.good and not job.cancelled:
+            self._verify(job)
+        elif job.op is Op.WRITE and job.sync and job.good:
+            self._unflushed.setdefault(job.fd, []).append(job)
+            return
+        self._finish(job, 0)
+
+    def _verify(self, job: Job) -> None:
+        for index, (view, wanted, header) in enumerate(job.checks):
+            if xxhash.xxh3_128_digest(view) != wanted:
+                job.wrong.append(index)
+                if header:
+                    ctypes.memset(header, 0, _HEADER_START_BYTES)
+
+    def _flush(self) -> None:
+        busy = {fd for fd, _ in self._flushing.values()}
+        for fd in [fd for fd in self._unflushed if fd not in busy]:
+            if len(self._running) + len(self._flushing) >= self._queue.depth:
+                return
+            tag = next(self._tags)
+            if not self._queue.submit([Request(Op.SYNC, fd, 0, (), tag)]):
+                return
+            self._flushing[tag] = (fd, self._unflushed.pop(fd))
+
+    def _flushed(self, tag: int, result: int) -> None:
+        _, jobs = self._flushing.pop(tag)
+        for job in jobs:
+            self._finish(job, -result if result < 0 else 0)
+
+    def _finish(self, job: Job, error: int) -> None:
+        job.error = error
+        self._ended.append(job)
+
+    def _break(self, error: OSError) -> None:
+        """The queue itself failed: nothing new is begun; what runs belongs to the kernel."""
+        self.broken = f"{self._queue.name}: {error.strerror or error}"
+        self._stop = True
+        self._cancel_waiting(errno.EIO)
+        signal_event(self.event_fd)
+
+    def close(self) -> None:
+        """Close the queue and the descriptors; only after ``stop`` was true, and last of all."""
+        self._queue.close()
+        os.close(self._wake)
+        os.close(self.event_fd)

@@ -1,0 +1,137 @@
+"""The door to the file system: opening, locking, allocating, measuring. Everything here may wait
+for the disk, so nothing of it is called on the loop once the tier runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+
+_ZEROS_BYTES = 4 << 20
+_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NO_WRITE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@dataclass
+class OpenFile:
+    """A locked file. ``direct``: with O_DIRECT; ``writable``: for writing too."""
+
+    fd: int
+    direct: bool
+    writable: bool
+
+
+class Busy(Exception):
+    """Another description holds the file's lock: a daemon, or requests that a dead one left."""
+
+
+class Files:
+    """The real one; tests hand in one that refuses things."""
+
+    def open(self, path: Path, *, create: bool = False) -> OpenFile:
+        """Open and lock a file, directly if the file system allows it.
+
+        The lock hangs on the description that requests will use: the kernel keeps it until the
+        last of them has ended, also after this process was killed.
+
+        Raises:
+            Busy: it is locked already.
+            OSError: it cannot be opened.
+        """
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_CREAT | os.O_EXCL if create else 0
+        found = self._open(path, flags)
+        try:
+            fcntl.flock(found.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(found.fd)
+            raise Busy(str(path)) from None
+        return found
+
+    def _open(self, path: Path, flags: int) -> OpenFile:
+        error: OSError | None = None
+        for direct in (True, False):
+            for writable in (True, False):
+                mode = os.O_RDWR if writable else os.O_RDONLY
+                try:
+                    fd = self.open_raw(path, flags | mode | (os.O_DIRECT if direct else 0))
+                    return OpenFile(fd, direct, writable)
+                except OSError as caught:
+                    error = caught
+                    if caught.errno in _NO_DIRECT and direct:
+                        # The file may have been made by the attempt that was refused.
+                        flags &= ~os.O_EXCL
+                        break
+                    if caught.errno not in _NO_WRITE or flags & os.O_CREAT:
+                        raise
+        raise error or OSError(errno.EIO, "cannot be opened", str(path))
+
+    def open_raw(self, path: Path, flags: int) -> int:
+        """``os.open``."""
+        return os.open(path, flags, 0o600)
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        """Reserve the blocks of a file, so that no later write can run out of space.
+
+        Raises:
+            OSError: ENOSPC, EIO and the like.
+        """
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            self.write_zeros(fd, size_bytes)
+
+    def write_zeros(self, fd: int, size_bytes: int) -> None:
+        """Write a file once, from its beginning to ``size_bytes``."""
+        with mmap.mmap(-1, _ZEROS_BYTES) as zeros:
+            done = 0
+            while done < size_bytes:
+                with memoryview(zeros)[: min(_ZEROS_BYTES, size_bytes - done)] as piece:
+                    written = os.pwrite(fd, piece, done)
+                if written <= 0 or written % PAGE_BYTES:
+                    raise OSError(errno.EIO, "a short write")
+                done += written
+
+    def allocated_bytes(self, path: Path) -> int:
+        """What all of a directory takes by the file system's own count, itself included."""
+        total = path.stat().st_blocks * 512
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+        return total
+
+    def read_page(self, fd: int, offset: int) -> bytes:
+        """One page, aligned for direct reading; shorter at the end of the file."""
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            count = os.preadv(fd, [page], offset)
+            return page[:count]
+
+    def write_page(self, fd: int, offset: int, content: bytes) -> None:
+        """Write one page and flush it.
+
+        Raises:
+            OSError: also for a short write.
+        """
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            page[: len(content)] = content
+            if os.pwritev(fd, [page], offset) != PAGE_BYTES:
+                raise OSError(errno.EIO, "a short write")
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make names durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,259 @@
+"""The index of the log: key to place, one dict per (namespace, group), rows per segment in arrays.
+
+A segment's rows live and die with it, so nothing is ever compacted. A block is its shards' rows,
+one after another; its entry is the number of the first: segment * 2**32 + row. Per block there is
+no Python object but the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
+from kvhearth_server.tiers.base import Evicted
+
+ROW_DTYPE = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("parent", "<u8"),
+        ("checksum", f"V{CHECKSUM_BYTES}"),
+        ("position", "<u4"),
+        ("length", "<u4"),
+        ("family", "<u4"),
+        ("epoch", "<u4"),
+        ("shard", "<u2"),
+        ("shards", "<u2"),
+        ("live", "u1"),
+        ("hits", "u1"),
+        ("padding", "<u2"),
+    ]
+)
+"""One record in memory. ``family`` is the namespace's number here * 256 + group; ``hits`` counts
+loads up to 255.
+"""
+
+NAMESPACES_MAX = 1 << 16
+_SEGMENT = 1 << 32
+
+
+class SegmentRows:
+    """Rows of one segment, and the keys of the live blocks that begin at them."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros(64, ROW_DTYPE)
+        self.keys: list[bytes | None] = []
+        self.live_blocks = 0
+        self.live_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def rows(self) -> Records:
+        """All rows, dead ones too; a view."""
+        return self._rows[: len(self.keys)]
+
+    def append(self, rows: Records, keys: list[bytes | None]) -> int:
+        """Add rows; the number of the first."""
+        first, need = len(self.keys), len(self.keys) + len(rows)
+        if need > len(self._rows):
+            grown = np.zeros(max(need, 2 * len(self._rows)), ROW_DTYPE)
+            grown[:first] = self._rows[:first]
+            self._rows = grown
+        self._rows[first:need] = rows
+        self.keys.extend(keys)
+        return first
+
+    def live_heads(self) -> I64:
+        """Rows at which live blocks begin."""
+        rows = self.rows
+        return np.flatnonzero((rows["live"] > 0) & (rows["shard"] == 0))
+
+
+class SsdIndex:
+    """Which block is where."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int], dict[bytes, int]] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._namespaces: list[bytes] = []
+        self.segments: dict[int, SegmentRows] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._maps.values()))
+
+    @property
+    def live_bytes(self) -> int:
+        """Payload bytes of all live blocks."""
+        return sum(each.live_bytes for each in self.segments.values())
+
+    def number_of(self, namespace: bytes) -> int:
+        """The namespace's number here, given at its first use; -1 if there are too many."""
+        number = self._numbers.get(namespace, -1)
+        if number < 0 and len(self._namespaces) < NAMESPACES_MAX:
+            number = self._numbers[namespace] = len(self._namespaces)
+            self._namespaces.append(namespace)
+        return number
+
+    def namespaces(self) -> dict[bytes, int]:
+        """Blocks of each namespace that has any."""
+        found: dict[bytes, int] = {}
+        for (number, _), entries in self._maps.items():
+            name = self._namespaces[number]
+            found[name] = found.get(name, 0) + len(entries)
+        return found
+
+    def find(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> I64:
+        """Entries of keys, shape (n,); -1 where there is none."""
+        found = self._maps.get((self._numbers.get(namespace, -1), group))
+        if not found:
+            return np.full(len(keys), -1, np.int64)
+        return np.fromiter(map(found.get, keys, repeat(-1)), np.int64, len(keys))
+
+    def rows(self, entries: I64, shards: int = 1) -> Records:
+        """Rows of entries that exist, (n, shards); a copy. There must be so many shards."""
+        out = np.zeros((len(entries), shards), ROW_DTYPE)
+        numbers, firsts = np.divmod(entries, _SEGMENT)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            wanted = firsts[mine][:, None] + np.arange(shards)
+            out[mine] = self.segments[number].rows[wanted]
+        return out
+
+    def heads(self, entries: I64) -> Records:
+        """First rows of entries; those of -1 are zero. A copy, shape (n,)."""
+        out = np.zeros(len(entries), ROW_DTYPE)
+        there = entries >= 0
+        if there.any():
+            out[there] = self.rows(entries[there])[:, 0]
+        return out
+
+    def used(self, entries: I64) -> None:
+        """Count a use of each."""
+        for entry in entries.tolist():
+            number, row = divmod(entry, _SEGMENT)
+            rows = self.segments[number].rows
+            rows["hits"][row] = min(255, int(rows["hits"][row]) + 1)
+
+    def bind(
+        self, namespace: bytes, group: int, keys: Sequence[bytes], segment: int, rows: Records
+    ) -> None:
+        """Bind blocks that are in ``segment`` now; what their keys were bound to is dead.
+
+        Args:
+            rows: (n, shards); ``family``, ``shard``, ``shards`` and ``live`` are set here.
+
+        Raises:
+            ValueError: ``number_of`` gave the namespace no number.
+        """
+        number = self.number_of(namespace)
+        if number < 0:
+            raise ValueError("a namespace without a number")
+        count, shards = rows.shape
+        rows["family"] = number * 256 + group
+        rows["shard"], rows["shards"], rows["live"] = np.arange(shards), shards, 1
+        found = self._maps.setdefault((number, group), {})
+        table = self.segments.setdefault(segment, SegmentRows())
+        if found and not found.keys().isdisjoint(keys):
+            self.unbind(namespace, group, keys)
+        column: list[bytes | None] = [None] * (count * shards)
+        column[::shards] = keys
+        first = table.append(rows.reshape(-1), column)
+        base = segment * _SEGMENT + first
+        before = len(found)
+        found.update(zip(keys, range(base, base + count * shards, shards), strict=True))
+        table.live_blocks += count
+        table.live_bytes += int(rows["length"].sum(dtype=np.int64))
+        # The same key twice in one call: the later one holds it.
+        if len(found) - before < count:
+            self._bury_losers(found, table, segment, first)
+
+    def _bury_losers(
+        self, found: dict[bytes, int], table: SegmentRows, segment: int, first: int
+    ) -> None:
+        for row in table.live_heads().tolist():
+            key = table.keys[row]
+            if row >= first and key is not None and found[key] != segment * _SEGMENT + row:
+                self._bury(table, row)
+
+    def unbind(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
+        """Forget keys, where they are bound; how many were."""
+        pair = (self._numbers.get(namespace, -1), group)
+        found = self._maps.get(pair)
+        if not found:
+            return 0
+        gone = 0
+        for key in keys:
+            entry = found.pop(key, -1)
+            if entry >= 0:
+                number, row = divmod(entry, _SEGMENT)
+                self._bury(self.segments[number], row)
+                gone += 1
+        return gone
+
+    def _bury(self, table: SegmentRows, head: int) -> None:
+        rows = table.rows
+        span = slice(head, head + int(rows["shards"][head]))
+        rows["live"][span] = 0
+        table.keys[head] = None
+        table.live_blocks -= 1
+        table.live_bytes -= int(rows["length"][span].sum(dtype=np.int64))
+
+    def forget_segment(self, segment: int) -> list[Evicted]:
+        """Forget all blocks of a segment and its rows; which they were."""
+        table = self.segments.pop(segment, None)
+        if table is None:
+            return []
+        gone: dict[int, list[bytes]] = {}
+        for row in table.live_heads().tolist():
+            key = table.keys[row]
+            if key is not None:
+                gone.setdefault(int(table.rows["family"][row]), []).append(key)
+        evicted = []
+        for family, keys in gone.items():
+            number, group = divmod(family, 256)
+            found = self._maps[number, group]
+            for key in keys:
+                del found[key]
+            evicted.append(Evicted(self._namespaces[number], group, keys))
+        return evicted
+
+    def of_family(self, family: int) -> tuple[bytes, int]:
+        """Namespace and group of a row's ``family``."""
+        number, group = divmod(family, 256)
+        return self._namespaces[number], group
+
+    def items(self) -> Iterator[tuple[bytes, int, dict[bytes, int]]]:
+        """(namespace, group, entries by key); the dict must not be changed."""
+        for (number, group), found in self._maps.items():
+            yield self._namespaces[number], group, found
+
+    def check(self) -> None:
+        """Raise ValueError unless maps, rows and totals agree."""
+        bound = 0
+        for (number, group), found in self._maps.items():
+            for key, entry in found.items():
+                segment, row = divmod(entry, _SEGMENT)
+                table = self.segments[segment]
+                if table.keys[row] != key or not _live(table, row, number * 256 + group):
+                    raise ValueError(f"segment {segment}, row {row}: index and rows disagree")
+            bound += len(found)
+        for segment, table in self.segments.items():
+            rows = table.rows
+            heads = len(table.live_heads())
+            size = int(rows["length"][rows["live"] > 0].sum(dtype=np.int64))
+            named = sum(key is not None for key in table.keys)
+            if (heads, size, named) != (table.live_blocks, table.live_bytes, heads):
+                raise ValueError(f"segment {segment}: {heads} blocks of {size} bytes are live")
+        live = sum(table.live_blocks for table in self.segments.values())
+        if live != bound:
+            raise ValueError(f"{bound} keys are bound, {live} blocks are live")
+
+
+def _live(table: SegmentRows, head: int, family: int) -> bool:
+    span = table.rows[head : head + int(table.rows["shards"][head])]
+    good: Bools = (span["live"] == 1) & (span["family"] == family)
+    return bool(good.all()) and len(span) == int(table.rows["shards"][head])

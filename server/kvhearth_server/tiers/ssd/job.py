@@ -1,0 +1,70 @@
+"""One disk request with all that its driver must know of it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvhearth_server.tiers.ssd.disk.base import Op
+
+Check = tuple[memoryview, bytes, int]
+"""Bytes, the xxh3_128 they must have, and the address of their record's header page (writes)."""
+
+_REASONS = {
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EROFS: "read_only",
+    errno.ECANCELED: "cancelled",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way: the loop makes it, the driver fills in how it went.
+
+    Attributes:
+        op, fd, offset, pieces: as in ``Request``.
+        length: bytes of all pieces.
+        checks: verified before a write and after a read.
+        wrong: indices of checks that failed. Of a write, those records were written without a
+            header, so that no recovery finds them; of a read, their bytes are not to be used.
+        then: what the loop calls when it has ended.
+        keep: memory that must outlive it.
+        sync: a write is done only when the file's data is flushed.
+        urgent: goes before all that wait.
+        cancelled: set by the loop; a job that has not begun then ends with ECANCELED.
+        begun_at: by the driver's clock, 0 while it waits for its turn.
+        error: errno, 0 for none.
+        short: fewer bytes were moved than asked for.
+        told_stuck: the loop has said that it is stuck.
+    """
+
+    op: Op
+    fd: int
+    offset: int
+    pieces: tuple[tuple[int, int], ...]
+    length: int
+    checks: tuple[Check, ...]
+    then: Callable[[Job], None]
+    keep: object = None
+    sync: bool = False
+    urgent: bool = False
+    cancelled: bool = False
+    queued_at: float = 0.0
+    begun_at: float = 0.0
+    ended_at: float = 0.0
+    error: int = 0
+    short: bool = False
+    told_stuck: bool = False
+    wrong: list[int] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether the device did all of it; ``wrong`` is another matter."""
+        return not self.error and not self.short
+
+    @property
+    def reason(self) -> str:
+        """Why it is not good, in a word."""
+        return "short" if self.short else _REASONS.get(self.error, "io")

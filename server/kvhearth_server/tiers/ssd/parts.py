@@ -1,0 +1,163 @@
+"""The tier's parts and how they hang together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvhearth.model import U8
+from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.ssd.adopting import Adopter, Progress
+from kvhearth_server.tiers.ssd.directory import Directory, DirectoryError
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue
+from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose, open_queue
+from kvhearth_server.tiers.ssd.driver import Driver
+from kvhearth_server.tiers.ssd.estimate import ReadRate
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.index import SsdIndex
+from kvhearth_server.tiers.ssd.janitor import Janitor
+from kvhearth_server.tiers.ssd.lane import Lane
+from kvhearth_server.tiers.ssd.log import Log
+from kvhearth_server.tiers.ssd.pages import HeaderPages
+from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES, Reclaimer
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.transfers import Transfers
+
+_SEGMENTS_LEAST = 4
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Doors to the outside; tests hand in others."""
+
+    files: Files
+    clock: Callable[[], float]
+    queue: DiskQueue | None = None
+
+
+@dataclass
+class Parts:
+    """Everything that lives as long as the tier.
+
+    Attributes:
+        failed_places: why directories could not be used at all.
+        verdicts: which disk interfaces were tried, and what came of it.
+    """
+
+    settings: SsdSettings
+    counts: Counts
+    clock: Callable[[], float]
+    failed_places: list[str]
+    verdicts: list[Verdict]
+    interface: str
+    driver: Driver
+    index: SsdIndex
+    log: Log
+    pages: HeaderPages
+    reclaimer: Reclaimer
+    transfers: Transfers
+    adopter: Adopter
+    rate: ReadRate
+
+    @property
+    def header_pages(self) -> int:
+        """Header pages in all."""
+        return self.settings.queue_writes + CARRY_PAGES
+
+
+def build(
+    settings: SsdSettings,
+    regions: Sequence[U8],
+    doors: Doors,
+    on_progress: Progress | None,
+) -> Parts:
+    """Open the directories, start the threads, begin to read the log back.
+
+    Raises:
+        DirectoryError: no directory can be used.
+        OSError: no way to do disk I/O was found.
+    """
+    counts, clock = Counts(), doors.clock
+    failed: list[str] = []
+    directories = _open_directories(settings, doors.files, failed)
+    try:
+        queue, verdicts = _open_queue(settings, doors)
+    except (OSError, ValueError):
+        for each in directories:
+            each.close()
+        raise
+    driver = Driver(queue, clock=clock)
+    lanes = [
+        Lane(
+            each,
+            Janitor(each, driver.event_fd),
+            count_max=each.segments_max,
+            carry_share=settings.carry_share,
+        )
+        for each in directories
+    ]
+    index = SsdIndex()
+    log = Log(
+        lanes,
+        driver,
+        counts,
+        settings=settings,
+        clock=clock,
+    )
+    pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
+    reclaimer = Reclaimer(index, log, counts, clock)
+    every_region = [*regions, reclaimer.buffer.bytes]
+    parts = (index, log, driver, pages)
+    transfers = Transfers(every_region, parts, settings, counts, clock)
+    reclaimer.use(transfers, pages, len(regions))
+    segments = [s for each in directories for s in each.list_segments()]
+    for segment in segments:
+        segment.number = log.new_number()
+    event_fd = driver.event_fd
+    adopter = Adopter(segments, index, log, counts, event_fd=event_fd, on_progress=on_progress)
+    return Parts(
+        settings,
+        counts,
+        clock,
+        failed,
+        verdicts,
+        queue.name,
+        driver,
+        index,
+        log,
+        pages,
+        reclaimer,
+        transfers,
+        adopter,
+        ReadRate(),
+    )
+
+
+def _open_queue(settings: SsdSettings, doors: Doors) -> tuple[DiskQueue, list[Verdict]]:
+    if doors.queue is not None:
+        return doors.queue, []
+    name, verdicts = choose(settings.interface, settings.depth)
+    return open_queue(name, settings.depth), verdicts
+
+
+def _open_directories(settings: SsdSettings, files: Files, failed: list[str]) -> list[Directory]:
+    found: list[Directory] = []
+    for place in settings.places:
+        try:
+            found.append(_open_directory(settings, place, files))
+        except DirectoryError as error:
+            failed.append(str(error))
+    if not found:
+        raise DirectoryError("; ".join(failed))
+    return found
+
+
+def _open_directory(settings: SsdSettings, place: Place, files: Files) -> Directory:
+    found = Directory(place, settings.segment_bytes, files)
+    if found.segments_max < _SEGMENTS_LEAST:
+        found.close()
+        raise DirectoryError(
+            f"{place.path}: {place.capacity_bytes} bytes have room for {found.segments_max} "
+            f"segments of {found.segment_bytes} bytes, at least {_SEGMENTS_LEAST} are needed"
+        )
+    return found

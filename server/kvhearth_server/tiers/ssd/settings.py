@@ -1,0 +1,108 @@
+"""What the SSD tier is told: places, sizes, bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+
+MIB = 1 << 20
+SEGMENTS_MAX = 1024
+"""Most segment files of a directory: each costs a descriptor for good."""
+
+_SEGMENT_BYTES_USUAL = 256 * MIB
+_SEGMENT_BYTES_LEAST = 64 * MIB
+_SEGMENTS_WANTED = 32
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """A good segment size: 256 MiB, less for a small directory so that there is something to
+    choose from when room must be made, more for one that would need too many files.
+    """
+    size = _SEGMENT_BYTES_USUAL
+    while size > _SEGMENT_BYTES_LEAST and capacity_bytes // size < _SEGMENTS_WANTED:
+        size //= 2
+    while capacity_bytes // size > SEGMENTS_MAX:
+        size *= 2
+    return size
+
+
+def segment_cost_bytes(segment_bytes: int) -> int:
+    """Most that a segment file may take by the file system's count.
+
+    File systems count the blocks of a file's extent tree as the file's: 12 to 16 bytes an extent,
+    and at worst each page is an extent of its own.
+    """
+    return segment_bytes + segment_bytes // 256 + 16 * PAGE_BYTES
+
+
+def directory_overhead_bytes() -> int:
+    """Kept free for the directory itself and its head file."""
+    return 16 * PAGE_BYTES
+
+
+def segments_max(capacity_bytes: int, segment_bytes: int) -> int:
+    """Segment files that ``capacity_bytes`` have room for."""
+    room = capacity_bytes - directory_overhead_bytes()
+    return max(0, min(SEGMENTS_MAX, room // segment_cost_bytes(segment_bytes)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One directory, on a drive of its own if there are several, and what may be taken of it."""
+
+    path: Path
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class SsdSettings:
+    """Settings of the tier.
+
+    Attributes:
+        places: directories that exist; records are striped over them.
+        segment_bytes: of new directories, 0 for ``segment_bytes_for``; one that has segments
+            keeps its size.
+        interface: auto, io_uring, libaio or threads.
+        depth: requests in the kernel at once.
+        queue_reads, queue_writes: requests waiting or running before ``Throttled("queue")``.
+        batch_blocks_max: most blocks of a batch.
+        write_bytes: small neighbours are joined to writes of up to this.
+        flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
+            survives a power cut, not only the death of the process.
+        verify_stores: check a slot's bytes before they are written.
+        prewrite: write new segments once before use: first writes run at full speed then.
+        bytes_per_day: write budget of all directories, 0 for none.
+        carry_share: of a segment, at most so much is carried over when it is reclaimed.
+        slow_s: a request that takes longer makes the tier degraded.
+        stuck_s: a request that takes longer is reported stuck.
+    """
+
+    places: tuple[Place, ...]
+    segment_bytes: int = 0
+    interface: str = "auto"
+    depth: int = 32
+    queue_reads: int = 4096
+    queue_writes: int = 1024
+    batch_blocks_max: int = 512
+    write_bytes: int = 2 * MIB
+    flush: bool = False
+    verify_stores: bool = True
+    prewrite: bool = False
+    bytes_per_day: int = 0
+    carry_share: float = 0.25
+    slow_s: float = 1.0
+    stuck_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            raise ValueError("the SSD tier needs a directory")
+        if len({place.path.resolve() for place in self.places}) != len(self.places):
+            raise ValueError("a directory is named twice")
+        if self.segment_bytes % PAGE_BYTES or 0 < self.segment_bytes < 16 * PAGE_BYTES:
+            raise ValueError(f"segment_bytes must be a multiple of {PAGE_BYTES}, 64KiB or more")
+        if not 0 <= self.carry_share < 1 or not 0 < self.depth <= 4096:
+            raise ValueError("carry_share must be below 1, depth 1 to 4096")
+        if min(self.queue_reads, self.queue_writes, self.batch_blocks_max) < 1:
+            raise ValueError("queues and batches have room for at least one block")

@@ -1,0 +1,104 @@
+"""What there is to see of the tier, and whether it agrees with itself."""
+
+from __future__ import annotations
+
+from kvhearth_server.tiers.base import Family, Health
+from kvhearth_server.tiers.ssd.disk.choose import Verdict
+from kvhearth_server.tiers.ssd.parts import Parts
+
+
+class SsdStatus:
+    """Reads the tier's parts, changes nothing. Calls from the loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def interface(self) -> str:
+        """The kernel interface in use."""
+        return self._parts.interface
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Interfaces that were tried at the start, best first."""
+        return self._parts.verdicts
+
+    @property
+    def recovering(self) -> bool:
+        """The log is still being read back: absent blocks may yet appear."""
+        return self._parts.adopter.recovering
+
+    @property
+    def locked_files(self) -> int:
+        """Files that requests of a dead daemon may still hold. While this is not zero, slots that
+        it was loading into must stay quarantined.
+        """
+        return self._parts.adopter.locked
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that can be loaded."""
+        return len(self._parts.index)
+
+    @property
+    def live_bytes(self) -> int:
+        """Payload bytes of them."""
+        return self._parts.index.live_bytes
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written to the drives for each byte that was stored; 0 before the first."""
+        counts = self._parts.counts
+        stored = counts["stored_bytes"]
+        return counts["written_bytes"] / stored if stored else 0.0
+
+    @property
+    def interface_broken(self) -> str:
+        """What is wrong with the driving of the disk; empty for nothing."""
+        driver = self._parts.driver
+        if driver.broken:
+            return f"disk interface failed: {driver.broken}"
+        return "" if driver.alive else "the thread that drives the disk has ended"
+
+    def namespaces(self) -> dict[bytes, int]:
+        """Blocks of each namespace that has any."""
+        return self._parts.index.namespaces()
+
+    def estimate_s(self, family: Family, blocks: int) -> float:
+        """About how long loading so many blocks would take from now."""
+        parts = self._parts
+        requests = blocks * family.shards
+        return parts.rate.estimate_s(requests, family.length, parts.transfers.reads)
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """What each directory takes by its file system's own count. Waits for the disk."""
+        directories = [lane.directory for lane in self._parts.log.lanes]
+        return {str(each.path): each.allocated_bytes() for each in directories}
+
+    def health(self) -> Health:
+        """Everything that is not as it should be."""
+        now = self._parts.clock()
+        reasons = list(self._parts.failed_places)
+        for lane in self._parts.log.lanes:
+            reasons += lane.directory.health.reasons(now)
+        reasons += filter(None, [self.interface_broken])
+        return Health(bool(reasons), tuple(reasons))
+
+    def check(self, *, idle: bool) -> None:
+        """Raise ValueError unless index, segments and requests in flight agree.
+
+        ``idle``: no batch of the engine's is out.
+        """
+        parts = self._parts
+        parts.index.check()
+        for number in parts.index.segments:
+            if number not in parts.log.segments:
+                raise ValueError(f"segment {number} has rows but no file")
+        reads = sum(segment.reads for segment in parts.log.segments.values())
+        if reads != parts.transfers.reads:
+            raise ValueError(f"{reads} reads by segments, {parts.transfers.reads} in all")
+        if not idle or parts.reclaimer.busy:
+            return
+        missing = parts.header_pages - parts.pages.free
+        if missing or reads or parts.transfers.writes:
+            raise ValueError(f"idle, but {missing} header pages and {reads} reads are out")

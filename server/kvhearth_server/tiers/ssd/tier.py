@@ -1,0 +1,291 @@
+"""The SSD tier: what the engine sees of it. See ``tiers.base.Tier`` for what it promises.
+
+Threads: one drives the disk (``driver``), one per directory makes files (``janitor``), one reads
+the log back at the start (``recovery``). All state is the loop's, which calls the methods here;
+none of them waits, but ``drain`` and ``close``, and the constructor for opening directories.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvhearth.model import I64, U8
+from kvhearth_server.tiers.base import (
+    Completion,
+    Done,
+    Evicted,
+    Facts,
+    Family,
+    Health,
+    LoadBatch,
+    Missing,
+    StoreBatch,
+    Throttled,
+    check_places,
+)
+from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll
+from kvhearth_server.tiers.ssd.adopting import Progress
+from kvhearth_server.tiers.ssd.budget import WriteBudget
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue
+from kvhearth_server.tiers.ssd.disk.kernel import signal_event
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
+from kvhearth_server.tiers.ssd.parts import Doors, build
+from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES
+from kvhearth_server.tiers.ssd.settings import SsdSettings
+from kvhearth_server.tiers.ssd.status import SsdStatus
+from kvhearth_server.tiers.ssd.tasks import Task
+from kvhearth_server.tiers.ssd.watch import Watch
+
+_abandoned: list[object] = []
+"""What a device that hangs still writes to; never freed."""
+
+
+class SsdTier:
+    """Blocks on one or more drives.
+
+    Args:
+        settings: places and bounds.
+        regions: the bytes of each arena segment, in the order that places number them.
+        admission: what is worth a write; everything by default.
+        on_progress: called while the log is read back.
+        files, queue, clock: doors to the outside, for tests.
+
+    Raises:
+        DirectoryError: no directory can be used.
+        OSError: no way to do disk I/O was found.
+    """
+
+    name = "ssd"
+
+    def __init__(
+        self,
+        settings: SsdSettings,
+        regions: Sequence[U8],
+        *,
+        admission: Admission | None = None,
+        on_progress: Progress | None = None,
+        files: Files | None = None,
+        queue: DiskQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        doors = Doors(files or Files(), clock, queue)
+        self._parts = build(settings, regions, doors, on_progress)
+        self.settings = settings
+        self.counts = self._parts.counts
+        self.status = SsdStatus(self._parts)
+        self.event_fd = self._parts.driver.event_fd
+        self._regions = list(regions)
+        self._clock = clock
+        self._admission: Admission = admission or AdmitAll()
+        self._budget = WriteBudget(settings.bytes_per_day, clock())
+        self._watch = Watch(self._parts.log, self.counts, settings.slow_s, settings.stuck_s)
+        self._tasks: dict[int, Task] = {}
+        self._completions: list[Completion] = []
+        self._next_ticket = 1
+        self._closed = False
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    @property
+    def batch_blocks_max(self) -> int:
+        return self.settings.batch_blocks_max
+
+    def submit_store(self, batch: StoreBatch) -> int | Throttled:
+        self._check(batch)
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        family = batch.family
+        present = self.look_up(family, batch.keys).present
+        absent = np.flatnonzero(~present)
+        if len(absent) * family.shards > min(
+            self._parts.pages.free - CARRY_PAGES,
+            self.settings.queue_writes - self._parts.transfers.writes,
+        ):
+            return Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.writes))
+        task = self._task(batch)
+        task.settle(np.flatnonzero(present).tolist(), Done())
+        self.counts.add("stores_present", int(present.sum()))
+        wanted = self._admitted(task, batch, absent)
+        if len(wanted):
+            left = self._parts.transfers.store(task, batch, wanted)
+            task.settle(left.tolist(), self._no_place(family))
+            self._budget.give_back(len(left) * _disk_bytes(family))
+        task.finish_if_done()
+        return task.ticket
+
+    def submit_load(self, batch: LoadBatch) -> int | Throttled:
+        self._check(batch)
+        if self._parts.log.draining or not self._parts.driver.alive:
+            return Throttled("draining" if self._parts.log.draining else "degraded")
+        family = batch.family
+        present = self.look_up(family, batch.keys).present
+        rows = np.flatnonzero(present)
+        if self._parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
+            return Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.reads))
+        task = self._task(batch)
+        task.settle(np.flatnonzero(~present).tolist(), Missing())
+        if len(rows):
+            keys = [batch.keys[row] for row in rows.tolist()]
+            entries = self._parts.index.find(family.namespace, family.group, keys)
+            self._parts.index.used(entries)
+            self._parts.transfers.load(task, rows, entries)
+        task.finish_if_done()
+        return task.ticket
+
+    def cancel(self, ticket: int) -> None:
+        if (task := self._tasks.get(ticket)) is not None:
+            task.cancel()
+
+    def poll(self) -> list[Completion]:
+        now = self._clock()
+        jobs = self._parts.driver.take()
+        self._parts.rate.note(jobs, now)
+        for job in jobs:
+            self._watch.ended(job, now)
+            job.then(job)
+        self._parts.transfers.settle_writes()
+        more = self._parts.adopter.turn(now)
+        self._parts.log.tick()
+        if not self._parts.adopter.recovering:
+            self._parts.reclaimer.tick()
+        self._completions += self._watch.look(self._tasks.values(), now)
+        if more:
+            signal_event(self.event_fd)
+        done, self._completions = self._completions, []
+        return done
+
+    def _check(self, batch: LoadBatch) -> None:
+        if len(batch.keys) > self.settings.batch_blocks_max:
+            most = self.settings.batch_blocks_max
+            raise ValueError(f"{len(batch.keys)} blocks, at most {most} a batch")
+        check_places(batch.places, batch.family.length, self._regions, PAGE_BYTES)
+
+    def _task(self, batch: LoadBatch) -> Task:
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        task = self._tasks[ticket] = Task(ticket, batch, self._finished)
+        return task
+
+    def _finished(self, task: Task) -> None:
+        if self._tasks.pop(task.ticket, None) is not None:
+            self._completions.append(task.completion())
+            signal_event(self.event_fd)
+
+    def _refusal(self) -> Throttled | None:
+        if self._parts.log.draining:
+            return Throttled("draining")
+        if self._parts.adopter.recovering:
+            return Throttled("recovering", 0.1)
+        if not self._parts.driver.alive or self._parts.driver.broken:
+            return Throttled("degraded", 60.0)
+        return None
+
+    def _admitted(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
+        """Rows that admission and the budget let through."""
+        family = batch.family
+        keys = [batch.keys[row] for row in rows.tolist()]
+        good = self._admission.admit(family.namespace, family.group, keys, family.length)
+        if not good.all():
+            task.settle(rows[~good].tolist(), Throttled("admission"))
+            self.counts.add("not_admitted", int((~good).sum()))
+        rows = rows[good]
+        now = self._clock()
+        size = _disk_bytes(family)
+        through = 0
+        while through < len(rows) and self._budget.take(size, now):
+            through += 1
+        if through < len(rows):
+            out_of = Throttled("budget", self._budget.wait_s(now))
+            task.settle(rows[through:].tolist(), out_of)
+            self.counts.add("over_budget", len(rows) - through)
+        return rows[:through]
+
+    def _no_place(self, family: Family) -> Throttled:
+        """Why the log had no place for a block."""
+        self.counts.add("stores_without_place")
+        pages = record_pages(family.length) * family.shards
+        if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
+            pages, family.shards
+        ):
+            return Throttled("too_large", 3600.0)
+        now = self._clock()
+        healths = [
+            lane.directory.health for lane in self._parts.log.lanes if lane.directory.writable
+        ]
+        if not any(each.may_write(now) for each in healths):
+            waits = [each.retry_after_s(now) for each in healths]
+            return Throttled("degraded", max(0.1, min(waits, default=60.0)))
+        return Throttled("full", 0.02)
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
+        facts = Facts.none(family, len(keys))
+        entries = self._parts.index.find(family.namespace, family.group, keys)
+        heads = self._parts.index.heads(entries)
+        good = (entries >= 0) & (heads["epoch"] == family.epoch)
+        good &= (heads["length"] == family.length) & (heads["shards"] == family.shards)
+        if good.any():
+            facts.present[:] = good
+            facts.sequences[good] = heads["sequence"][good]
+            facts.parents[good] = heads["parent"][good]
+            rows = self._parts.index.rows(entries[good], family.shards)
+            facts.checksums[good] = rows["checksum"]
+        return facts
+
+    def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
+        return self._parts.index.unbind(namespace, group, keys)
+
+    def take_evicted(self) -> list[Evicted]:
+        gone, self._parts.reclaimer.evicted = self._parts.reclaimer.evicted, []
+        return gone
+
+    def health(self) -> Health:
+        return self.status.health()
+
+    def check(self) -> None:
+        """Raise ValueError unless everything agrees (tests, ``/debug/books``)."""
+        self.status.check(idle=not self._tasks)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def drain(self, deadline_s: float) -> bool:
+        self._parts.log.draining = True
+        end = self._clock() + deadline_s
+        poll = select.poll()
+        poll.register(self.event_fd, select.POLLIN)
+        while True:
+            self._completions = self.poll()
+            writing = any(segment.writes for segment in self._parts.log.segments.values())
+            if not self._tasks and not self._parts.reclaimer.busy and not writing:
+                return True
+            if self._clock() >= end:
+                return False
+            poll.poll(50)
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._parts.log.draining = True
+        end = time.monotonic() + deadline_s
+        parts: list[Callable[[float], bool]] = [self._parts.driver.stop, self._parts.adopter.stop]
+        parts += [lane.janitor.stop for lane in self._parts.log.lanes]
+        stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
+        if not all(stopped):
+            # The kernel still has descriptors and memory of ours: they stay as they are.
+            _abandoned.append(self)
+            return
+        for lane in self._parts.log.lanes:
+            lane.janitor.poll()  # a file that was made meanwhile is the directory's too
+            lane.directory.close()
+        self._parts.driver.close()
+
+
+def _disk_bytes(family: Family) -> int:
+    return record_pages(family.length) * PAGE_BYTES * family.shards

@@ -1,0 +1,317 @@
+"""Blocks to requests and back: where a batch's bytes go, and what their ends mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from kvhearth.model import I64, U8, Records
+from kvhearth_server.tiers.base import (
+    Corrupt,
+    Counts,
+    Done,
+    Failed,
+    LoadBatch,
+    Missing,
+    StoreBatch,
+)
+from kvhearth_server.tiers.ssd.directory import Segment
+from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op
+from kvhearth_server.tiers.ssd.driver import Driver
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    RECORD_DTYPE,
+    RECORD_MAGIC,
+    VERSION,
+    pages_of,
+    record_pages,
+    seal,
+)
+from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
+from kvhearth_server.tiers.ssd.job import Check, Job
+from kvhearth_server.tiers.ssd.log import Log, Run
+from kvhearth_server.tiers.ssd.pages import HeaderPages
+from kvhearth_server.tiers.ssd.settings import SsdSettings
+from kvhearth_server.tiers.ssd.tasks import Task
+
+_ROW_FIELDS = (
+    ("position", "position"),
+    ("length", "length"),
+    ("epoch", "epoch"),
+    ("sequence", "sequence"),
+    ("parent", "parent_sequence"),
+    ("checksum", "checksum"),
+)
+
+
+def rows_of(records: Records) -> Records:
+    """What the index keeps of record headers, same shape."""
+    rows = np.zeros(records.shape, ROW_DTYPE)
+    for ours, theirs in _ROW_FIELDS:
+        rows[ours] = records[theirs]
+    return rows
+
+
+@dataclass(eq=False)
+class _Run:
+    """Neighbouring records on their way: ``records`` (n * shards,), ``owners`` the batch's row of
+    each, ``pages`` the header page of each, ``pieces`` two pieces of memory each, ``checks`` one
+    each if stores are verified. ``ended``: spans of records whose requests have ended since the
+    last settling.
+    """
+
+    task: Task
+    segment: Segment
+    records: Records
+    owners: I64
+    pages: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    ended: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Transfers:
+    """Makes the requests of batches and takes their ends. Every call is the loop's."""
+
+    def __init__(
+        self,
+        regions: Sequence[U8],
+        parts: tuple[SsdIndex, Log, Driver, HeaderPages],
+        settings: SsdSettings,
+        counts: Counts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._views = [region.data for region in regions]
+        self._bases = [int(region.ctypes.data) for region in regions]
+        self._index, self._log, self._driver, self._pages = parts
+        self._settings = settings
+        self._counts = counts
+        self._clock = clock
+        self.reads = 0
+        self.writes = 0
+        self._touched: dict[_Run, None] = {}
+
+    # -- stores ------------------------------------------------------------------------------------
+
+    def store(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
+        """Begin to write rows of a batch; those that found no place. Header pages must be free."""
+        family = batch.family
+        pages = record_pages(family.length)
+        carried = task.replacing is not None
+        runs = self._log.allocate(pages * family.shards, family.shards, len(rows), carried=carried)
+        jobs: list[Job] = []
+        at = 0
+        for run in runs:
+            mine = rows[at : at + run.count]
+            at += run.count
+            made = self._write_run(task, batch, run, mine)
+            run.segment.writes += len(made)
+            jobs += made
+        task.jobs.update(jobs)
+        self.writes += len(jobs)
+        self._driver.submit(jobs)
+        for run in runs:
+            self._log.ended(run.segment, None, 1)
+        return rows[at:]
+
+    def _write_run(self, task: Task, batch: StoreBatch, run: Run, rows: I64) -> list[Job]:
+        family = batch.family
+        records = self._records(batch, run, rows)
+        seal(records)
+        out = _Run(task, run.segment, records, np.repeat(rows, family.shards))
+        self._gather(out, batch.places[rows].reshape(-1), family.length)
+        size = record_pages(family.length) * PAGE_BYTES
+        together = max(1, min(self._settings.write_bytes // size, PIECES_MAX // 2))
+        starts = [*range(0, len(records), together), len(records)]
+        return [self._write(out, span, size) for span in pairwise(starts)]
+
+    def _gather(self, run: _Run, places: Records, length: int) -> None:
+        """Memory of all records of a run, and what is to be verified before they are written."""
+        padded = pages_of(length) * PAGE_BYTES
+        run.pages = self._pages.take(run.records)
+        sums = run.records["checksum"].tolist()
+        regions, offsets = places["region"].tolist(), places["offset"].tolist()
+        for page, sum_, region, offset in zip(run.pages, sums, regions, offsets, strict=True):
+            header = self._pages.address(page)
+            run.pieces += ((header, PAGE_BYTES), (self._bases[region] + offset, padded))
+            if self._settings.verify_stores:
+                view = self._views[region][offset : offset + length]
+                run.checks.append((view, bytes(sum_), header))
+
+    def _write(self, run: _Run, span: tuple[int, int], record_bytes: int) -> Job:
+        first, end = span
+        size = (end - first) * record_bytes
+        self._counts.add("written_bytes", size)
+        return Job(
+            Op.WRITE,
+            run.segment.fd,
+            int(run.records["position"][first]) * PAGE_BYTES,
+            tuple(run.pieces[2 * first : 2 * end]),
+            size,
+            tuple(run.checks[first:end]),
+            lambda job: self._written(job, run, span),
+            sync=self._settings.flush,
+            urgent=run.task.replacing is not None,
+        )
+
+    def _records(self, batch: StoreBatch, run: Run, rows: I64) -> Records:
+        family, head = batch.family, run.segment.head
+        count, shards = len(rows), family.shards
+        records = np.zeros((count, shards), RECORD_DTYPE)
+        records["magic"], records["version"] = RECORD_MAGIC, VERSION
+        records["group"], records["epoch"] = family.group, family.epoch
+        records["log_id"], records["segment_sequence"] = head.log_id, head.sequence
+        records["length"], records["shard_count"] = family.length, shards
+        records["shard"] = np.arange(shards)
+        records["namespace"] = np.frombuffer(family.namespace, "V32")
+        step = record_pages(family.length)
+        places = run.position + np.arange(count * shards) * step
+        records["position"] = places.reshape(count, shards)
+        records["sequence"] = batch.sequences[rows][:, None]
+        records["parent_sequence"] = batch.parents[rows][:, None]
+        records["checksum"] = batch.checksums[rows]
+        keys = [batch.keys[row] for row in rows.tolist()]
+        records["key_bytes"] = np.array([len(key) for key in keys], np.uint8)[:, None]
+        padded = b"".join(key.ljust(64, b"\0") for key in keys)
+        records["key"] = np.frombuffer(padded, "V64")[:, None]
+        return records.reshape(-1)
+
+    def _written(self, job: Job, run: _Run, span: tuple[int, int]) -> None:
+        run.task.jobs.discard(job)
+        self.writes -= 1
+        self._pages.give(run.pages[span[0] : span[1]])
+        health = run.segment.directory.health
+        if job.good:
+            health.write_done()
+            if job.wrong:
+                rows = [int(run.owners[span[0] + index]) for index in job.wrong]
+                run.task.settle(rows, Corrupt("source"))
+                self._counts.add("corrupt_sources", len(rows))
+        else:
+            run.task.settle(run.owners[span[0] : span[1]].tolist(), Failed(job.reason))
+            if job.reason != "cancelled":
+                health.write_failed(job.reason, self._clock())
+                self._counts.add("write_errors")
+        run.ended.append(span)
+        self._touched[run] = None
+
+    def settle_writes(self) -> None:
+        """Enter what was written into the index: once a turn, many blocks at a time."""
+        touched, self._touched = self._touched, {}
+        for run in touched:
+            spans, run.ended = run.ended, []
+            self._log.ended(run.segment, self._bind(run, spans), len(spans))
+        for task in {run.task: None for run in touched}:
+            task.finish_if_done()
+
+    def _bind(self, run: _Run, spans: list[tuple[int, int]]) -> Records | None:
+        """Bind blocks that are wholly written now; their record headers."""
+        task, batch = run.task, run.task.batch
+        shards = batch.family.shards
+        touched = np.concatenate([np.arange(a, b) for a, b in spans])
+        np.subtract.at(task.shards_left, run.owners[touched], 1)
+        # A block lies in one run, its shards one after another.
+        heads = np.unique(touched // shards) * shards
+        rows = run.owners[heads].tolist()
+        left = task.shards_left
+        good = [not left[row] and not task.settled(row) for row in rows]
+        rows = [row for row, kept in zip(rows, good, strict=True) if kept]
+        task.settle(rows, Done())
+        heads = heads[np.array(good, np.bool_)]
+        if task.replacing is not None and rows:
+            now = self._index.find(
+                batch.family.namespace, batch.family.group, [batch.keys[row] for row in rows]
+            )
+            same = now == task.replacing[rows]
+            rows = [row for row, kept in zip(rows, same.tolist(), strict=True) if kept]
+            heads = heads[same]
+        if not rows:
+            return None
+        records = run.records[heads[:, None] + np.arange(shards)]
+        keys = [batch.keys[row] for row in rows]
+        family = batch.family
+        self._index.bind(family.namespace, family.group, keys, run.segment.number, rows_of(records))
+        what = "carried" if task.replacing is not None else "stored"
+        self._counts.add(f"{what}_blocks", len(rows))
+        self._counts.add(f"{what}_bytes", len(rows) * shards * family.length)
+        return records.reshape(-1)
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def load(self, task: Task, rows: I64, entries: I64) -> None:
+        """Begin to read rows of a batch that are at ``entries``."""
+        batch = task.batch
+        found = self._index.rows(entries, batch.family.shards)
+        numbers = (entries >> 32).tolist()
+        jobs: list[Job] = []
+        for index, row in enumerate(rows.tolist()):
+            if numbers[index] not in self._log.segments:
+                task.settle([row], Missing())
+                continue
+            jobs += self._read_block(task, row, numbers[index], found[index])
+        task.jobs.update(jobs)
+        self.reads += len(jobs)
+        self._driver.submit(jobs)
+
+    def _read_block(self, task: Task, row: int, number: int, shards: Records) -> list[Job]:
+        batch = task.batch
+        length = batch.family.length
+        padded = pages_of(length) * PAGE_BYTES
+        segment = self._log.segments[number]
+        places = batch.places[row]
+        positions, sums = shards["position"].tolist(), shards["checksum"].tolist()
+        pairs = zip(places["region"].tolist(), places["offset"].tolist(), strict=True)
+        jobs = []
+        for position, sum_, (region, offset) in zip(positions, sums, pairs, strict=True):
+            segment.reads += 1
+            view = self._views[region][offset : offset + length]
+            jobs.append(
+                Job(
+                    Op.READ,
+                    segment.fd,
+                    (position + 1) * PAGE_BYTES,
+                    ((self._bases[region] + offset, padded),),
+                    padded,
+                    ((view, bytes(sum_), 0),),
+                    lambda job: self._read(job, task, row, number),
+                    urgent=task.replacing is not None,
+                )
+            )
+        return jobs
+
+    def _read(self, job: Job, task: Task, row: int, number: int) -> None:
+        task.jobs.discard(job)
+        self.reads -= 1
+        segment = self._log.segments[number]
+        segment.reads -= 1
+        task.shards_left[row] -= 1
+        health = segment.directory.health
+        if not job.good:
+            task.settle([row], Failed(job.reason))
+            if job.reason != "cancelled":
+                health.read_failed(job.reason)
+                self._counts.add("read_errors")
+                self._doubt(task.batch, row, number)
+        elif job.cancelled:
+            task.settle([row], Failed("cancelled"))
+        elif job.wrong:
+            self._counts.add("corrupt_blocks")
+            self._doubt(task.batch, row, number)
+            task.settle([row], Corrupt("tier"))
+        else:
+            health.read_done()
+            self._counts.add("loaded_bytes", task.batch.family.length)
+            if not task.shards_left[row] and not task.settled(row):
+                task.settle([row], Done())
+                self._counts.add("loaded_blocks")
+        task.finish_if_done()
+
+    def _doubt(self, batch: LoadBatch, row: int, number: int) -> None:
+        """Forget a block that could not be read right, if it is still the one that was read."""
+        family, key = batch.family, batch.keys[row]
+        entry = int(self._index.find(family.namespace, family.group, [key])[0])
+        if entry >= 0 and entry >> 32 == number:
+            self._index.unbind(family.namespace, family.group, [key])

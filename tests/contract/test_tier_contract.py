@@ -1,0 +1,278 @@
+"""What ``tiers.base.Tier`` promises, asked of every tier, over every disk interface."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.memory_places import tmpfs_directory
+from support.tiers import (
+    DEADLINE_S,
+    LENGTH,
+    NAMESPACE,
+    SEGMENT_BYTES,
+    Arena,
+    Desk,
+    family,
+    key_of,
+    keys_of,
+    settings,
+)
+
+from kvhearth_server.tiers.base import (
+    PLACE_DTYPE,
+    Corrupt,
+    Done,
+    Failed,
+    LoadBatch,
+    Missing,
+    StoreBatch,
+    Throttled,
+    Tier,
+)
+from kvhearth_server.tiers.dram import DramTier
+from kvhearth_server.tiers.ssd.disk.choose import NAMES, probe
+from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.wrappers import Counting
+
+KINDS = [
+    "dram",
+    *(f"ssd-{name}" for name in NAMES),
+    "ssd-two-drives",
+    "ssd-tmpfs",
+    "ssd-flushed",
+]
+
+
+def make_ssd(kind: str, folder: Path, arena: Arena) -> SsdTier:
+    """The tier of a kind, its log read back."""
+    what = kind.removeprefix("ssd-")
+    interface = what if what in NAMES else "auto"
+    if interface != "auto" and not (verdict := probe(interface)).works:
+        pytest.skip(f"{interface}: {verdict.reason}")
+    folders = [folder / "one", folder / "two"] if what == "two-drives" else [folder / "one"]
+    found = settings(*folders, interface=interface, flush=what == "flushed")
+    tier = SsdTier(found, [arena.bytes])
+    Desk(tier, arena).settle()
+    return tier
+
+
+@pytest.fixture(params=KINDS)
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
+    kind = request.param
+    arena = Arena()
+    if kind == "dram":
+        tier: Tier = DramTier([arena.bytes], 8 * SEGMENT_BYTES, batch_blocks_max=512)
+        yield from drive(Counting(tier), arena)
+    elif kind == "ssd-tmpfs":
+        with tmpfs_directory() as folder:
+            yield from drive(Counting(make_ssd(kind, folder, arena)), arena)
+    else:
+        yield from drive(Counting(make_ssd(kind, tmp_path, arena)), arena)
+
+
+def drive(tier: Counting, arena: Arena) -> Iterator[Desk]:
+    desk = Desk(tier, arena)
+    # The first segment file is being made: until then stores are put off.
+    other = family(namespace=bytes(32), length=1)
+    desk.store_all([0], other)
+    assert tier.forget(other.namespace, 0, [key_of(0)]) == 1
+    yield desk
+    assert tier.drain(DEADLINE_S)
+    desk.events += tier.poll()
+    assert not tier.in_flight, "a batch never ended"
+    if isinstance(tier.inner, SsdTier):
+        tier.inner.check()
+        places = {str(p.path): p.capacity_bytes for p in tier.inner.settings.places}
+        for path, size in tier.inner.status.allocated_bytes().items():
+            assert size <= places[path], "over its capacity"
+    tier.close()
+
+
+def test_what_was_stored_is_loaded(desk: Desk) -> None:
+    assert desk.store(range(8)).rows(Done).tolist() == list(range(8))
+    assert desk.load(range(8)).rows(Done).tolist() == list(range(8))
+
+
+def test_what_was_not_stored_is_missing(desk: Desk) -> None:
+    desk.store_all(range(4))
+    done = desk.load([0, 77, 2, 78])
+    assert done.rows(Done).tolist() == [0, 2]
+    assert done.rows(Missing).tolist() == [1, 3]
+
+
+def test_every_row_has_exactly_one_outcome(desk: Desk) -> None:
+    desk.store_all(range(10))
+    rows = np.concatenate([rows for _, rows in desk.load(range(5, 25)).parts])
+    assert sorted(rows.tolist()) == list(range(20))
+
+
+def test_lengths_and_shards(desk: Desk) -> None:
+    shapes = [(1, 1), (4096, 1), (4097, 2), (16384, 1), (LENGTH, 5), (100, 20)]
+    for group, (length, shards) in enumerate(shapes):
+        of = family(group=group, length=length, shards=shards)
+        desk.store_all(range(3), of)
+        assert len(desk.load(range(3), of).rows(Done)) == 3, of
+
+
+def test_keys_of_any_width(desk: Desk) -> None:
+    for width in (1, 16, 64):
+        of = family(group=width)
+        batch = desk.store_batch(range(3), of)
+        keys = [bytes([row + 1]) * width for row in range(3)]
+        store = StoreBatch(of, keys, batch.places, batch.checksums, batch.sequences, batch.parents)
+        assert len(desk.wait(desk.tier.submit_store(store)).rows(Done)) == 3
+        load = desk.load_batch(range(3), of)
+        done = desk.wait(desk.tier.submit_load(LoadBatch(of, keys, load.places)))
+        assert len(done.rows(Done)) == 3
+
+
+def test_families_do_not_mix(desk: Desk) -> None:
+    desk.store_all(range(2))
+    for other in (
+        family(namespace=bytes(32)),
+        family(group=1),
+        family(epoch=2),
+        family(length=LENGTH - 1),
+        family(shards=2),
+    ):
+        assert len(desk.load(range(2), other).rows(Missing)) == 2, other
+        assert not desk.tier.look_up(other, keys_of(range(2))).present.any()
+
+
+def test_a_younger_epoch_takes_the_key(desk: Desk) -> None:
+    desk.store_all([1])
+    desk.store_all([1], family(epoch=2))
+    assert len(desk.load([1]).rows(Missing)) == 1
+    assert len(desk.load([1], family(epoch=2)).rows(Done)) == 1
+
+
+def test_facts(desk: Desk) -> None:
+    of = family(shards=2)
+    batch = desk.store_batch(range(3), of)
+    desk.store_all(range(3), of)
+    facts = desk.tier.look_up(of, [key_of(2), key_of(9), key_of(0)])
+    assert facts.present.tolist() == [True, False, True]
+    assert (facts.checksums[0] == batch.checksums[2]).all()
+    assert facts.sequences.tolist() == [3, 0, 1]
+    assert facts.parents.tolist() == [2, 0, 0]
+
+
+def test_storing_again_is_done_and_costs_nothing(desk: Desk) -> None:
+    desk.store_all(range(4))
+    before = desk.tier.counts["stored_bytes"]
+    assert len(desk.store(range(4)).rows(Done)) == 4
+    assert desk.tier.counts["stored_bytes"] == before
+    assert desk.tier.counts["stores_present"] == 4
+
+
+def test_a_slot_that_is_not_what_its_checksum_says_is_not_stored(desk: Desk) -> None:
+    batch = desk.store_batch(range(4), family())
+    desk.arena.view(2, LENGTH)[77] ^= 1
+    done = desk.wait(desk.tier.submit_store(batch))
+    assert done.rows(Corrupt).tolist() == [2]
+    assert [o for o, _ in done.parts if isinstance(o, Corrupt)] == [Corrupt("source")]
+    assert desk.load(range(4)).rows(Missing).tolist() == [2]
+
+
+def test_forget(desk: Desk) -> None:
+    desk.store_all(range(4))
+    assert desk.tier.forget(NAMESPACE, 0, keys_of([1, 3, 9])) == 2
+    assert desk.load(range(4)).rows(Missing).tolist() == [1, 3]
+    desk.store_all([1])
+    assert len(desk.load([1]).rows(Done)) == 1
+
+
+def test_room_is_made_by_evicting_and_evictions_are_told(desk: Desk) -> None:
+    desk.store_all(range(600))
+    gone = {key for each in desk.tier.take_evicted() for key in each.keys}
+    present = desk.tier.look_up(family(), keys_of(range(600))).present
+    assert 0 < present.sum() < 600
+    assert gone == {key_of(number) for number in np.flatnonzero(~present).tolist()}
+    assert desk.tier.take_evicted() == []
+    found = np.flatnonzero(present).tolist()
+    for start in range(0, len(found), 64):
+        part = found[start : start + 64]
+        assert len(desk.load(part).rows(Done)) == len(part)
+
+
+def test_many_batches_at_once(desk: Desk) -> None:
+    of = family(length=4096)
+    batch = desk.store_batch(range(64), of)
+    tickets = []
+    for start in range(0, 64, 8):
+        span = slice(start, start + 8)
+        part = StoreBatch(
+            of,
+            batch.keys[span],
+            batch.places[span],
+            batch.checksums[span],
+            batch.sequences[span],
+            batch.parents[span],
+        )
+        tickets.append(desk.tier.submit_store(part))
+    for ticket in tickets:
+        desk.wait(ticket)
+    desk.store_all(range(64), of)
+    assert len(desk.load(range(64), of).rows(Done)) == 64
+
+
+def test_the_event_descriptor_announces_completions(desk: Desk) -> None:
+    desk.store_all(range(2))
+    desk.pump(0.05)
+    ticket = desk.tier.submit_load(desk.load_batch(range(2), family()))
+    done = []
+    for _ in range(100):
+        assert select.select([desk.tier.event_fd], [], [], DEADLINE_S)[0], "never announced"
+        done = [each for each in desk.tier.poll() if each.final]
+        if done:
+            break
+    assert [each.ticket for each in done] == [ticket]
+
+
+def test_a_cancelled_load_still_ends(desk: Desk) -> None:
+    desk.store_all(range(32))
+    ticket = desk.tier.submit_load(desk.load_batch(range(32), family()))
+    assert not isinstance(ticket, Throttled)
+    desk.tier.cancel(ticket)
+    done = desk.wait(ticket)
+    failed = [o for o, _ in done.parts if isinstance(o, Failed)]
+    assert failed in ([], [Failed("cancelled")])
+    assert len(done.rows(Done)) + len(done.rows(Failed)) == 32
+    assert len(desk.load(range(32)).rows(Done)) == 32
+
+
+def test_rules_for_callers(desk: Desk) -> None:
+    of = family()
+    good = desk.load_batch(range(2), of)
+    places = good.places.copy()
+    places["offset"][1] += 512
+    with pytest.raises(ValueError, match="multiple"):
+        desk.tier.submit_load(LoadBatch(of, good.keys, places))
+    places["offset"][1] = len(desk.arena.bytes) - 4096
+    with pytest.raises(ValueError, match="room"):
+        desk.tier.submit_load(LoadBatch(of, good.keys, places))
+    places["offset"][1] = 1 << 62
+    with pytest.raises(ValueError, match="room"):
+        desk.tier.submit_load(LoadBatch(of, good.keys, places))
+    places = good.places.copy()
+    places["region"][0] = 1
+    with pytest.raises(ValueError, match="regions"):
+        desk.tier.submit_load(LoadBatch(of, good.keys, places))
+    many = desk.tier.batch_blocks_max + 1
+    with pytest.raises(ValueError, match="at most"):
+        desk.tier.submit_load(LoadBatch(of, [b"k"] * many, np.zeros((many, 1), PLACE_DTYPE)))
+    with pytest.raises(ValueError, match="key"):
+        LoadBatch(of, [b"", b"k"], good.places)
+    with pytest.raises(ValueError, match="namespace"):
+        family(namespace=b"short")
+
+
+def test_nothing_is_taken_after_draining(desk: Desk) -> None:
+    desk.store_all(range(2))
+    assert desk.tier.drain(DEADLINE_S)
+    assert desk.tier.submit_store(desk.store_batch([5], family())) == Throttled("draining")
+    assert desk.tier.submit_load(desk.load_batch([1], family())) == Throttled("draining")

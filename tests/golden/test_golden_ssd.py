@@ -1,0 +1,82 @@
+"""The SSD tier's files outlive a version: what they were is what they are, and is still read."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    RECORD_DTYPE,
+    DirectoryHead,
+    Doubt,
+    crc_good,
+    doubts_of,
+    footer_count,
+    parse_directory_page,
+    parse_footer,
+    parse_segment_page,
+)
+
+
+def _made() -> ModuleType:
+    path = Path(__file__).parent / "ssd_format.py"
+    spec = importlib.util.spec_from_file_location("ssd_format", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MADE = _made()
+HEAD = MADE.HEAD
+
+
+def page(name: str) -> np.ndarray:
+    data = MADE.golden(name)
+    return np.frombuffer(data.ljust(-(-len(data) // PAGE_BYTES) * PAGE_BYTES, b"\0"), np.uint8)
+
+
+@pytest.mark.parametrize("name", sorted(MADE.pages()))
+def test_what_is_written_is_what_was_written(name: str) -> None:
+    assert MADE.pages()[name].rstrip(b"\0") == MADE.golden(name).rstrip(b"\0")
+
+
+def test_what_was_written_is_read() -> None:
+    assert parse_directory_page(page("ssd_directory")) == DirectoryHead(HEAD.log_id, 256 << 20)
+    assert parse_segment_page(page("ssd_segment")) == HEAD
+    record = np.frombuffer(page("ssd_record")[:192].tobytes(), RECORD_DTYPE)
+    assert crc_good(record[0])
+    assert doubts_of(record, HEAD, HEAD.segment_bytes) == {}
+    tail = np.concatenate([page("ssd_footer_lines"), page("ssd_footer_page")])
+    assert footer_count(tail[-PAGE_BYTES:], HEAD) == (2, 35)
+    lines = parse_footer(tail, 2)
+    assert lines is not None
+    assert lines.tobytes() == MADE.records().tobytes()
+
+
+@pytest.mark.parametrize("name", ["ssd_directory", "ssd_segment", "ssd_footer_page"])
+def test_any_flipped_bit_of_a_head_is_seen(name: str) -> None:
+    good = page(name).copy()
+    for at in range(64):
+        bad = good.copy()
+        bad[at] ^= 1 << (at % 8)
+        if name == "ssd_directory":
+            assert isinstance(parse_directory_page(bad), Doubt)
+        elif name == "ssd_segment":
+            assert isinstance(parse_segment_page(bad), Doubt)
+        else:
+            answer = footer_count(bad, HEAD)
+            assert answer is None or isinstance(answer, Doubt)
+
+
+def test_another_version_is_told_from_damage() -> None:
+    other = MADE.records().copy()
+    other["version"] = 2
+    MADE.seal(other)
+    assert list(doubts_of(other, HEAD, HEAD.segment_bytes)) == [Doubt.VERSION]

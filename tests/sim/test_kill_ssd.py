@@ -1,0 +1,141 @@
+"""kill -9 of a process that stores: what it acknowledged is there, and nothing wrong ever is."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from support.memory_places import Child
+from support.tiers import DEADLINE_S, Arena, Desk, family, settings
+
+from kvhearth_server.tiers.base import Corrupt, Done, Failed
+from kvhearth_server.tiers.ssd.disk.choose import NAMES, probe
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+WRITER = """
+import struct
+sys.path.insert(0, arguments[0])
+from pathlib import Path
+from support.tiers import Arena, Desk, family, settings
+from kvhearth_server.tiers.base import Done
+from kvhearth_server.tiers.ssd.tier import SsdTier
+folder, first, last, segments, shards, interface = arguments[1:]
+arena = Arena()
+tier = SsdTier(settings(Path(folder), segments=int(segments), interface=interface), [arena.bytes])
+desk = Desk(tier, arena)
+desk.settle()
+of = family(shards=int(shards), length=9000)
+peer.sendall(struct.pack("<I", 2**32 - 1))
+left = list(range(int(first), int(last)))
+while left:
+    numbers = left[:8]
+    done = set(desk.store(numbers, of).rows(Done).tolist())
+    acknowledged = [numbers[row] for row in sorted(done)]
+    peer.sendall(struct.pack(f"<{len(acknowledged)}I", *acknowledged))
+    left = [n for row, n in enumerate(numbers) if row not in done] + left[8:]
+tier.drain(5)
+peer.sendall(struct.pack("<I", 2**32 - 2))
+peer.recv(1)
+"""
+TESTS = str(Path(__file__).parents[1])
+STARTED, FINISHED = 2**32 - 1, 2**32 - 2
+
+
+def run_writer(
+    folder: Path,
+    numbers: range,
+    *,
+    segments: int,
+    shards: int = 1,
+    interface: str = "auto",
+    kill_after: int = 0,
+    fault: str = "",
+) -> list[int]:
+    """Store blocks in a process and end it with SIGKILL: after ``kill_after`` acknowledgements, or
+    at its fault point. What it had acknowledged, in order.
+    """
+    acknowledged: list[int] = []
+    words = (str(numbers.start), str(numbers.stop), str(segments), str(shards), interface)
+    with Child(WRITER, TESTS, str(folder), *words, fault=fault) as child:
+        child.socket.settimeout(DEADLINE_S)
+        data = b""
+        while piece := child.socket.recv(4096):
+            data += piece
+            whole = len(data) // 4 * 4
+            acknowledged += struct.unpack(f"<{whole // 4}I", data[:whole])
+            data = data[whole:]
+            if FINISHED in acknowledged or (kill_after and len(acknowledged) > kill_after):
+                child.process.kill()
+        child.process.wait(DEADLINE_S)
+    return [number for number in acknowledged if number not in (STARTED, FINISHED)]
+
+
+def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -> list[int]:
+    """Load blocks after recovery, comparing every byte; those that are served."""
+    arena = Arena()
+    tier = SsdTier(settings(folder, segments=segments), [arena.bytes])
+    desk = Desk(tier, arena)
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while tier.status.locked_files:  # requests of the dead process end first
+            desk.pump(0.02)
+            assert time.monotonic() < end
+        served = []
+        of = family(shards=shards, length=9000)
+        for start in range(0, len(numbers), 24):
+            part = numbers[start : start + 24]
+            done = desk.load(part, of)
+            assert not len(done.rows(Corrupt)), done.parts
+            assert not len(done.rows(Failed)), done.parts
+            served += [part[row] for row in done.rows(Done).tolist()]
+        tier.check()
+        (taken,) = tier.status.allocated_bytes().values()
+        assert taken <= tier.settings.places[0].capacity_bytes
+        return served
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("interface", NAMES)
+def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str) -> None:
+    if not (verdict := probe(interface)).works:
+        pytest.skip(f"{interface}: {verdict.reason}")
+    seed = random.Random(interface)
+    folder, every = tmp_path / "one", list[int]()
+    for life in range(2):
+        start = 1000 * life
+        every += run_writer(
+            folder,
+            range(start, start + 400),
+            segments=80,
+            interface=interface,
+            kill_after=seed.randrange(20, 150),
+        )
+        assert len(every) > 20 * (life + 1)
+        assert check(folder, every, segments=80) == every
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["ssd.before_write:1", "ssd.before_write:9", "ssd.after_write:1", "ssd.after_write:23"],
+)
+def test_killed_at_a_point_of_a_write(tmp_path: Path, fault: str) -> None:
+    found = run_writer(tmp_path / "one", range(200), segments=60, shards=3, fault=fault)
+    assert len(found) < 200, "it was not killed"
+    assert check(tmp_path / "one", found, segments=60, shards=3) == found
+
+
+def test_killed_while_segments_are_filled_again(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    found: list[int] = []
+    for life in range(2):
+        kill_after = 150 + 67 * life
+        start = 1000 * life
+        found += run_writer(folder, range(start, start + 400), segments=6, kill_after=kill_after)
+        served = check(folder, found, segments=6)
+        # Room was made by evicting the oldest; what came last is there.
+        assert served[-16:] == found[-16:]
+        assert len(served) < len(found)

@@ -1,0 +1,196 @@
+"""Blocks of known content, an arena to hold them, and a tier driven by hand."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvhearth.model import U8
+from kvhearth_server.tiers.base import (
+    PLACE_DTYPE,
+    Completion,
+    Done,
+    Family,
+    LoadBatch,
+    StoreBatch,
+    Throttled,
+    Tier,
+)
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings, segment_cost_bytes
+
+DEADLINE_S = 20.0
+NAMESPACE = hashlib.sha256(b"tests").digest()
+PAGE = 4096
+SEGMENT_BYTES = 256 << 10
+LENGTH = 10_000
+"""Not whole pages, so that padding is in every test."""
+
+
+def family(**changes: Any) -> Family:
+    """A family of small blocks."""
+    return Family(**{"namespace": NAMESPACE, "group": 0, "epoch": 1, "length": LENGTH, **changes})
+
+
+def key_of(number: int) -> bytes:
+    """A key of 32 bytes."""
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def keys_of(numbers: range | list[int]) -> list[bytes]:
+    """Keys of many."""
+    return [key_of(number) for number in numbers]
+
+
+def content_of(number: int, shard: int, length: int) -> U8:
+    """Bytes that depend on all that names them."""
+    return np.frombuffer(np.random.default_rng([number, shard, length]).bytes(length), np.uint8)
+
+
+def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
+    """Small segments, ``segments`` of them in each folder."""
+    size = changes.pop("segment_bytes", SEGMENT_BYTES)
+    capacity = segments * segment_cost_bytes(size) + (64 << 10)
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    places = tuple(Place(folder, capacity) for folder in folders)
+    return SsdSettings(places, segment_bytes=size, **changes)
+
+
+class Arena:
+    """One region of slots, for stores in its first half and loads in its second."""
+
+    def __init__(self, slots: int = 128, slot_bytes: int = 16 << 10) -> None:
+        self._mapping = mmap.mmap(-1, 2 * slots * slot_bytes)
+        self.bytes: U8 = np.frombuffer(self._mapping, np.uint8)
+        self.slots, self.slot_bytes = slots, slot_bytes
+
+    def places(self, first: int, count: int, shards: int) -> Any:
+        """Places of ``count`` blocks from slot ``first``, (count, shards)."""
+        rows = np.zeros((count, shards), PLACE_DTYPE)
+        rows["offset"] = (
+            first + np.arange(count * shards).reshape(count, shards)
+        ) * self.slot_bytes
+        return rows
+
+    def view(self, slot: int, length: int) -> U8:
+        """Bytes of a slot."""
+        return self.bytes[slot * self.slot_bytes :][:length]
+
+
+class Desk:
+    """A tier with an arena. Every content is known by its number, so every answer is checked."""
+
+    def __init__(self, tier: Tier, arena: Arena) -> None:
+        self.tier, self.arena = tier, arena
+        self.events: list[Completion] = []
+        self._poll = select.poll()
+        self._poll.register(tier.event_fd, select.POLLIN)
+
+    def store_batch(self, numbers: range | list[int], of: Family) -> StoreBatch:
+        """Fill slots with known bytes and name them."""
+        count, shards = len(numbers), of.shards
+        assert count * shards <= self.arena.slots
+        sums = np.zeros((count, shards), "V16")
+        for row, number in enumerate(numbers):
+            for shard in range(shards):
+                data = content_of(number, shard, of.length)
+                self.arena.view(row * shards + shard, of.length)[:] = data
+                sums[row, shard] = np.frombuffer(xxhash.xxh3_128_digest(data.data), "V16")[0]
+        names = np.array(numbers, np.uint64)
+        places = self.arena.places(0, count, shards)
+        return StoreBatch(of, keys_of(list(numbers)), places, sums, names + 1, names)
+
+    def load_batch(self, numbers: range | list[int], of: Family) -> LoadBatch:
+        """Slots to load into, wiped."""
+        count, shards = len(numbers), of.shards
+        assert count * shards <= self.arena.slots
+        half = self.arena.slots
+        self.arena.bytes[half * self.arena.slot_bytes :] = 0xEE
+        return LoadBatch(of, keys_of(list(numbers)), self.arena.places(half, count, shards))
+
+    def wait(self, ticket: int | Throttled, deadline_s: float = DEADLINE_S) -> Completion:
+        """The final completion of a ticket."""
+        assert not isinstance(ticket, Throttled), ticket
+        end = time.monotonic() + deadline_s
+        while True:
+            self.events += self.tier.poll()
+            for each in self.events:
+                if each.ticket == ticket and each.final:
+                    self.events.remove(each)
+                    return each
+            assert time.monotonic() < end, f"no completion of {ticket} in {deadline_s} s"
+            self._poll.poll(50)
+
+    def store(self, numbers: range | list[int], of: Family | None = None) -> Completion:
+        """Store blocks and wait; a batch that is put off is offered again."""
+        batch = self.store_batch(numbers, of or family())
+        end = time.monotonic() + DEADLINE_S
+        while isinstance(answer := self.tier.submit_store(batch), Throttled):
+            assert time.monotonic() < end, answer
+            self._poll.poll(10)
+            self.events += self.tier.poll()
+        return self.wait(answer)
+
+    def store_all(self, numbers: range | list[int], of: Family | None = None) -> None:
+        """Store blocks until each is done; those that found no place are offered again."""
+        left = list(numbers)
+        end = time.monotonic() + DEADLINE_S
+        while left:
+            done = self.store(left[:32], of)
+            kept = set(done.rows(Throttled).tolist())
+            assert len(kept) + len(done.rows(Done)) == len(left[:32]), done.parts
+            left = [left[row] for row in sorted(kept)] + left[32:]
+            assert time.monotonic() < end, done.parts
+            self._poll.poll(5 if kept else 0)
+
+    def load(self, numbers: range | list[int], of: Family | None = None) -> Completion:
+        """Load blocks, wait, and compare every byte of what is said to be there."""
+        of = of or family()
+        done = self.wait(self.tier.submit_load(self.load_batch(numbers, of)))
+        for row in done.rows(Done).tolist():
+            for shard in range(of.shards):
+                slot = self.arena.slots + row * of.shards + shard
+                wanted = content_of(list(numbers)[row], shard, of.length)
+                assert (self.arena.view(slot, of.length) == wanted).all(), "wrong bytes"
+        return done
+
+    def settle(self, deadline_s: float = DEADLINE_S) -> None:
+        """Poll until the log is read back."""
+        end = time.monotonic() + deadline_s
+        while self.tier.status.recovering:  # type: ignore[attr-defined]
+            self.events += self.tier.poll()
+            assert time.monotonic() < end
+            self._poll.poll(20)
+
+    def pump(self, seconds: float) -> None:
+        """Poll for a while."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.events += self.tier.poll()
+            self._poll.poll(10)
+
+
+def segment_files(folder: Path) -> Iterator[Path]:
+    """Segment files of a folder, by name."""
+    return iter(sorted(folder.glob("*.segment")))
+
+
+class NoDirect(Files):
+    """A file system without O_DIRECT."""
+
+    def open_raw(self, path: Path, flags: int) -> int:
+
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return super().open_raw(path, flags)

@@ -1,0 +1,397 @@
+"""Drives that fail, fill up, go read-only or hang: degraded with a reason, never fatal or hung."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support.memory_places import mounted
+from support.tiers import (
+    DEADLINE_S,
+    SEGMENT_BYTES,
+    Arena,
+    Desk,
+    NoDirect,
+    family,
+    key_of,
+    settings,
+)
+
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, Throttled
+from kvhearth_server.tiers.ssd.admission import SeenTwice
+from kvhearth_server.tiers.ssd.directory import Directory, DirectoryError
+from kvhearth_server.tiers.ssd.disk.base import Op, Request
+from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
+from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+
+class Rig:
+    """A tier on a drive that misbehaves on command."""
+
+    def __init__(self, *folders: Path, **changes: object) -> None:
+        self.faults = Faults()
+        self.queue = FaultyQueue(open_queue(choose()[0], 16), self.faults)
+        self.arena = Arena()
+        self.tier = SsdTier(settings(*folders, **changes), [self.arena.bytes], queue=self.queue)
+        self.desk = Desk(self.tier, self.arena)
+        self.desk.settle()
+
+    def reasons(self) -> str:
+        """All reasons as one text."""
+        return "; ".join(self.tier.health().reasons)
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        """Poll until ``true()``."""
+        end = time.monotonic() + DEADLINE_S
+        while not true():
+            self.desk.pump(0.01)
+            assert time.monotonic() < end, what
+
+    def close(self) -> None:
+        """Let the drive be well, and end."""
+        self.faults.errors, self.faults.short, self.faults.held = {}, frozenset(), frozenset()
+        assert self.tier.drain(DEADLINE_S)
+        self.desk.events += self.tier.poll()
+        self.tier.check()
+        self.tier.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "one", slow_s=0.05, stuck_s=0.2)
+    rig.desk.store_all(range(8))
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "text"),
+    [
+        (errno.EIO, "io", "I/O errors"),
+        (errno.ENOSPC, "no_space", "no space left"),
+        (errno.EROFS, "read_only", "read-only"),
+    ],
+)
+def test_a_write_that_fails(rig: Rig, number: int, reason: str, text: str) -> None:
+    rig.faults.errors = {Op.WRITE: number}
+    done = rig.desk.store(range(10, 14))
+    assert done.parts[0][0] == Failed(reason)
+    assert not len(done.rows(Done))
+    assert text in rig.reasons()
+    refused = rig.desk.store(range(20, 22))
+    assert isinstance(refused.parts[0][0], Throttled)
+    assert refused.parts[0][0].reason == "degraded"
+    assert len(rig.desk.load(range(8)).rows(Done)) == 8, "reads go on"
+    assert len(rig.desk.load(range(10, 14)).rows(Missing)) == 4
+    rig.faults.errors = {}
+    rig.desk.store_all(range(10, 14))
+    assert len(rig.desk.load(range(10, 14)).rows(Done)) == 4
+    assert text not in rig.reasons()
+
+
+def test_a_read_that_fails(rig: Rig) -> None:
+    rig.faults.errors = {Op.READ: errno.EIO}
+    done = rig.desk.load(range(4))
+    assert done.parts[0][0] == Failed("io")
+    assert "reads: its device reports I/O errors" in rig.reasons()
+    rig.faults.errors = {}
+    assert len(rig.desk.load(range(4)).rows(Missing)) == 4, "what cannot be read is forgotten"
+    rig.desk.store_all(range(4))
+    assert len(rig.desk.load(range(8)).rows(Done)) == 8
+    assert "I/O errors" not in rig.reasons()
+
+
+def test_short_reads_and_writes(rig: Rig) -> None:
+    rig.faults.short = frozenset({Op.READ})
+    assert rig.desk.load([0]).parts[0][0] == Failed("short")
+    rig.faults.short = frozenset({Op.WRITE})
+    assert rig.desk.store([30]).parts[0][0] == Failed("short")
+    rig.faults.short = frozenset()
+    rig.desk.store_all([0, 30])
+    assert len(rig.desk.load([0, 30]).rows(Done)) == 2
+
+
+def test_some_errors_among_many_leave_no_wrong_byte_and_no_leak(rig: Rig) -> None:
+    rig.faults.rate = 0.2
+    for turn in range(12):
+        rig.faults.errors = {Op.WRITE: errno.EIO, Op.READ: errno.EIO} if turn % 3 else {}
+        rig.desk.store(range(100 + 8 * turn, 108 + 8 * turn))
+        done = rig.desk.load(range(100, 108 + 8 * turn))
+        assert not len(done.rows(Corrupt))
+    assert rig.queue.injected > 5
+
+
+def test_a_drive_that_hangs(rig: Rig) -> None:
+    rig.faults.held = frozenset({Op.READ})
+    began = time.monotonic()
+    ticket = rig.tier.submit_load(rig.desk.load_batch(range(4), family()))
+    rig.until(lambda: bool(rig.desk.events), "nobody said that it hangs")
+    (notice,) = rig.desk.events
+    assert (notice.ticket, notice.final) == (ticket, False)
+    assert notice.rows(Failed).tolist() == [0, 1, 2, 3]
+    assert time.monotonic() - began < 5, "it was told late"
+    assert "holds on to 4 requests" in rig.reasons()
+    assert isinstance(rig.tier.submit_store(rig.desk.store_batch([90], family())), int)
+    assert not rig.tier.drain(0.1), "its slots are still the drive's"
+    rig.faults.held = frozenset()
+    done = rig.desk.wait(ticket)
+    assert len(done.rows(Done)) == 4
+    rig.until(lambda: "is slow" in rig.reasons(), "a slow request is told")
+
+
+def test_closing_while_a_drive_hangs_returns(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "one")
+    rig.desk.store_all(range(4))
+    rig.faults.held = frozenset({Op.READ})
+    rig.tier.submit_load(rig.desk.load_batch(range(4), family()))
+    rig.until(lambda: rig.queue.in_flight == 4, "the reads never began")
+    began = time.monotonic()
+    rig.tier.close(0.2)
+    assert time.monotonic() - began < 5
+    rig.faults.held = frozenset()
+
+
+def test_of_two_drives_one_fails(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "one", tmp_path / "two")
+    rig.desk.store_all(range(16))
+    first = tmp_path / "one"
+    names = {
+        fd: os.readlink(f"/proc/self/fd/{fd}")
+        for fd in map(int, os.listdir("/proc/self/fd"))
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    rig.faults.fds = frozenset(fd for fd, name in names.items() if name.startswith(f"{first}/"))
+    rig.faults.errors = {Op.WRITE: errno.EIO}
+    left = list(range(100, 140))
+    end = time.monotonic() + DEADLINE_S
+    while left:
+        assert time.monotonic() < end
+        done = rig.desk.store(left[:16])
+        good = set(done.rows(Done).tolist())
+        left = [n for row, n in enumerate(left[:16]) if row not in good] + left[16:]
+    assert len(rig.desk.load(range(100, 140)).rows(Done)) == 40
+    rig.close()
+
+
+def test_no_space_for_another_segment_and_what_there_is_is_used(tmp_path: Path) -> None:
+    class Full(Files):
+        left = 5
+
+        def allocate(self, fd: int, size_bytes: int) -> None:
+            if self.left == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.left -= 1
+            super().allocate(fd, size_bytes)
+
+    arena = Arena()
+    tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], files=Full())
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(300))
+    assert "no space left on its file system for another segment" in tier.health().reasons[0]
+    assert len(desk.load(range(290, 300)).rows(Done)) == 10
+    assert len(list((tmp_path / "one").glob("*.segment*"))) == 5
+    tier.check()
+    tier.close()
+
+
+def test_a_small_file_system_runs_full(tmp_path: Path) -> None:
+    with mounted("tmpfs", "size=1300k", tmp_path / "small") as folder:
+        arena = Arena()
+        tier = SsdTier(settings(folder, segments=8), [arena.bytes])
+        desk = Desk(tier, arena)
+        desk.settle()
+        desk.store_all(range(200))
+        assert len(desk.load(range(190, 200)).rows(Done)) == 10
+        assert any("no space" in reason for reason in tier.health().reasons)
+        tier.check()
+        tier.close()
+
+
+def test_a_file_system_that_was_remounted_read_only(tmp_path: Path) -> None:
+    with mounted("tmpfs", "size=16m", tmp_path / "small") as folder:
+        arena = Arena()
+        tier = SsdTier(settings(folder), [arena.bytes])
+        desk = Desk(tier, arena)
+        desk.settle()
+        desk.store_all(range(20))
+        tier.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        tier = SsdTier(settings(folder), [arena.bytes])
+        desk = Desk(tier, arena)
+        desk.settle()
+        assert len(desk.load(range(20)).rows(Done)) == 20
+        assert "may not be written to" in tier.health().reasons[0]
+        assert desk.store([50]).parts[0][0] == Throttled("degraded", 60.0)
+        tier.close()
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
+    arena = Arena()
+    tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], files=NoDirect())
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(4))
+    assert len(desk.load(range(4)).rows(Done)) == 4
+    assert "no direct I/O" in tier.health().reasons[0]
+    tier.close()
+
+
+def test_a_directory_has_one_owner(tmp_path: Path) -> None:
+    found = settings(tmp_path / "one")
+    arena = Arena()
+    tier = SsdTier(found, [arena.bytes])
+    with pytest.raises(DirectoryError, match="another daemon"):
+        SsdTier(found, [arena.bytes])
+    tier.close()
+    SsdTier(found, [arena.bytes]).close()
+
+
+def test_a_segment_that_somebody_still_locks_is_waited_for(tmp_path: Path) -> None:
+    found, arena = settings(tmp_path / "one"), Arena()
+    tier = SsdTier(found, [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(20))
+    tier.close()
+    path = min((tmp_path / "one").glob("*.segment"))
+    holder = Files().open(path)
+    tier = SsdTier(found, [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    assert tier.status.locked_files == 1
+    desk.load(range(20))
+    os.close(holder.fd)
+    end = time.monotonic() + DEADLINE_S
+    while tier.status.locked_files:
+        desk.pump(0.05)
+        assert time.monotonic() < end
+    assert len(desk.load(range(20)).rows(Done)) == 20
+    tier.close()
+
+
+@pytest.mark.parametrize("capacity", [0, SEGMENT_BYTES, 3 * SEGMENT_BYTES])
+def test_too_little_room_is_said_at_the_start(tmp_path: Path, capacity: int) -> None:
+    small = SsdSettings((Place(tmp_path, capacity),), segment_bytes=SEGMENT_BYTES)
+    with pytest.raises(DirectoryError, match="at least 4"):
+        SsdTier(small, [Arena().bytes])
+
+
+def test_a_directory_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="give a directory that exists"):
+        Directory(Place(tmp_path / "nowhere", 1 << 30), SEGMENT_BYTES, Files())
+    (tmp_path / "kvhearth.log").write_bytes(b"something else" * 400)
+    with pytest.raises(DirectoryError, match="cannot be understood"):
+        Directory(Place(tmp_path, 1 << 30), SEGMENT_BYTES, Files())
+
+
+def test_a_lowered_capacity_is_kept_to(tmp_path: Path) -> None:
+    folder, arena = tmp_path / "one", Arena()
+    tier = SsdTier(settings(folder, segments=10), [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(150))
+    tier.close()
+    smaller = settings(folder, segments=5)
+    tier = SsdTier(smaller, [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    end = time.monotonic() + DEADLINE_S
+    while tier.status.allocated_bytes()[str(folder)] > smaller.places[0].capacity_bytes:
+        desk.pump(0.02)
+        assert time.monotonic() < end, "it stays over its capacity"
+    desk.store_all(range(200, 260))
+    assert len(desk.load(range(250, 260)).rows(Done)) == 10
+    tier.check()
+    tier.close()
+
+
+def test_hot_blocks_are_carried_over(tmp_path: Path) -> None:
+    arena = Arena()
+    tier = SsdTier(settings(tmp_path / "one", segments=6), [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(30))
+    for start in range(100, 400, 12):
+        assert len(desk.load([3, 17]).rows(Done)) == 2, "what is used again and again stays"
+        desk.store_all(range(start, start + 12))
+    assert tier.counts["carried_blocks"] >= 2
+    assert tier.look_up(family(), [key_of(4)]).present.tolist() == [False]
+    assert tier.status.write_amplification > 1
+    facts = tier.look_up(family(), [key_of(3)])
+    assert (facts.sequences[0], facts.parents[0]) == (4, 3)
+    assert tier.drain(DEADLINE_S)
+    tier.check()
+    tier.close()
+
+
+def test_admission_and_budget_stand_before_the_drive(tmp_path: Path) -> None:
+    arena = Arena()
+    one_day = settings(tmp_path / "one", bytes_per_day=24 * 10 * 4 * 4096 * 10)
+    tier = SsdTier(one_day, [arena.bytes], admission=SeenTwice())
+    desk = Desk(tier, arena)
+    desk.settle()
+    first = desk.store(range(20))
+    assert {o.reason for o, _ in first.parts if isinstance(o, Throttled)} == {"admission"}
+    end = time.monotonic() + DEADLINE_S
+    while not len((second := desk.store(range(20))).rows(Done)):
+        assert time.monotonic() < end
+    reasons = {o.reason for o, _ in second.parts if isinstance(o, Throttled)}
+    assert reasons == {"budget"}
+    assert len(second.rows(Done)) in (10, 11), "a tenth of an hour's bytes, the last overdrawn"
+    tier.close()
+
+
+def test_a_full_queue_puts_a_batch_off(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "one", queue_writes=8, queue_reads=8, segment_bytes=4 * SEGMENT_BYTES)
+    rig.desk.store_all(range(8))
+    rig.faults.held = frozenset(Op)
+    first = rig.tier.submit_load(rig.desk.load_batch(range(8), family()))
+    assert isinstance(first, int)
+    again = rig.tier.submit_load(rig.desk.load_batch([1], family()))
+    assert isinstance(again, Throttled)
+    assert again.reason == "queue"
+    assert isinstance(rig.tier.submit_store(rig.desk.store_batch(range(20, 28), family())), int)
+    refused = rig.tier.submit_store(rig.desk.store_batch([40], family()))
+    assert isinstance(refused, Throttled)
+    assert refused.reason == "queue"
+    rig.faults.held = frozenset()
+    rig.desk.wait(first)
+    rig.close()
+
+
+def test_a_disk_interface_that_breaks_is_no_hang(tmp_path: Path) -> None:
+    class Breaks(FaultyQueue):
+        broken = False
+
+        def submit(self, requests: Sequence[Request]) -> int:
+            if self.broken:
+                raise OSError(errno.EBADF, "the ring is gone")
+            return super().submit(requests)
+
+    arena = Arena()
+    queue = Breaks(open_queue("threads", 4), Faults())
+    tier = SsdTier(settings(tmp_path / "one", stuck_s=0.3), [arena.bytes], queue=queue)
+    desk = Desk(tier, arena)
+    desk.settle()
+    desk.store_all(range(8))
+    queue.broken = True
+    ticket = tier.submit_load(desk.load_batch(range(8), family()))
+    end = time.monotonic() + DEADLINE_S
+    while not desk.events:
+        desk.pump(0.02)
+        assert time.monotonic() < end
+    (told,) = desk.events
+    # Nobody knows what the kernel took of the four that were begun: no slot is given back.
+    assert (told.ticket, told.final, len(told.rows(Failed))) == (ticket, False, 4)
+    assert "disk interface failed: threads: the ring is gone" in tier.health().reasons
+    assert tier.submit_store(desk.store_batch([50], family())) == Throttled("degraded", 60.0)
+    tier.close(0.5)

@@ -1,0 +1,191 @@
+"""The SSD tier's pure parts: index, admission, budget, sizes, health, estimates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
+
+from kvhearth.model import Records
+from kvhearth_server.tiers.base import PLACE_DTYPE, Done, Failed, LoadBatch, Throttled
+from kvhearth_server.tiers.dram import DramTier
+from kvhearth_server.tiers.ssd.admission import AdmitAll, SeenTwice
+from kvhearth_server.tiers.ssd.budget import DAY_S, WriteBudget
+from kvhearth_server.tiers.ssd.health import DirectoryHealth
+from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
+from kvhearth_server.tiers.ssd.settings import (
+    MIB,
+    Place,
+    SsdSettings,
+    segment_bytes_for,
+    segment_cost_bytes,
+    segments_max,
+)
+from kvhearth_server.tiers.wrappers import Counting, Faulty, Throttling
+
+GIB = 1 << 30
+
+
+def rows(count: int, shards: int, length: int = 100) -> Records:
+    found = np.zeros((count, shards), ROW_DTYPE)
+    found["length"] = length
+    return found
+
+
+def test_the_index_agrees_with_a_dict() -> None:
+    """Random binds, unbinds and segments forgotten, against a plain model."""
+    seed = random.Random(11)
+    index, model = SsdIndex(), dict[tuple[int, bytes], int]()
+    for step in range(400):
+        group, shards = seed.randrange(2), seed.choice([1, 1, 3])
+        names = [key_of(seed.randrange(60)) for _ in range(seed.randrange(1, 9))]
+        what = seed.random()
+        segment = step // 20
+        if what < 0.6:
+            index.bind(NAMESPACE, group, names, segment, rows(len(names), shards))
+            model |= {(group, key): segment for key in names}
+        elif what < 0.9:
+            gone = {(group, key) for key in names} & set(model)
+            assert index.unbind(NAMESPACE, group, names) == len(gone)
+            for name in gone:
+                del model[name]
+        else:
+            old = seed.randrange(segment + 1)
+            told = {(e.group, k) for e in index.forget_segment(old) for k in e.keys}
+            assert told == {name for name, where in model.items() if where == old}
+            model = {name: where for name, where in model.items() if where != old}
+        index.check()
+        assert len(index) == len(model)
+    for group in (0, 1):
+        entries = index.find(NAMESPACE, group, keys_of(range(60)))
+        for number, entry in enumerate(entries.tolist()):
+            assert (entry >> 32 if entry >= 0 else -1) == model.get((group, key_of(number)), -1)
+
+
+def test_one_key_twice_in_a_call_is_the_later_one() -> None:
+    index = SsdIndex()
+    found = rows(3, 1)
+    found["sequence"] = [[1], [2], [3]]
+    index.bind(NAMESPACE, 0, [b"a", b"b", b"a"], 5, found)
+    index.check()
+    entries = index.find(NAMESPACE, 0, [b"a", b"b"])
+    assert index.heads(entries)["sequence"].tolist() == [3, 2]
+    assert index.live_bytes == 200
+
+
+def test_seen_twice_lets_in_at_the_second_offer() -> None:
+    rule = SeenTwice(remembered=4)
+    keys = keys_of(range(4))
+    assert rule.admit(NAMESPACE, 0, keys, 100).tolist() == [False] * 4
+    assert rule.admit(NAMESPACE, 1, keys[:1], 100).tolist() == [False], "another group"
+    assert rule.admit(NAMESPACE, 0, keys[:2], 100).tolist() == [True, True]
+    # Bounded: what was offered long ago is forgotten.
+    rule.admit(NAMESPACE, 0, keys_of(range(100, 120)), 100)
+    assert rule.admit(NAMESPACE, 0, keys[3:], 100).tolist() == [False]
+
+
+def test_admission_by_size() -> None:
+    rule = AdmitAll(length_min=10, length_max=20)
+    sizes = (9, 10, 20, 21)
+    assert [bool(rule.admit(NAMESPACE, 0, [b"k"], size)[0]) for size in sizes] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_budget_is_kept_over_a_day() -> None:
+    budget, now, written = WriteBudget(24_000, 0.0), 0.0, 0
+    while now < DAY_S:
+        if budget.take(300, now):
+            written += 300
+        else:
+            assert budget.wait_s(now) > 0
+        now += 60.0
+    assert 23_000 <= written <= 24_000 + 400
+    assert WriteBudget(0, 0.0).take(1 << 60, 0.0)
+
+
+def test_a_block_larger_than_the_bucket_is_waited_for() -> None:
+    budget = WriteBudget(24_000, 0.0)
+    assert budget.take(5_000, 0.0)
+    assert not budget.take(1, 3600.0)
+    assert budget.take(1, 3600.0 + budget.wait_s(3600.0))
+
+
+@pytest.mark.parametrize("capacity", [GIB, 10 * GIB, 100 * GIB, 1000 * GIB, 100_000 * GIB])
+def test_segments_fit_into_the_capacity(capacity: int) -> None:
+    size = segment_bytes_for(capacity)
+    count = segments_max(capacity, size)
+    assert 4 <= count <= 1024
+    assert count * segment_cost_bytes(size) <= capacity
+    assert count * size >= 0.9 * capacity or size == 64 * MIB
+
+
+def test_settings_are_checked() -> None:
+    place = Place(Path("one"), GIB)
+    for bad in (
+        {"places": ()},
+        {"places": (place, place)},
+        {"segment_bytes": 5000},
+        {"carry_share": 1.0},
+        {"depth": 0},
+        {"queue_writes": 0},
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            SsdSettings(**{"places": (place,), **bad})
+
+
+def test_pauses_after_failed_writes_grow_and_end() -> None:
+    health = DirectoryHealth("d")
+    now, pauses = 0.0, []
+    for _ in range(8):
+        health.write_failed("io", now)
+        assert not health.may_write(now)
+        pauses.append(health.retry_after_s(now))
+        health.write_failed("io", now)  # one that was in flight makes it no longer
+        now += pauses[-1]
+        assert health.may_write(now)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert health.reasons(now) == ["d: writes: its device reports I/O errors"]
+    health.write_done()
+    assert health.reasons(now) == []
+
+
+def test_throttling_by_rate_and_by_batches() -> None:
+    arena, now = Arena(), [0.0]
+    tier = Throttling(
+        DramTier([arena.bytes], 1 << 20), clock=lambda: now[0], bytes_per_s=20_000, batches=2
+    )
+    batch = LoadBatch(family(), [b"k"], np.zeros((1, 1), PLACE_DTYPE))
+    assert isinstance(tier.submit_load(batch), int)
+    refused = tier.submit_load(batch)
+    assert refused == Throttled("rate", 0.5)
+    now[0] = 0.5
+    assert isinstance(tier.submit_load(batch), int)
+    now[0] = 1.0
+    assert tier.submit_load(batch) == Throttled("queue")
+    assert len(tier.poll()) == 2
+    assert isinstance(tier.submit_load(batch), int)
+    tier.close()
+
+
+def test_injected_faults_only_make_good_outcomes_bad() -> None:
+    arena = Arena()
+    faulty = Faulty(DramTier([arena.bytes], 8 << 20), 3, fail=0.3, refuse=0.3)
+    tier = Counting(faulty)
+    desk = Desk(tier, arena)
+    for start in range(0, 320, 16):
+        desk.store(range(start, start + 16))
+    assert faulty.injected > 50
+    assert tier.seen["store_done"] + tier.seen["store_failed"] == tier.seen["store_blocks"]
+    assert tier.seen["store_failed"] > 20
+    assert tier.seen["store_refused"] > 0
+    assert tier.in_flight == 0
+    found = desk.store(range(8))
+    assert len(found.rows(Done)) + len(found.rows(Failed)) == 8
+    tier.close()

@@ -1,0 +1,287 @@
+"""What is read back after a crash: everything that is whole, nothing that is not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiers import (
+    DEADLINE_S,
+    PAGE,
+    SEGMENT_BYTES,
+    Arena,
+    Desk,
+    family,
+    key_of,
+    segment_files,
+    settings,
+)
+
+from kvhearth_server.tiers.base import Corrupt, Done, Family, Missing
+from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.format import RECORD_BYTES, Doubt
+from kvhearth_server.tiers.ssd.recovery import Reader, Recovered, read_segment
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+SECTOR = 512
+RECORD_PAGES = 4
+"""Header and 10,000 bytes."""
+
+
+def written(folder: Path, count: int, of: Family | None = None) -> None:
+    """A log with blocks 0 to ``count``; its last segment is unfinished."""
+    with opened(folder) as desk:
+        desk.store_all(range(count), of)
+        assert desk.tier.drain(DEADLINE_S)
+
+
+class opened:
+    """A tier over a folder, its log read back; closed at the end, books checked."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        self.tier = SsdTier(settings(folder, **changes), [(arena := Arena()).bytes])
+        self.desk = Desk(self.tier, arena)
+
+    def __enter__(self) -> Desk:
+        self.desk.settle()
+        return self.desk
+
+    def __exit__(self, *_: object) -> None:
+        assert self.tier.drain(DEADLINE_S)
+        self.desk.events += self.tier.poll()
+        self.tier.check()
+        self.tier.close()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks 0 to 19: one segment with a footer (15 blocks), one without (5)."""
+    folder = tmp_path_factory.mktemp("log") / "one"
+    written(folder, 20)
+    return folder
+
+
+@pytest.fixture
+def copy(log: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(log, tmp_path / "copy"))
+
+
+def files(folder: Path) -> tuple[Path, Path]:
+    """(the one with a footer, the one without) that hold records."""
+    found = [p for p in segment_files(folder) if p.read_bytes()[PAGE : PAGE + 4] == b"HKVR"]
+    whole = [p for p in found if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF"]
+    (sealed,), (unfinished,) = whole, [p for p in found if p not in whole]
+    return sealed, unfinished
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    data = path.read_bytes()[at]
+    patch(path, at, bytes([data ^ (1 << bit)]))
+
+
+class Bench:
+    """Reads one segment file of a directory as recovery does, again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory = Directory(settings(folder).places[0], SEGMENT_BYTES, Files())
+        self.segments = {s.path: s for s in self.directory.list_segments()}
+        self._memory = mmap.mmap(-1, 8 << 20)
+
+    def read(self, path: Path) -> Recovered:
+        segment = self.segments[path]
+        found = read_segment(segment, Reader(self._memory))
+        self.directory.close_segment(segment)
+        assert found.failed is None
+        return found
+
+
+@pytest.fixture
+def bench(copy: Path) -> Iterator[Bench]:
+    bench = Bench(copy)
+    yield bench
+    bench.directory.close()
+
+
+def numbers(found: Recovered) -> list[int]:
+    """Which blocks were found."""
+    by_key = {key_of(number): number for number in range(100)}
+    return [by_key[key.tobytes()[:32]] for key in found.records["key"]]
+
+
+def test_all_comes_back(copy: Path) -> None:
+    with opened(copy) as desk:
+        assert len(desk.load(range(20)).rows(Done)) == 20
+        assert desk.tier.counts["recovered_blocks"] == 20
+        facts = desk.tier.look_up(family(), [key_of(3)])
+        assert (facts.sequences[0], facts.parents[0]) == (4, 3)
+        # The unfinished segment is filled further, and comes back once more.
+        desk.store_all(range(20, 30))
+    with opened(copy) as desk:
+        assert len(desk.load(range(30)).rows(Done)) == 30
+        assert not [name for name in desk.tier.counts.values if name.startswith("dropped")]
+
+
+def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) -> None:
+    _, path = files(copy)
+    whole = path.read_bytes()
+    start = (1 + 4 * RECORD_PAGES) * PAGE  # of block 19, the last one
+    end = start + RECORD_PAGES * PAGE
+    assert numbers(bench.read(path)) == [15, 16, 17, 18, 19]
+    payload_end = start + PAGE + 10_000
+    for filler in (b"\0", b"\xa5"):
+        for cut in range(start, end, SECTOR):
+            patch(path, cut, filler * (end - cut))
+            found = bench.read(path)
+            # What is missing of the header page beyond the header, or of the padding, is nothing.
+            harmless = start < cut and cut >= payload_end
+            expected = [15, 16, 17, 18, 19] if harmless else [15, 16, 17, 18]
+            assert numbers(found) == expected, (filler, cut - start)
+            if not harmless:
+                torn = found.doubts[Doubt.TORN] + found.doubts[Doubt.DAMAGED]
+                assert torn == (0 if cut == start else 1), (filler, cut - start)
+            patch(path, start, whole[start:end])
+
+
+def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(copy: Path, bench: Bench) -> None:
+    _, path = files(copy)
+    start = (1 + RECORD_PAGES) * PAGE  # block 16
+    for at in range(0, RECORD_BYTES, 7):
+        flip(path, start + at, at % 8)
+        assert numbers(bench.read(path)) == [15, 17, 18, 19], at
+        flip(path, start + at, at % 8)
+    for at in (0, 5000, 9999):
+        flip(path, start + PAGE + at)
+        found = bench.read(path)
+        assert numbers(found) == [15, 17, 18, 19]
+        assert found.doubts == Counter({Doubt.TORN: 1})
+        flip(path, start + PAGE + at)
+
+
+def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(copy: Path, bench: Bench) -> None:
+    path, _ = files(copy)
+    assert bench.read(path).sealed
+    used = [*range(0, 64, 3), *range(-PAGE, -PAGE + 15 * RECORD_BYTES, 101)]
+    for at in used:
+        place = SEGMENT_BYTES + at - (0 if at < 0 else PAGE)
+        if at < 0:
+            place -= PAGE
+        flip(path, place, at % 8)
+        found = bench.read(path)
+        assert not found.sealed, at
+        assert numbers(found) == list(range(15)), at
+        flip(path, place, at % 8)
+
+
+def test_a_lost_first_page_costs_nothing(copy: Path, bench: Bench) -> None:
+    for path, blocks in zip(files(copy), (range(15), range(15, 20)), strict=True):
+        patch(path, 0, b"\xff" * PAGE)
+        found = bench.read(path)
+        assert numbers(found) == list(blocks)
+        assert found.doubts == Counter({Doubt.DAMAGED: 1})
+        assert not found.resume, "its life is only guessed: nothing may be appended"
+
+
+def test_a_lie_in_a_footered_record_is_found_by_the_load(copy: Path) -> None:
+    path, _ = files(copy)
+    flip(path, (1 + 3 * RECORD_PAGES + 1) * PAGE + 4321)
+    with opened(copy) as desk:
+        done = desk.load(range(20))
+        assert done.rows(Corrupt).tolist() == [3]
+        assert len(done.rows(Done)) == 19
+        assert desk.load([3]).rows(Missing).tolist() == [0], "what is corrupt is forgotten"
+        assert desk.tier.counts["corrupt_blocks"] == 1
+        desk.store_all([3])
+        assert desk.load([3]).rows(Done).tolist() == [0]
+
+
+@pytest.mark.parametrize("keep", [0, 100, PAGE, 5 * PAGE, 5 * PAGE + 1, SEGMENT_BYTES - PAGE])
+def test_a_truncated_file(copy: Path, keep: int) -> None:
+    path, _ = files(copy)
+    os.truncate(path, keep)
+    whole = max(0, (keep // PAGE - 1) // RECORD_PAGES)
+    with opened(copy) as desk:
+        done = desk.load(range(20))
+        assert done.rows(Done).tolist() == [*range(min(whole, 15)), *range(15, 20)]
+        desk.store_all(range(100, 300))  # and room is made of it in the end
+        assert len(desk.load(range(290, 300)).rows(Done)) == 10
+
+
+def test_files_swapped_and_records_moved(copy: Path, bench: Bench) -> None:
+    sealed, unfinished = files(copy)
+    one = (1 + RECORD_PAGES) * PAGE
+    size = RECORD_PAGES * PAGE
+    data = unfinished.read_bytes()
+    # Block 16's record where 17's was, and the other way round; then 15's a second time at the end.
+    patch(unfinished, one, data[one + size : one + 2 * size])
+    patch(unfinished, one + size, data[one : one + size])
+    patch(unfinished, (1 + 5 * RECORD_PAGES) * PAGE, data[PAGE : PAGE + size])
+    found = bench.read(unfinished)
+    assert numbers(found) == [15, 18, 19]
+    assert found.doubts == Counter({Doubt.MISPLACED: 3})
+    # A record of another segment.
+    patch(unfinished, PAGE, sealed.read_bytes()[PAGE : PAGE + size])
+    assert numbers(bench.read(unfinished)) == [18, 19]
+
+
+def test_records_and_files_of_another_log(copy: Path, tmp_path: Path) -> None:
+    written(tmp_path / "other", 20)
+    sealed, unfinished = files(copy)
+    foreign_sealed, foreign = files(tmp_path / "other")
+    size = RECORD_PAGES * PAGE
+    patch(unfinished, PAGE, foreign.read_bytes()[PAGE : PAGE + size])
+    shutil.copy(foreign_sealed, sealed)
+    with opened(copy) as desk:
+        assert desk.load(range(20)).rows(Done).tolist() == [16, 17, 18, 19]
+        assert desk.tier.counts["dropped_foreign"] == 2
+
+
+def test_the_same_block_twice_is_served_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "one") as desk:
+        desk.store_all([1, 2])
+        desk.store_all([1], family(epoch=2))
+        desk.store_all(range(10, 40))
+    with opened(tmp_path / "one") as desk:
+        assert desk.tier.counts["dropped_duplicate"] == 1
+        assert desk.load([1]).rows(Missing).tolist() == [0]
+        assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
+
+
+def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
+    of = family(shards=3, length=4000)
+    written(tmp_path / "one", 4, of)
+    (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
+    flip(path, (1 + 2 * (3 + 1)) * PAGE + 20)  # the header of block 1's second shard
+    with opened(tmp_path / "one") as desk:
+        assert desk.load(range(4), of).rows(Done).tolist() == [0, 2, 3]
+        assert desk.tier.counts["dropped_damaged"] == 1
+        assert desk.tier.counts["dropped_incomplete"] == 2
+
+
+def test_garbage_of_every_kind_is_survived(copy: Path) -> None:
+    random = np.random.default_rng(5)
+    for path in segment_files(copy):
+        data = bytearray(path.read_bytes())
+        for _ in range(40):
+            at = int(random.integers(0, len(data) - 600))
+            data[at : at + 600] = random.bytes(600)
+        path.write_bytes(data)
+    (copy / "00000099.segment").write_bytes(random.bytes(5000))
+    (copy / "notes.txt").write_text("not ours")
+    (copy / "00000001.segment.new").write_bytes(b"half made")
+    with opened(copy) as desk:
+        desk.load(range(20))  # compares every byte of what it says is there
+        assert (copy / "notes.txt").exists()
+        assert not (copy / "00000001.segment.new").exists()
