@@ -71,6 +71,7 @@ def build() -> typer.Typer:
     from kvhearth_server.cli import (
         bench,
         bench_peers,
+        bench_ttft,
         config,
         doctor,
         drain,
@@ -118,6 +119,7 @@ def build() -> typer.Typer:
     )
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
+    benches.command("ttft", epilog=bench_ttft.EPILOG)(bench_ttft.ttft)
     app.add_typer(benches, name="bench")
     app.command("version", epilog=version.EPILOG)(version.version)
     return app

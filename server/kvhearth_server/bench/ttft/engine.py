@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth_server.bench.peers.adapter import reason_of
@@ -75,39 +76,50 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-class Engine:
-    """A server that was started; ``wait_up`` waits for it.
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started.
 
-    Args:
+    Attributes:
         python: of its environment.
         model: a folder.
         dtype: of the weights and of the KV.
         threads: it computes with.
-        log_path: for its output.
         transfer: its ``--kv-transfer-config``, None for none.
         switches: more flags without a value.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        model: Path,
-        dtype: str,
-        threads: int,
-        log_path: Path,
-        transfer: Mapping[str, object] | None = None,
-        switches: Sequence[str] = (),
-    ) -> None:
-        self.port = free_port()
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--served-model-name", _NAME, "--dtype", dtype]
+    python: Path
+    model: Path
+    dtype: str
+    threads: int
+    transfer: Mapping[str, object] | None = None
+    switches: Sequence[str] = ()
+
+    def command(self, port: int) -> list[str]:
+        """The words of its command line."""
+        words = [str(self.python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        words += ["--host", "127.0.0.1", "--port", str(port)]
+        words += ["--served-model-name", _NAME, "--dtype", self.dtype]
         for name, value in FLAGS.items():
-            command += [f"--{name}", value]
-        command += [f"--{name}" for name in (*SWITCHES, *switches)]
-        if transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(transfer)]
-        self.family = Family(log_path, command, environment(threads))
+            words += [f"--{name}", value]
+        words += [f"--{name}" for name in (*SWITCHES, *self.switches)]
+        if self.transfer is not None:
+            words += ["--kv-transfer-config", json.dumps(self.transfer)]
+        return words
+
+
+class Engine:
+    """A server that was started; ``wait_up`` waits for it.
+
+    Args:
+        launch: how.
+        log_path: for its output.
+    """
+
+    def __init__(self, launch: Launch, log_path: Path) -> None:
+        self.port = free_port()
+        self.family = Family(log_path, launch.command(self.port), environment(launch.threads))
 
     def wait_up(self) -> None:
         """Wait until it answers.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,13 +16,16 @@ _SESSION_FIELD = 3
 """Of /proc/PID/stat, counted from behind the name."""
 
 
-def parse_session(stat: str) -> int:
-    """The session of ``/proc/PID/stat``; a process may have any name, brackets included."""
-    return int(stat.rpartition(")")[2].split()[_SESSION_FIELD])
+def parse_session(stat: str) -> int | None:
+    """The session of ``/proc/PID/stat``, None for a process that has ended and only waits to be
+    reaped. A process may have any name, brackets included.
+    """
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[_SESSION_FIELD])
 
 
 def session_pids(session: int) -> list[int]:
-    """All processes of a session."""
+    """All processes of a session that live."""
     found = []
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
@@ -87,3 +91,6 @@ class Family:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_KILL_S)
+        until = time.monotonic() + _KILL_S
+        while session_pids(self._process.pid) and time.monotonic() < until:
+            time.sleep(0.02)

@@ -25,23 +25,30 @@ class Sizes:
     Attributes:
         lengths: prompt tokens by label; ``4k`` is among them.
         rounds: prompts of each length.
-        pairs: prompts of the zero-hit part, before and after the restart each.
-        pair_tokens: of a prompt of the zero-hit part.
+        repeats: of what is warm, for each prompt.
+        pairs: runs of the zero-hit part, before and after the restart each.
+        pair_prompts, pair_tokens: prompts of a run, one after the other, and tokens of each. vLLM's
+            worker spins for a second behind its last step, so that a run of one short prompt
+            would measure that.
         output_tokens: of each answer.
         dtype: of weights and KV.
     """
 
     lengths: Mapping[str, int]
     rounds: int
+    repeats: int
     pairs: int
+    pair_prompts: int
     pair_tokens: int
     output_tokens: int
     dtype: str
 
     @property
     def memory_bytes(self) -> int:
-        """Of a daemon: all prompts of the run, twice."""
-        prompts = self.rounds * sum(self.lengths.values()) + 2 * self.pairs * self.pair_tokens
+        """Of a daemon: all prompts that are asked for again, twice. Those of the zero-hit part may
+        be evicted.
+        """
+        prompts = self.rounds * sum(self.lengths.values())
         proof = 4 * self.lengths[LONGEST]
         return 2 * (prompts + proof) * KV_BYTES_PER_TOKEN[self.dtype] + (256 << 20)
 
@@ -57,7 +64,9 @@ def sizes_of(*, quick: bool, dtype: str) -> Sizes:
     return Sizes(
         lengths={label: prompt_tokens(label) for label in labels},
         rounds=2 if quick else 7,
-        pairs=2 if quick else 15,
+        repeats=2 if quick else 3,
+        pairs=2 if quick else 10,
+        pair_prompts=1 if quick else 3,
         pair_tokens=prompt_tokens("1k" if quick else "2k"),
         output_tokens=8,
         dtype=dtype,
