@@ -33,7 +33,7 @@ class Settings:
     """
 
     url: str = "kvhearth+unix:///run/kvhearth"
-    lookup_wait_ms: int = 50
+    lookup_wait_ms: int = 250
     handover_wait_ms: int = 2000
     policy: str = "auto"
     min_load_tokens: int = 0
