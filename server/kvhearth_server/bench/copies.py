@@ -38,6 +38,8 @@ from kvhearth_server.bench.steps import steps
 
 _WARM_ROUNDS = 2
 """Until the arena is full and every page of it was touched."""
+_ONES_BETWEEN_QUIET = 16
+"""One follows the other, as an engine's do; the daemon's sums of the one run beside the next."""
 _STOCK_BLOCKS = 32
 _STOCK_WAIT_S = 20.0
 CONTRACT = contract(PAGE_BYTES)
@@ -209,10 +211,11 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
                 lambda at=index: bench.load_one(bench.trusting, at),  # type: ignore[misc]
                 lambda: empty_call(calls),
             )
+            if not number % _ONES_BETWEEN_QUIET:
+                bench.daemon.wait_quiet()
             for name, measure in zip(names, measures, strict=True):
                 baselines.append(plain_one(bench.source, bench.target, (index + 7) % BATCH))
                 times[name].append(measure())
-                bench.daemon.wait_quiet()
     finally:
         stock.close()
     values, memcpy_s = bench.result.values, p50(baselines)
