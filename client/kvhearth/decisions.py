@@ -294,9 +294,16 @@ class Decisions:
             all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
         """
         self._keeper.epochs.use(EPOCH_UNKNOWN)
-        return self._caller.decide(
-            "bump_epoch", lambda: self._bump(expected, only_alone=False), lambda _: EPOCH_UNKNOWN
-        )
+
+        def work() -> int:
+            link = self._decision_link()
+            current = expected
+            if current is None:
+                self._keeper.beat(link)
+                current = self._keeper.epochs.daemon
+            return self._bump(link, current, only_alone=False)
+
+        return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
 
     def drop_if_alone(self) -> bool:
         """Make all blocks of the namespace invalid, if no other engine is attached to it.
@@ -307,9 +314,13 @@ class Decisions:
         before = self.epoch
 
         def work() -> bool:
+            link = self._decision_link()
+            self._keeper.beat(link)
+            current = self._keeper.epochs.daemon
             try:
+                # From here on nobody knows until the answer is there.
                 self._keeper.epochs.use(EPOCH_UNKNOWN)
-                self._bump(None, only_alone=True)
+                self._bump(link, current, only_alone=True)
             except KVHearthError as error:
                 if not outcome_unknown(error):
                     self._keeper.epochs.use(before)
@@ -318,11 +329,7 @@ class Decisions:
 
         return self._caller.decide("drop_if_alone", work, lambda _: False)
 
-    def _bump(self, expected: int | None, *, only_alone: bool) -> int:
-        link = self._decision_link()
-        if expected is None:
-            self._keeper.beat(link)
-            expected = self._keeper.epochs.daemon
+    def _bump(self, link: Link, expected: int, *, only_alone: bool) -> int:
         request = pb.BumpEpochRequest(expected_epoch=expected, only_alone=only_alone)
         reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
         self._keeper.epochs.bumped(link.boot_id, reply.epoch)

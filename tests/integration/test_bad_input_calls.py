@@ -16,7 +16,7 @@ from support.raw_calls import RawCalls, packed
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, refused
 
 from kvhearth import frames
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 
@@ -124,20 +124,27 @@ def test_what_cannot_be_parsed_is_refused_and_the_stream_goes_on(
         assert reply.boot_id == session.boot_id
 
 
-def test_calls_of_a_session_that_ended_are_refused(daemon: Daemon) -> None:
+def test_a_sessions_connections_end_with_it(daemon: Daemon) -> None:
     session = RawSession(daemon)
-    with RawCalls(daemon, session.token) as calls:
-        assert calls.call("Heartbeat", pb.HeartbeatRequest())
-        session.close()
-        until(lambda: _reason(calls) is Reason.UNKNOWN_TOKEN, "the token is void")
+    opened = [RawCalls(daemon, session.token) for _ in range(10)]
+    assert opened[0].call("Heartbeat", pb.HeartbeatRequest())
+    session.close()
+    for calls in opened:
+        assert calls.ended()
+        calls.close()
+    with RawCalls(daemon) as late:
+        late.send(packed(frames.OPEN, 0, session.token.encode()))
+        assert late.connection_refused().reason is Reason.UNKNOWN_TOKEN
 
 
-def _reason(calls: RawCalls) -> Reason | None:
+def test_a_burst_of_silent_ones_takes_no_more_places(daemon: Daemon) -> None:
+    before = daemon.descriptor_count()
+    silent = [RawCalls(daemon) for _ in range(300)]
     try:
-        calls.call("Heartbeat", pb.HeartbeatRequest())
-    except KVHearthError as error:
-        return error.reason
-    return None
+        until(lambda: daemon.descriptor_count() <= before + 70, "the oldest are let go", TIMEOUT_S)
+    finally:
+        for each in silent:
+            each.close()
 
 
 def test_a_session_has_so_many_connections(daemon: Daemon, session: RawSession) -> None:

@@ -62,7 +62,7 @@ class RawCalls(RawLine):
         for sent in range(times):
             try:
                 self._socket.sendall(data)
-            except TimeoutError:
+            except OSError:  # it takes no more, or has had enough
                 return sent
         return times
 

@@ -14,12 +14,17 @@ import time
 import weakref
 from collections import deque
 
+from google.protobuf.message import DecodeError
+
 from kvhearth import frames
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.statuses import decode_status
+from kvhearth.statuses import BareError, decode_status
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 
 _IDLE_MAX = 8
+_OPEN_MAX = 48
+"""Calls at a time; a daemon takes 64 connections of a session."""
+_BACKLOG_PAUSE_S = 0.002
 _READ_BYTES = 64 * 1024
 
 
@@ -38,6 +43,7 @@ class FramesUnixTransport:
         self._message_bytes_max = message_bytes_max
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_OPEN_MAX)
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
         self._closed = False
@@ -50,20 +56,33 @@ class FramesUnixTransport:
         end = time.monotonic() + deadline_s
         body = rpc.serialize(request)
         frames.check_size(len(body), self._message_bytes_max)
+        if not self._places.acquire(timeout=deadline_s):
+            raise KVHearthError(Reason.DEADLINE, f"{_OPEN_MAX} calls are under way")
         try:
-            connection = self._take(end)
-            try:
-                kind, reply = connection.exchange(frames.METHODS[rpc.name], body, end)
-            except BaseException:
-                # Whatever is still to come on it is no answer to the next call.
-                self._drop(connection)
-                raise
+            return self._call(rpc, body, end)
         except OSError as error:
             raise self._translate(error) from None
+        finally:
+            self._places.release()
+
+    def _call(self, rpc: Rpc[RequestT, ReplyT], body: bytes, end: float) -> ReplyT:
+        connection = self._take(end)
+        try:
+            kind, reply = connection.exchange(frames.METHODS[rpc.name], body, end)
+            answer = rpc.parse(reply) if kind == frames.DONE else None
+        except DecodeError as error:
+            self._drop(connection)
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"the reply cannot be parsed: {error}"
+            ) from None
+        except BaseException:
+            # Whatever is still to come on it is no answer to the next call.
+            self._drop(connection)
+            raise
         self._give(connection)
-        if kind == frames.REFUSED:
+        if answer is None:
             raise decode_status(reply)
-        return rpc.parse(reply)
+        return answer
 
     def close(self) -> None:
         """See ``CacheTransport.close``."""
@@ -123,6 +142,7 @@ class FramesUnixTransport:
     def _forget(self) -> None:
         """In a forked child: its copies of the connections are closed, the parent's stay."""
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_OPEN_MAX)
         self._closed = True
         for connection in self._open:
             connection.close()
@@ -143,11 +163,20 @@ class _Connection:
         self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._wait_until(end)
-            self._socket.connect(path)
+            self._connect(path, end)
         except BaseException:
             self._socket.close()
             raise
+
+    def _connect(self, path: str, end: float) -> None:
+        while True:
+            self._wait_until(end)
+            try:
+                self._socket.connect(path)
+                return
+            except BlockingIOError:
+                # The daemon's backlog is full; the kernel waits for a place only without a timeout.
+                time.sleep(_BACKLOG_PAUSE_S)
 
     def exchange(self, method: int, body: bytes, end: float) -> tuple[int, bytes]:
         """Send a request; the kind and body of its answer.
@@ -163,13 +192,15 @@ class _Connection:
         self._socket.sendall(preface + frames.HEADER.pack(len(body), method, self._number) + body)
         buffer = bytearray()
         if preface:
-            kind, reply = self._receive(buffer, 0, end)
+            kind, reply, _ = self._receive(buffer, 0, end)
             if kind == frames.REFUSED:
-                raise decode_status(reply)
-        answer = self._receive(buffer, self._number, end)
+                raise _refused_connection(reply)
+        kind, reply, answered = self._receive(buffer, self._number, end)
+        if answered != self._number:
+            raise _refused_connection(reply)
         if buffer:
             raise KVHearthError(Reason.BAD_MESSAGE, "the daemon said more than it was asked")
-        return answer
+        return kind, reply
 
     def end(self) -> None:
         """Wake whoever waits on it, from another thread."""
@@ -180,13 +211,14 @@ class _Connection:
         """Close it. Idempotent."""
         self._socket.close()
 
-    def _receive(self, buffer: bytearray, number: int, end: float) -> tuple[int, bytes]:
-        """Take one frame from the front of ``buffer``, which is filled as needed."""
+    def _receive(self, buffer: bytearray, number: int, end: float) -> tuple[int, bytes, int]:
+        """Take one frame from the front of ``buffer``, which is filled as needed: kind, body and
+        number. A refusal with number 0 is of the whole connection.
+        """
         header = frames.HEADER
         self._fill(buffer, header.size, end)
         size, kind, answered = header.unpack_from(buffer)
         frames.check_size(size, self._message_bytes_max)
-        # Number 0 refuses the whole connection.
         mine = answered == number or (kind == frames.REFUSED and answered == 0)
         if not mine or kind not in (frames.DONE, frames.REFUSED):
             raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answered another call")
@@ -194,7 +226,7 @@ class _Connection:
         self._fill(buffer, total, end)
         body = bytes(memoryview(buffer)[header.size : total])
         del buffer[:total]
-        return kind, body
+        return kind, body, answered
 
     def _fill(self, buffer: bytearray, size: int, end: float) -> None:
         while len(buffer) < size:
@@ -209,6 +241,14 @@ class _Connection:
         if left_s <= 0:
             raise TimeoutError
         self._socket.settimeout(left_s)
+
+
+def _refused_connection(reply: bytes) -> KVHearthError:
+    """A refusal that says nothing about the call, but for a token that is void."""
+    error = decode_status(reply)
+    if error.reason is Reason.UNKNOWN_TOKEN:
+        return error
+    return BareError(error.reason, error.message, **error.details)
 
 
 _live: weakref.WeakSet[FramesUnixTransport] = weakref.WeakSet()

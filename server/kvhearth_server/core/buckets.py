@@ -42,9 +42,11 @@ _CONSTANTS = (
 
 
 def multipliers(seed: int) -> _U64:
-    """What keys are hashed with. A secret seed keeps keys from being made to collide."""
+    """What keys are hashed with, two numbers a word. A secret seed keeps keys from being made to
+    collide.
+    """
     numbers = []
-    for constant in _CONSTANTS:
+    for constant in (*_CONSTANTS, *_CONSTANTS):
         seed = (seed * _STEP + constant) & _WORD
         numbers.append(seed ^ seed >> 31 | 1)
     return np.array(numbers, np.uint64)
@@ -52,13 +54,13 @@ def multipliers(seed: int) -> _U64:
 
 def hash_words(words: _U64, by: _U64) -> Hashes:
     """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``."""
-    mixed: Hashes = words[:, 0] * by[0]
-    for column in range(1, words.shape[1]):
-        mixed ^= mixed >> np.uint64(29)
+    mixed: Hashes = np.zeros(len(words), np.uint64)
+    for column in range(words.shape[1]):
         mixed += words[:, column]
-        mixed *= by[column]
-    mixed ^= mixed >> _HIGH
-    mixed *= by[0]
+        mixed *= by[2 * column]
+        mixed ^= mixed >> _HIGH
+        # Without a second secret a difference in one word could be taken back by the next one.
+        mixed *= by[2 * column + 1]
     mixed >>= _HIGH
     mixed |= _ONE
     return mixed
@@ -66,11 +68,10 @@ def hash_words(words: _U64, by: _U64) -> Hashes:
 
 def hash_one(key: bytes, by: list[int]) -> int:
     """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
-    first, *others = struct.unpack(f"<{len(key) // 8}Q", key)
-    mixed: int = first * by[0] & _WORD
-    for word, multiplier in zip(others, by[1:], strict=False):
-        mixed = ((mixed ^ mixed >> 29) + word) * multiplier & _WORD
-    mixed = (mixed ^ mixed >> 32) * by[0] & _WORD
+    mixed = 0
+    for column, word in enumerate(struct.unpack(f"<{len(key) // 8}Q", key)):
+        mixed = (mixed + word) * by[2 * column] & _WORD
+        mixed = (mixed ^ mixed >> 32) * by[2 * column + 1] & _WORD
     return mixed >> 32 | 1
 
 

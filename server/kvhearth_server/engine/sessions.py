@@ -7,7 +7,7 @@ import hmac
 import os
 import secrets
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvhearth.errors import KVHearthError, Reason
@@ -67,6 +67,8 @@ class Sessions:
         self._next = first
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[str, Session] = {}
+        self.on_left: Callable[[int], None] = lambda number: None
+        """Told the number of each session that leaves."""
         self.someone_left = asyncio.Event()
         """Set when a session leaves, for whoever waits to see it drained."""
 
@@ -119,6 +121,7 @@ class Sessions:
         """Its life line closed: the token is void, the record stays until drained."""
         session.gone = True
         self.someone_left.set()
+        self.on_left(session.number)
         self._by_token.pop(session.token, None)
 
     def drop(self, session: Session) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ CONNECTIONS_PER_SESSION_MAX = 64
 _UNOPENED_MAX = 64
 _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
+_CALLS_PER_TURN = 8
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 
 
@@ -40,7 +40,8 @@ class CallsServer:
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
-        self._by_session: Counter[int] = Counter()
+        self._by_session: dict[int, set[_Connection]] = {}
+        engine.sessions.on_left = self._session_left
 
     async def start(self, path: Path) -> None:
         """Listen; the socket's mode lets every user connect whom the directory lets in, the token
@@ -64,7 +65,10 @@ class CallsServer:
         self._connections.add(connection)
         self._unopened[connection] = None
         if len(self._unopened) > _UNOPENED_MAX:
-            next(iter(self._unopened)).close()
+            oldest = next(iter(self._unopened))
+            # Now, not when it is lost: many may come before that.
+            del self._unopened[oldest]
+            oldest.close()
 
     def open(self, connection: _Connection, token: str) -> Session:
         """A connection told its token.
@@ -73,12 +77,13 @@ class CallsServer:
             KVHearthError: ``unknown_token``, ``too_many_sessions``.
         """
         session = self.decisions.admit(token)
-        if self._by_session[session.number] >= CONNECTIONS_PER_SESSION_MAX:
+        opened = self._by_session.setdefault(session.number, set())
+        if len(opened) >= CONNECTIONS_PER_SESSION_MAX:
             raise KVHearthError(
                 Reason.TOO_MANY_SESSIONS,
                 f"the session has {CONNECTIONS_PER_SESSION_MAX} connections for calls; close some",
             )
-        self._by_session[session.number] += 1
+        opened.add(connection)
         self._unopened.pop(connection, None)
         return session
 
@@ -87,9 +92,14 @@ class CallsServer:
         self._connections.discard(connection)
         self._unopened.pop(connection, None)
         if session is not None:
-            self._by_session[session.number] -= 1
-            if not self._by_session[session.number]:
-                del self._by_session[session.number]
+            opened = self._by_session.get(session.number, set())
+            opened.discard(connection)
+            if not opened:
+                self._by_session.pop(session.number, None)
+
+    def _session_left(self, number: int) -> None:
+        for connection in self._by_session.pop(number, set()):
+            connection.close()
 
 
 class _Connection(asyncio.Protocol):
@@ -107,6 +117,7 @@ class _Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._full = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._flush: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -116,8 +127,9 @@ class _Connection(asyncio.Protocol):
         self._deadline = loop.call_later(self._server.timeout_s, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._flush):
+            if timer is not None:
+                timer.cancel()
         self._server.lost(self, self._session)
 
     def close(self) -> None:
@@ -132,12 +144,18 @@ class _Connection(asyncio.Protocol):
         # A peer that does not read its replies is asked nothing more.
         self._full = True
         self._transport.pause_reading()
+        self._flush_in_time()
 
     def resume_writing(self) -> None:
         self._full = False
-        if self._task is None:
-            self._transport.resume_reading()
-            self._work()
+        if self._flush is not None:
+            self._flush.cancel()
+        self._work()
+
+    def _flush_in_time(self) -> None:
+        """What a peer does not read must not be kept for as long as it lives."""
+        loop = asyncio.get_running_loop()
+        self._flush = loop.call_later(self._server.timeout_s, self._transport.abort)
 
     def _late(self) -> None:
         if self._session is None:
@@ -146,33 +164,45 @@ class _Connection(asyncio.Protocol):
             )
 
     def _work(self) -> None:
-        """Answer every whole frame, unless one is under way or replies pile up."""
+        """Answer what has come whole, a few calls at a time: others have their turn too."""
+        for _ in range(_CALLS_PER_TURN):
+            if not self._answer_next():
+                if self._task is None and not self._full:
+                    self._transport.resume_reading()
+                return
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._work)
+
+    def _answer_next(self) -> bool:
+        """Answer one frame; False if none is whole, one is under way, or replies pile up."""
         header = frames.HEADER
-        while self._task is None and not self._full and not self._transport.is_closing():
-            if len(self._buffer) < header.size:
-                return
-            size, kind, number = header.unpack_from(self._buffer)
-            try:
-                bound = self._body_bytes_max if self._session else _TOKEN_BYTES_MAX
-                frames.check_size(size, bound)
-                if (kind == frames.OPEN) is not (self._session is None):
-                    raise KVHearthError(
-                        Reason.BAD_MESSAGE, "a connection opens once, with its token"
-                    )
-                if self._session is not None and kind not in frames.NAMES:
-                    raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
-            except KVHearthError as error:
-                self._refuse_and_close(error)
-                return
-            end = header.size + size
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[header.size : end])
-            del self._buffer[:end]
-            if self._session is None:
-                self._open(body)
-            else:
-                self._answer(frames.NAMES[kind], number, body)
+        if self._task is not None or self._full or self._transport.is_closing():
+            return False
+        if len(self._buffer) < header.size:
+            return False
+        size, kind, number = header.unpack_from(self._buffer)
+        try:
+            self._check(size, kind)
+        except KVHearthError as error:
+            self._refuse_and_close(error)
+            return False
+        end = header.size + size
+        if len(self._buffer) < end:
+            return False
+        body = bytes(memoryview(self._buffer)[header.size : end])
+        del self._buffer[:end]
+        if self._session is None:
+            self._open(body)
+        else:
+            self._answer(frames.NAMES[kind], number, body)
+        return True
+
+    def _check(self, size: int, kind: int) -> None:
+        frames.check_size(size, self._body_bytes_max if self._session else _TOKEN_BYTES_MAX)
+        if (kind == frames.OPEN) is not (self._session is None):
+            raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
+        if self._session is not None and kind not in frames.NAMES:
+            raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
 
     def _open(self, token: bytes) -> None:
         try:
@@ -210,9 +240,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._done(name, number, began, reply)
         self._task = None
-        if not self._transport.is_closing() and not self._full:
-            self._transport.resume_reading()
-            self._work()
+        self._work()
 
     def _done(self, name: str, number: int, began: float, reply: Any) -> None:
         self._send(frames.DONE, number, reply.SerializeToString())
@@ -230,6 +258,7 @@ class _Connection(asyncio.Protocol):
             self._engine.counters.add("attach_frames_bad")
         self._send(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
         self._transport.close()
+        self._flush_in_time()
 
     def _send(self, kind: int, number: int, body: bytes) -> None:
         if not self._transport.is_closing():
