@@ -21,8 +21,8 @@ from support.vllm_fake import (
     fake_engine,
 )
 
-from kvhearth.connectors.vllm.asking import HANDOVER
-from kvhearth.connectors.vllm.metadata import Handshake
+from kvhearth.connectors.vllm.asking import ASKS_MAX, HANDOVER
+from kvhearth.connectors.vllm.metadata import Handshake, RankLoaded, WorkerReport
 from kvhearth.connectors.vllm.scheduler import engage
 from kvhearth.connectors.vllm.settings import Settings
 from kvhearth.contract import GroupKind, GroupSpec
@@ -195,13 +195,15 @@ def test_one_engine_prefills_and_another_decodes(daemon: Daemon) -> None:
 
 def test_an_adapter_is_known_by_its_content(engine: FakeEngine, tmp_path: Path) -> None:
     """vLLM's hashes name it by its path only."""
-    adapter = SimpleNamespace(lora_path=str(tmp_path))
+    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=False)
     (tmp_path / "adapter.bin").write_bytes(b"first")
     assert engine.run("a", "adapter", 96, lora_request=adapter) == 0
     assert engine.run("b", "adapter", 96, lora_request=adapter) == 96
     (tmp_path / "adapter.bin").write_bytes(b"second")
-    assert engine.run("c", "adapter", 96, lora_request=adapter) == 0
-    assert engine.run("d", "adapter", 96) == 0
+    assert engine.run("c", "adapter", 96, lora_request=adapter) == 96
+    adapter.load_inplace = True
+    assert engine.run("d", "adapter", 96, lora_request=adapter) == 0
+    assert engine.run("e", "adapter", 96) == 0
 
 
 def test_a_bug_of_ours_costs_a_hit_and_not_the_engine(engine: FakeEngine) -> None:
@@ -317,3 +319,78 @@ def test_a_reset_drops_only_what_is_the_engines_own(daemon: Daemon) -> None:
             assert engine.run("c", "reset", 96) == 96
         until(lambda: engine.half.reset() and engine.run("d", "reset", 96) == 0, "it is alone")
         assert engine.run("e", "reset", 96) == 96
+
+
+def test_after_a_reset_what_runs_stores_nothing(daemon: Daemon) -> None:
+    """Its KV is of two weights."""
+    with fake_engine(daemon.url(), engine_id="live", on_reset="drop") as engine:
+        engine.run("a", "weights", 96)
+        request = engine.add("b", "weights", 160)
+        assert engine.admit(request) == 96
+        epoch = engine.half._client.epoch
+        assert not engine.half.reset(), "loads are under way"
+        assert engine.half._client.epoch == epoch
+        assert engine.wait_loaded(request)
+        waiting = engine.add("c", "waited", 96)
+        assert engine.half.reset()
+        stored = engine.counts["store_blocks"]
+        engine.prefill(request)
+        engine.finish(request)
+        engine.settle()
+        engine.step({})
+        assert engine.counts["store_blocks"] == stored
+        assert engine.admit(waiting) == 0
+        engine.prefill(waiting)
+        engine.finish(waiting)
+        engine.settle()
+        assert engine.run("d", "waited", 96) == 96
+        assert engine.run("e", "weights", 96) == 0
+
+
+def test_a_producer_stores_what_is_not_there_yet(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "adapter.bin").write_bytes(b"first")
+    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
+    with fake_engine(daemon.url(), role="kv_producer", engine_id="once") as engine:
+        for name in ("a", "b"):
+            request = engine.add(name, "produced", 96, lora_request=adapter)
+            state = engine.half._requests.find(name)
+            assert state is not None
+            assert state.lookup is not None
+            assert state.lookup.wait(20) is not None
+            engine.admit(request)
+            engine.prefill(request)
+            engine.finish(request)
+            engine.settle()
+        engine.step({})
+        assert engine.counts["store_blocks"] == 6
+    daemon.wait_quiet()
+
+
+def test_reports_of_ranks_in_different_steps_add_up(engine: FakeEngine) -> None:
+    engine.run("a", "reports", 96)
+    request = engine.add("b", "reports", 96)
+    assert engine.admit(request) == 96
+    early = WorkerReport(loads={name: [RankLoaded(bytes=7)] for name in ("b", "unknown")})
+    engine.half.step_done(early, set(), set())
+    assert engine.wait_loaded(request)
+    engine.finish(request)
+    assert engine.counts["load_bytes"] == 6 * PAGE_BYTES + 7
+    assert not engine.half._loads.count
+
+
+def test_a_lease_does_not_grow_old_in_a_queue(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="queue", lease_s=1) as engine:
+        engine.run("a", "queued", 96)
+        request = engine.add("b", "queued", 96)
+        until(lambda: daemon.stats().leases, "a lease")
+        time.sleep(1.1)
+        until(lambda: engine.step({}) and not daemon.stats().leases, "it is given back")
+        state = engine.half._requests.find("b")
+        assert state is not None
+        for _ in range(2 * ASKS_MAX):
+            until(lambda: engine.half.matched(request, 0) == (96, True), "an offer")
+            assert state.lookup is not None
+            state.lookup.answered_at -= 5
+        assert engine.admit(request) == 96
+        assert engine.wait_loaded(request)
+        engine.finish(request)

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from kvhearth.connectors.vllm import digests, identity
-from kvhearth.connectors.vllm.identity import EngineGroup, Weights, engine_contract, weights_of
+from kvhearth.connectors.vllm.adapters import REMEMBERED_MAX, Adapters
+from kvhearth.connectors.vllm.identity import (
+    EngineGroup,
+    Weights,
+    engine_contract,
+    weights_change,
+    weights_of,
+)
 from kvhearth.connectors.vllm.metadata import Geometry
 from kvhearth.contract import Contract, GroupKind
 from kvhearth.errors import KVHearthError, Reason
@@ -43,6 +50,8 @@ def config(**over: Any) -> Any:
         dtype="torch.bfloat16",
         hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "x"}),
         hf_overrides={},
+        max_model_len=4096,
+        model_weights="",
         quantization_config=None,
     )
     cache = SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto")
@@ -54,6 +63,7 @@ def config(**over: Any) -> Any:
             decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
         "kv_transfer_config": SimpleNamespace(engine_id="engine-1"),
+        "instance_id": "1",
         "speculative_config": None,
     }
     return SimpleNamespace(**{**values, **over})
@@ -119,6 +129,66 @@ def test_dummy_weights_are_nobody_elses() -> None:
     dummy.kv_transfer_config = SimpleNamespace(engine_id="engine-2")
     assert private
     assert contract(dummy)[0] != found
+
+
+@pytest.mark.parametrize("name", ["dummy", "live", "branch", "object store", "seed", "draft"])
+def test_what_is_private_is_not_found_by_another_run(name: str) -> None:
+    """Also where the user has fixed ``engine_id``."""
+    one = config()
+    draft = SimpleNamespace(model="org/draft", revision="main")
+    if name == "dummy":
+        one.load_config = SimpleNamespace(load_format="dummy")
+    elif name == "branch":
+        one.model_config.revision = "main"
+    elif name == "object store":
+        one.model_config.model_weights = "s3://bucket/model"
+    elif name == "seed":
+        one.cache_config.prefix_caching_hash_algo = "xxhash"
+    elif name == "draft":
+        one.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    found, private = contract(one, live=name == "live")
+    assert private
+    assert contract(one, live=name == "live")[0] == found
+    one.instance_id = "2"
+    assert contract(one, live=name == "live")[0] != found
+
+
+def test_weights_that_change_have_no_name_of_the_users() -> None:
+    assert contract(config(), live=True, given_revision="release 7")[1]
+    assert weights_change(config(weight_transfer_config=SimpleNamespace()), "keep")
+    assert weights_change(config(weight_transfer_config=None), "drop")
+    assert not weights_change(config(weight_transfer_config=None), "auto")
+
+
+def test_weights_in_an_object_store_need_a_name(tmp_path: Path) -> None:
+    """The directory that vLLM pulls has the configuration's files only."""
+    pulled = config()
+    pulled.model_config.model = str(model_folder(tmp_path / "pulled"))
+    assert not contract(pulled)[1]
+    pulled.model_config.model_weights = "s3://bucket/model"
+    assert contract(pulled)[1]
+    assert not contract(pulled, given_revision="release 7")[1]
+
+
+@pytest.mark.parametrize(
+    ("rope", "counts"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"rope_scaling": {"type": "su"}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, True),
+        ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("place", ["hf_config", "hf_text_config"])
+def test_the_length_counts_where_it_chooses_the_factors(
+    place: str, rope: dict[str, Any], counts: bool
+) -> None:
+    short, long = config(), config()
+    long.model_config.max_model_len = 131072
+    for one in (short, long):
+        setattr(one.model_config, place, SimpleNamespace(to_dict=dict, **rope))
+    assert (contract(short)[0] != contract(long)[0]) == counts
 
 
 def test_a_revision_that_is_no_commit_is_private() -> None:
@@ -225,3 +295,33 @@ def test_an_adapter_is_its_files(tmp_path: Path) -> None:
     assert identity.adapter_digest(str(first)) == identity.adapter_digest(str(second))
     (second / "config.json").write_text('{"r": 8}')
     assert identity.adapter_digest(str(first)) != identity.adapter_digest(str(second))
+
+
+def test_an_adapter_without_files_has_no_digest(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match="org/adapter"):
+        identity.adapter_digest("org/adapter")
+    assert Adapters().digest(lora("org/adapter")) is None
+    assert "org/adapter" in caplog.text
+
+
+def lora(path: str, number: int = 1, *, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_path=path, lora_int_id=number, load_inplace=load_inplace)
+
+
+def test_an_adapter_is_what_it_was_when_vllm_loaded_it(tmp_path: Path) -> None:
+    adapters, path = Adapters(), str(model_folder(tmp_path / "a"))
+    first = adapters.digest(lora(path))
+    (tmp_path / "a" / "config.json").write_text('{"r": 8}')
+    assert adapters.digest(lora(path)) == first
+    second = adapters.digest(lora(path, 2))
+    assert second not in (first, None)
+    assert adapters.digest(lora(path, load_inplace=True)) == second
+    assert adapters.digest(lora(path)) == second
+
+
+def test_the_memory_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvhearth.connectors.vllm.adapters.adapter_digest", lambda _: b"x")
+    adapters = Adapters()
+    for number in range(REMEMBERED_MAX + 10):
+        adapters.digest(lora(str(tmp_path), number))
+    assert len(adapters._digests) == REMEMBERED_MAX

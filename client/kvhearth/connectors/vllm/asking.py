@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvhearth.connectors.vllm.adapters import Adapters
 from kvhearth.connectors.vllm.context import Context
-from kvhearth.connectors.vllm.identity import adapter_digest
 from kvhearth.connectors.vllm.loads import Loads, RequestState
 from kvhearth.connectors.vllm.lookups import Lookup, LookupDesk
 from kvhearth.connectors.vllm.policy import Verdict
 from kvhearth.connectors.vllm.stores import Progress
-from kvhearth.meters import LOGGER
 from kvhearth.results import LookupResult
 
 HANDOVER = "kvhearth_tokens"
@@ -24,6 +23,8 @@ EARLY_MAX = 256
 ASKS_MAX = 8
 """Questions for one admission; sessions that end one after the other must not hold a request up."""
 _HANDOVER_PAUSE_S = 0.005
+_AGES_S = 1.0
+"""How often answers are looked through for leases that have grown old."""
 
 
 class Requests:
@@ -51,11 +52,32 @@ class Requests:
         self._desk = LookupDesk(context.client, context.groups)
         self._states: dict[str, RequestState] = {}
         self._asking: set[str] = set()
+        self._adapters = Adapters()
+        self._aged_at = 0.0
         self._spin_left_s = SPIN_S
 
     def begin_step(self) -> None:
         """A scheduling step has ended: the next one may wait anew."""
         self._spin_left_s = SPIN_S
+        now = time.monotonic()
+        if now - self._aged_at >= _AGES_S:
+            self._aged_at = now
+            self._drop_aged(now)
+
+    def _drop_aged(self, now: float) -> None:
+        """Give leases back that a long queue has made old; the requests ask anew at their turn."""
+        for request_id in list(self._asking):
+            state = self._states[request_id]
+            lookup = state.lookup
+            result = None if lookup is None else lookup.result
+            if lookup is None or result is None:
+                continue
+            if now - lookup.answered_at > self._settings.lease_s:
+                if not state.seen:
+                    self._note(state, lookup, result)
+                self._drop(state)
+                state.offer = (0, 0)
+                state.asked_count = max(state.asked_count - 1, 0)
 
     def for_stores(self, request_id: str) -> RequestState | None:
         """A live request, with what an answer that has come tells of its stores."""
@@ -116,10 +138,11 @@ class Requests:
             return
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
         lora = state.request.lora_request
-        find = None if lora is None else lambda: _adapter_digest(lora.lora_path)
+        find = None if lora is None else lambda: self._adapters.digest(lora)
         state.lookup = self._desk.ask(hashes, find)
         state.declined = state.lookup is None
-        self._asking.add(state.request.request_id)
+        if state.lookup is not None:
+            self._asking.add(state.request.request_id)
         self._tally.add("lookups")
 
     def _drop(self, state: RequestState) -> None:
@@ -175,7 +198,8 @@ class Requests:
                 self._drop(state)
                 state.given_up = True
             return False
-        if not state.seen:
+        looked_at = state.seen
+        if not looked_at:
             self._note(state, lookup, result)
         wanted = min(state.handover_tokens, state.asked_tokens)
         wanted -= wanted % self._groups.step_tokens
@@ -188,6 +212,10 @@ class Requests:
         void = lookup.session_id != self._client.session_id
         if void or now - lookup.answered_at > self._settings.lease_s:
             self._drop(state)
+            # A wait for room costs no question. An answer that was old at the first look does:
+            # with steps longer than a lease the request would wait for ever.
+            if looked_at and not void:
+                state.asked_count -= 1
             self._ask(state)
             return False
         return True
@@ -247,10 +275,11 @@ class Requests:
             return
         if state.loading:
             return  # vLLM's second call, for the blocks after the loaded ones
+        state.admitted = True
         if external_tokens:
             self._asking.discard(request.request_id)
             self._loads.begin(state, block_ids, external_tokens)
-        else:
+        elif self._consumes:
             self._drop(state)
         # Only a preempted request is asked for again: then anew.
         state.declined, state.asked_count, state.offer = False, 0, (0, 0)
@@ -268,6 +297,16 @@ class Requests:
             self._drop(state)
             state.offer = (0, 0)
 
+    def outdate(self) -> None:
+        """The weights are others now, or what was kept is gone: requests that may have KV of before
+        load and store nothing more.
+        """
+        for state in self._states.values():
+            state.progress.present = {}
+            if state.admitted:
+                state.progress.tokens_max = 0
+                state.given_up = True
+
     def close(self, deadline_s: float) -> None:
         """End the threads, give the leases back."""
         self._desk.close(deadline_s)
@@ -277,11 +316,3 @@ class Requests:
 def _count(value: Any) -> int:
     """A count from outside: a positive integer, or 0."""
     return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
-
-
-def _adapter_digest(path: str) -> bytes | None:
-    try:
-        return adapter_digest(path)
-    except OSError as error:
-        LOGGER.warning("KV of the adapter at %s is not kept: %s", path, error)
-        return None

@@ -72,25 +72,54 @@ class Weights:
     private: bool
 
 
-def weights_of(model_config: Any, load_config: Any, engine_id: str, given: str = "") -> Weights:
+def weights_change(vllm_config: Any, on_reset: str) -> bool:
+    """Whether the weights may be replaced in the running engine: no name of what lies on disk or
+    in a hub says then what they are.
+    """
+    return on_reset == "drop" or getattr(vllm_config, "weight_transfer_config", None) is not None
+
+
+def run_of(vllm_config: Any) -> str:
+    """Name of this run of the engine, equal on all its ranks.
+
+    vLLM makes ``instance_id`` anew for each run and sends it to the ranks with the configuration.
+    ``engine_id`` may be the user's, and the same in each run.
+    """
+    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
+
+
+def weights_of(
+    model_config: Any, load_config: Any, run: str, given: str = "", *, live: bool = False
+) -> Weights:
     """Name the weights: a hub commit, or the digest of a local directory's files.
 
     Args:
+        run: name of this run of the engine, for weights that have no other.
         given: what the user says that they are, or empty.
+        live: they may be replaced while the engine runs.
     """
     name = str(model_config.model)
     load_format = str(getattr(load_config, "load_format", "auto"))
     local = Path(name).expanduser()
     if load_format == "dummy":
-        return Weights("dummy", f"private:{engine_id}", True)
+        return Weights("dummy", f"private:{run}", True)
+    if live:
+        return Weights("live" if local.is_dir() else name, f"private:{run}", True)
     if given:
         return Weights("given" if local.is_dir() else name, given, False)
+    if getattr(model_config, "model_weights", ""):
+        # In an object store: vLLM has pulled only the small files into a directory.
+        LOGGER.warning(
+            "weights in an object store have no digest, their KV is kept for this engine alone. "
+            "Set 'revision' in kv_connector_extra_config to share it"
+        )
+        return Weights("object store", f"private:{run}", True)
     if local.is_dir():
         try:
             return Weights("directory", directory_digest(local), False)
         except OSError as error:
             LOGGER.warning("the weights have no digest, nobody can share their KV: %s", error)
-            return Weights("directory", f"private:{engine_id}", True)
+            return Weights("directory", f"private:{run}", True)
     revision = str(getattr(model_config, "revision", None) or "")
     if _COMMIT.fullmatch(revision):
         return Weights(name, revision, False)
@@ -100,10 +129,10 @@ def weights_of(model_config: Any, load_config: Any, engine_id: str, given: str =
         revision,
         name,
     )
-    return Weights(name, f"private:{engine_id}", True)
+    return Weights(name, f"private:{run}", True)
 
 
-def hashing_of(algorithm: str, hash_tokens: int, engine_id: str) -> tuple[str, int, str, bool]:
+def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, str, bool]:
     """How block hashes are chained: (algorithm, bytes of a hash, seed, whether it is private).
 
     The seed is named by its digest: with a weak hash it is a secret.
@@ -117,7 +146,7 @@ def hashing_of(algorithm: str, hash_tokens: int, engine_id: str) -> tuple[str, i
             "again after a restart. Use --prefix-caching-hash-algo sha256",
             algorithm,
         )
-        text = f"private:{engine_id}"
+        text = f"private:{run}"
     else:
         text = hashlib.sha256((_DEFAULT_SEED if seed is None else seed).encode()).hexdigest()
     return f"vllm-{algorithm}/{hash_tokens}", 16 if weak else 32, text, private
@@ -137,18 +166,39 @@ def config_digest(model_config: Any, cache_config: Any) -> str:
         str(getattr(cache_config, name, ""))
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
     ]
+    if _is_longrope(model_config):
+        # The length chooses between two sets of factors, for positions of any request.
+        parts["max_model_len"] = int(model_config.max_model_len)
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def draft_of(vllm_config: Any, engine_id: str) -> tuple[str, bool]:
+def _is_longrope(model_config: Any) -> bool:
+    configs = [getattr(model_config, name, None) for name in ("hf_text_config", "hf_config")]
+    return any(
+        _names_longrope(getattr(config, name, None))
+        for config in configs
+        for name in ("rope_scaling", "rope_parameters")
+    )
+
+
+def _names_longrope(rope: Any) -> bool:
+    """Whether rope parameters, or those of one of several kinds of layers, are of LongRoPE."""
+    if not isinstance(rope, Mapping):
+        return False
+    if any(rope.get(name) in ("longrope", "su") for name in ("rope_type", "type")):
+        return True
+    return any(_names_longrope(value) for value in rope.values())
+
+
+def draft_of(vllm_config: Any, run: str) -> tuple[str, bool]:
     """Identity of a draft model whose KV is stored too (text, private); empty without one."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     method = str(getattr(speculative, "method", "") or "")
     if speculative is None or draft is None or method in ("ngram", "suffix"):
         return "", False
-    weights = weights_of(draft, getattr(vllm_config, "load_config", None), engine_id)
+    weights = weights_of(draft, getattr(vllm_config, "load_config", None), run)
     return f"{method}:{weights.model}:{weights.revision}", weights.private
 
 
@@ -160,6 +210,7 @@ def engine_contract(
     hash_tokens: int,
     packing: str,
     given_revision: str = "",
+    live: bool = False,
 ) -> tuple[Contract, bool]:
     """The contract, and whether its namespace is this engine's alone.
 
@@ -170,18 +221,19 @@ def engine_contract(
         hash_tokens: tokens that one block hash covers.
         packing: layout, attention backend and instruction set: how bytes lie inside a page.
         given_revision: the user's own name of the weights, or empty.
+        live: the weights may be replaced while the engine runs.
 
     Raises:
         KVHearthError: ``bad_contract`` saying what of this engine cannot be kept.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    weights = weights_of(model, vllm_config.load_config, engine_id, given_revision)
+    run = run_of(vllm_config)
+    weights = weights_of(model, vllm_config.load_config, run, given_revision, live=live)
     algorithm, hash_bytes, seed, random_seed = hashing_of(
-        str(cache.prefix_caching_hash_algo), hash_tokens, engine_id
+        str(cache.prefix_caching_hash_algo), hash_tokens, run
     )
-    draft, private_draft = draft_of(vllm_config, engine_id)
+    draft, private_draft = draft_of(vllm_config, run)
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise KVHearthError(Reason.BAD_CONTRACT, "prefill context parallelism is not supported")
     contract = Contract(
@@ -208,12 +260,12 @@ def adapter_digest(path: str) -> bytes:
     """Digest of a LoRA adapter's files, which vLLM's hashes know only by path.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: they cannot be read, or ``path`` is no directory, such as a name in a hub.
     """
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        return bytes.fromhex(directory_digest(folder))
-    return hashlib.sha256(path.encode()).digest()
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{path} is no local directory, its files have no digest")
+    return bytes.fromhex(directory_digest(folder))
 
 
 def _spec(group: EngineGroup, shards: int) -> GroupSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class RequestState:
         asked_tokens: that the last one was about.
         offer: (tokens the engine has, tokens offered) of the last answer.
         loading: a load is under way.
+        admitted: vLLM has given it blocks; it may have KV.
         handover_tokens: another engine has prefilled so many tokens for it.
         handover_until: until when its blocks are waited for, monotonic seconds.
         max_load_tokens: the request's own bound, 0 for none.
@@ -50,6 +51,7 @@ class RequestState:
     asked_tokens: int = 0
     offer: tuple[int, int] = (0, 0)
     loading: bool = False
+    admitted: bool = False
     handover_tokens: int = 0
     handover_until: float = 0.0
     max_load_tokens: int = 0
@@ -61,6 +63,7 @@ class _Load:
     found: LookupResult
     tokens: int
     begun_at: float
+    outcomes: list[RankLoaded] = field(default_factory=list)
 
 
 class Loads:
@@ -142,7 +145,13 @@ class Loads:
             moves[group] = Move(pages[kept], extents)
         return moves
 
-    def finish(self, request_id: str, outcomes: Sequence[RankLoaded], *, failed: bool) -> None:
+    def reported(self, request_id: str, outcomes: Sequence[RankLoaded]) -> None:
+        """Some ranks are done with the request's load; ranks may report in different steps."""
+        load = self._under_way.get(request_id)
+        if load is not None:
+            load.outcomes.extend(outcomes)
+
+    def finish(self, request_id: str, *, failed: bool) -> None:
         """Every rank is done with the request's load: nobody reads the slots any more."""
         load = self._under_way.pop(request_id, None)
         if load is None:
@@ -150,7 +159,7 @@ class Loads:
         load.state.loading = False
         seconds = time.monotonic() - load.begun_at
         bad: dict[int, Records] = {}
-        for outcome in outcomes:
+        for outcome in load.outcomes:
             self._tally.add("load_bytes", outcome.bytes)
             for group, extents in outcome.bad.items():
                 bad[group] = np.concatenate([bad[group], extents]) if group in bad else extents

@@ -13,6 +13,7 @@ from kvhearth.connectors.vllm.context import Context
 from kvhearth.connectors.vllm.groups import EngineGroups
 from kvhearth.connectors.vllm.guard import guarded, nothing
 from kvhearth.connectors.vllm.holds import BlockHolds
+from kvhearth.connectors.vllm.identity import weights_change
 from kvhearth.connectors.vllm.loads import Loads
 from kvhearth.connectors.vllm.metadata import (
     STEP_TOKENS_MIN,
@@ -110,10 +111,8 @@ class SchedulerHalf:
         self._settings = settings
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._hands_over = transfer.kv_role == "kv_producer"
-        live_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
-        self._new_weights_on_reset = settings.on_reset == "drop" or (
-            settings.on_reset == "auto" and live_weights
-        )
+        live = weights_change(vllm_config, settings.on_reset)
+        self._new_weights_on_reset = live and settings.on_reset != "keep"
         self._step = 0
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=STEPS_MAX)
         self._stepped_at = 0.0
@@ -178,7 +177,7 @@ class SchedulerHalf:
             state.progress.hashes = request.block_hashes
             self._stores.plan(state.progress, block_ids, tokens)
             self.tally.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
-        return {HANDOVER: tokens} if self._hands_over else None
+        return {HANDOVER: min(tokens, state.progress.tokens_max)} if self._hands_over else None
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -216,9 +215,11 @@ class SchedulerHalf:
 
     def step_done(self, report: WorkerReport | None, loaded: set[str], failed: set[str]) -> None:
         """What the workers did."""
+        if report is not None:
+            for request_id, outcomes in report.loads.items():
+                self._loads.reported(request_id, outcomes)
         for request_id in loaded:
-            outcomes = [] if report is None else report.loads.get(request_id, [])
-            self._loads.finish(request_id, outcomes, failed=request_id in failed)
+            self._loads.finish(request_id, failed=request_id in failed)
             state = self._requests.find(request_id)
             if state is not None:
                 state.loading = False
@@ -267,11 +268,22 @@ class SchedulerHalf:
         return counts
 
     def reset(self) -> bool:
-        """Drop what the namespace holds if it is this engine's alone, or the settings say so."""
+        """Drop what the namespace holds if it is this engine's alone, or the settings say so.
+
+        False if nothing was dropped that should have been: loads are under way, or the daemon does
+        not answer.
+        """
+        if self._settings.on_reset != "keep" and self._loads.count:
+            LOGGER.warning("reset refused: %d loads are under way", self._loads.count)
+            return False
         self._requests.forget()
         if self._new_weights_on_reset:
-            return self._client.bump_epoch() >= 0
+            if self._client.bump_epoch() < 0:
+                return False
+            self._requests.outdate()
+            return True
         if self._settings.on_reset == "auto" and self._client.drop_if_alone():
+            self._requests.outdate()
             return True
         LOGGER.warning(
             "reset: blocks in the KVHearth daemon are kept, since other engines share them or it "

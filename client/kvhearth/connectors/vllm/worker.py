@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.client import KVClient, connect
-from kvhearth.connectors.vllm.identity import engine_contract
+from kvhearth.connectors.vllm.identity import engine_contract, weights_change
 from kvhearth.connectors.vllm.metadata import (
     STEP_TOKENS_MIN,
     Geometry,
@@ -124,6 +124,7 @@ class WorkerHalf:
                 hash_tokens=self._hash_tokens(),
                 packing=packing_of(self._config, self._kv_cache_config),
                 given_revision=self._settings.revision,
+                live=weights_change(self._config, self._settings.on_reset),
             )
             self._attach(contract, pages)
         except KVHearthError as error:
@@ -348,11 +349,14 @@ def packing_of(vllm_config: Any, kv_cache_config: Any) -> str:
     if device == "cpu":
         device += "/" + str(torch.backends.cpu.get_cpu_capability())
     version = ".".join(str(vllm.__version__).split(".")[:2])
-    parts = (
+    parts = [
         str(kv_cache_config.kv_cache_layout or "default"),
         "+".join(sorted(names)),
         f"kv={vllm_config.cache_config.cache_dtype}",
         device,
         f"vllm-{version}",
-    )
+    ]
+    parallel = vllm_config.parallel_config
+    if int(getattr(parallel, "decode_context_parallel_size", 1)) > 1:
+        parts.append(f"interleave={getattr(parallel, 'cp_kv_cache_interleave_size', 1)}")
     return ";".join(parts)[:1000]
