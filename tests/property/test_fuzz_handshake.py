@@ -97,6 +97,8 @@ def said(daemon: Daemon, parts: list[bytes]) -> Reason | None:
         reason = answered(line.answer())
         if reason is None:
             line.send(encode_frame({"kind": "bye"}))
+            # Bytes behind the hello may be the head of a frame that swallows the goodbye.
+            line.half_close()
         assert line.ended(), "it has answered, but keeps the connection"
         return reason
 
