@@ -79,6 +79,9 @@ def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
     """The responses in ``data``; of the last one the end may be missing."""
     found = []
     while data:
+        if data.startswith(b"HTTP/1.1 100 "):  # come, says the daemon; what comes may be no body
+            data = data[data.index(b"\r\n\r\n") + 4 :]
+            continue
         response = http.client.HTTPResponse(_Readable(data))  # type: ignore[arg-type]
         response.begin()
         headers = {name.lower(): value for name, value in response.getheaders()}
