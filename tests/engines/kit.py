@@ -99,12 +99,14 @@ def wait_stored(daemon: Daemon, blocks: int) -> None:
 
 
 def wait_attached(daemon: Daemon, engines: int = 1) -> None:
-    """Wait until as many engines' schedulers are attached. Right after a restart of the daemon
-    their old groups are still listed, as gone.
+    """Wait until as many engines are attached, their schedulers and their first ranks. Right after
+    a restart of the daemon their old groups are still listed, as gone.
     """
 
     def here() -> bool:
-        return sum(each.endswith("/-1:attached") for each in daemon.members()) >= engines
+        members = daemon.members()
+        ends = ("/-1:attached", "/0:attached")
+        return all(sum(each.endswith(end) for each in members) >= engines for end in ends)
 
     until(here, "the engine attaches", SETTLE_S)
 
