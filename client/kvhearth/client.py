@@ -10,6 +10,7 @@ from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.decisions import Decisions
 from kvhearth.drains import Drain
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.results import LookupResult
 from kvhearth.url import DaemonUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello
@@ -115,6 +116,25 @@ class KVClient(Decisions):
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until attached with all ranks; False at once when refused or closed."""
         return not self._caller.closed and self._keeper.wait_ready(timeout_s)
+
+    def cancel(self, found: LookupResult) -> None:
+        """The request behind a lookup went away, in the background: its lease ends, and what climbs
+        for it alone need not.
+
+        Lookups of another boot are ignored. One that was made without a lease has no name: what it
+        let climb goes on.
+        """
+
+        def work() -> None:
+            link = self._decision_link()
+            if found.boot_id != link.boot_id:
+                return
+            if found.lease is not None:
+                self._returns.release_id(link, found.lease.id, climbs=found.eta_us > 0)
+            elif found.id and found.eta_us:
+                self._returns.cancel(link, found.id)
+
+        self._caller.decide("cancel", work, lambda _: None)
 
     def add_drain(self, drain: Drain) -> None:
         """Register what waits for this process's copies.

@@ -87,7 +87,7 @@ class Decisions:
                 result = self._lookup_result(link, query, lease_id, reply)
             except KVHearthError as error:
                 if lease_id and outcome_unknown(error):
-                    self._returns.release_id(link, lease_id)
+                    self._returns.release_id(link, lease_id, climbs=prefetch)
                 raise
             if reply.lease_id and result.lease is None:
                 self._returns.release_id(link, lease_id)
@@ -372,6 +372,7 @@ class Decisions:
             eta_us=reply.eta_us,
             lease_short=reply.lease_short,
             boot_id=link.boot_id,
+            id=lease_id,
         )
 
 

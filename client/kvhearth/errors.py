@@ -107,6 +107,7 @@ class Reason(enum.StrEnum):
     HUGEPAGES_UNAVAILABLE = "hugepages_unavailable"
     ARENA_BUSY = "arena_busy"
     ARENA_UNUSABLE = "arena_unusable"
+    SSD_UNUSABLE = "ssd_unusable"
     SOCKET_UNUSABLE = "socket_unusable"
     CONFIG_INVALID = "config_invalid"
     COPY_FAILED = "copy_failed"
@@ -163,6 +164,7 @@ STATUS: Mapping[Reason, Status] = {
     Reason.HUGEPAGES_UNAVAILABLE: _EXHAUSTED,
     Reason.ARENA_BUSY: _PRECONDITION,
     Reason.ARENA_UNUSABLE: _PRECONDITION,
+    Reason.SSD_UNUSABLE: _PRECONDITION,
     Reason.SOCKET_UNUSABLE: _PRECONDITION,
     Reason.CONFIG_INVALID: _INVALID,
     Reason.COPY_FAILED: _INTERNAL,

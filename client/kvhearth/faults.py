@@ -11,6 +11,8 @@ import os
 import signal
 
 ENVIRONMENT_NAME = "KVHEARTH_FAULT"
+DISK_ENVIRONMENT_NAME = "KVHEARTH_DISK_FAULTS"
+"""Names the file that says how the daemon's drives misbehave (``tiers/ssd/disk/commanded``)."""
 
 
 def _parse(text: str | None) -> tuple[str, int] | None:

@@ -55,6 +55,8 @@ class LookupResult:
         reason: why this is a miss without an answer, or empty.
         lease_short: why less was leased than was ready, or empty.
         boot_id: of the daemon that answered, or empty.
+        id: of the lookup, also where nothing was leased; 0 if no lease was asked for, or without an
+            answer.
     """
 
     hit_tokens: int
@@ -64,6 +66,7 @@ class LookupResult:
     reason: str = ""
     lease_short: str = ""
     boot_id: str = ""
+    id: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,15 @@ class Returns:
         self._caller = caller
         self._contract = contract
 
-    def release_id(self, link: Link, lease_id: int) -> None:
-        """End a lease of which only the id is known."""
-        self._caller.post(link, base.RELEASE, pb.ReleaseRequest(lease_ids=[lease_id]))
+    def release_id(self, link: Link, lease_id: int, *, climbs: bool = False) -> None:
+        """End a lease of which only the id is known, and what may climb for its lookup."""
+        cancelled = [lease_id] if climbs else []
+        request = pb.ReleaseRequest(lease_ids=[lease_id], cancelled_ids=cancelled)
+        self._caller.post(link, base.RELEASE, request)
+
+    def cancel(self, link: Link, lookup_id: int) -> None:
+        """Nobody waits any more for what climbs for a lookup."""
+        self._caller.post(link, base.RELEASE, pb.ReleaseRequest(cancelled_ids=[lookup_id]))
 
     def release(self, link: Link, lease: Lease, bad: BadExtents) -> None:
         """End a lease and report extents of it whose bytes were wrong, as many as one call takes.

@@ -9,6 +9,7 @@ import resource
 import secrets
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,17 @@ from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry
 from kvhearth_server.engine.background import Background
 from kvhearth_server.engine.engine import Engine, EngineLimits
+from kvhearth_server.engine.pump import drive, written
+from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
 from kvhearth_server.memory.pages import HugepagePolicy
 from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.observability.progress import PopulateBar
+from kvhearth_server.observability.progress import StartBar
+from kvhearth_server.opening import follow_recovery, open_tier
+from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import AttachServer
 from kvhearth_server.transport.calls import CallsServer
 from kvhearth_server.transport.decisions import Decisions
@@ -47,10 +52,15 @@ def run(settings: Settings) -> int:
     """
     sys.setswitchinterval(settings.switch_interval_s)
     _raise_descriptor_limit()
-    with PopulateBar() as progress:
+    with StartBar("populating") as progress:
         arena = open_arena(_plan(settings), progress.note)
     try:
-        return asyncio.run(_serve(settings, arena))
+        tier = open_tier(settings, arena)
+        try:
+            return asyncio.run(_serve(settings, arena, tier))
+        finally:
+            if tier is not None:
+                tier.close()
     finally:
         arena.close()
 
@@ -61,13 +71,13 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(settings: Settings, arena: Arena) -> int:
+async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     counters = Counters()
-    engine = Engine(arena, _limits(settings), _shell(settings), counters)
+    engine = Engine(arena, _limits(settings), _shell(settings), counters, tier=tier)
     supervisor = Supervisor(counters)
     background = Background(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
@@ -80,6 +90,12 @@ async def _serve(settings: Settings, arena: Arena) -> int:
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
+    if tier is not None:
+        supervisor.spawn("recovery", partial(follow_recovery, tier))
+    if settings.scrub_rate:
+        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
+    if engine.tiering is not None:
+        supervisor.spawn("tiering", partial(drive, engine.tiering))
     await rpc.start(settings.grpc_socket)
     await calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
@@ -95,6 +111,10 @@ async def _serve(settings: Settings, arena: Arena) -> int:
     await attach.stop()
     await supervisor.stop()
     background.close()
+    if engine.tiering is not None:
+        if not engine.tiering.tier.drain(settings.drain_timeout_s):
+            _log.warning("the SSD tier did not come to rest in time")
+        engine.tiering.turn()
     for path in _files(settings):
         path.unlink(missing_ok=True)
     _log.info("stopped", boot_id=engine.boot_id)
@@ -114,6 +134,8 @@ async def _drain(
     try:
         async with asyncio.timeout(settings.drain_timeout_s):
             await background.settled()
+            if engine.tiering is not None and not engine.arena.durable:
+                await written(engine.tiering)  # what is in anonymous memory only is lost
             await rpc.stop(settings.drain_timeout_s)
     except TimeoutError:
         _log.warning("drain took too long: committed blocks without checksum are summed at restart")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -53,6 +55,56 @@ def parse_tenant(value: object) -> TenantSetting:
     return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids.split(",")), parse_size(size))
 
 
+@dataclass(frozen=True)
+class SsdDir:
+    """A directory of the SSD tier.
+
+    Args:
+        path: absolute; made at the start if its parent exists.
+        bytes: most that may be taken there, by the file system's own count.
+    """
+
+    path: Path
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path}={format_size(self.bytes)}"
+
+
+def parse_ssd_dir(value: object) -> SsdDir:
+    """``PATH=SIZE`` to a ``SsdDir``; the path may hold a ``=`` itself.
+
+    Raises:
+        ValueError: the text has another form, or the path is not absolute.
+    """
+    if isinstance(value, SsdDir):
+        return value
+    path, equals, size = str(value).rpartition("=")
+    if not equals or not path:
+        raise ValueError(f"{value!r} is not a directory and its size; write /mnt/nvme/kv=500GiB")
+    if not path.startswith(("/", "~")):
+        raise ValueError(f"{path!r} is not absolute; write it from / on: /mnt/nvme/kv=500GiB")
+    return SsdDir(directory(Path(path)), parse_size(size))
+
+
+def directory(value: Path) -> Path:
+    """An absolute path without ``~`` and ``..``.
+
+    Raises:
+        ValueError: nothing can have that name.
+    """
+    if "\0" in str(value):
+        raise ValueError("a path has no zero byte; choose another directory")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8, which gRPC wants; choose another directory") from None
+    try:
+        return Path(os.path.abspath(value.expanduser()))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"not a directory here: {error}; write it from / on") from None
+
+
 def _parse_uid(value: object) -> int:
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) > _UID_MAX:
@@ -73,6 +125,12 @@ def _parse_tenants(value: object) -> tuple[TenantSetting, ...]:
     return tuple(parse_tenant(item) for item in _items(value, r"[;\s]+"))
 
 
+def _parse_ssd_dirs(value: object) -> tuple[SsdDir, ...]:
+    # A flag or a line of YAML names one directory, which may have a space in its name.
+    parts = value if isinstance(value, list | tuple) else _items(value, r"\s+")
+    return tuple(parse_ssd_dir(part) for part in parts)
+
+
 def _parse_uids(value: object) -> tuple[int, ...]:
     return tuple(_parse_uid(item) for item in _items(value, r"[,;\s]+"))
 
@@ -84,10 +142,12 @@ class Shown:
     Args:
         metavar: what stands for its value.
         format: writes its default.
+        flag: its name on the command line, where that is not the setting's.
     """
 
     metavar: str
     format: Callable[[Any], str]
+    flag: str = ""
 
 
 def lower(value: object) -> object:
@@ -112,6 +172,12 @@ Tenants = Annotated[
     NoDecode,
     BeforeValidator(_parse_tenants),
     Shown("NAME=UID[,UID...]:SIZE", str),
+]
+SsdDirs = Annotated[
+    tuple[SsdDir, ...],
+    NoDecode,
+    BeforeValidator(_parse_ssd_dirs),
+    Shown("PATH=SIZE", str, "--ssd-dir"),
 ]
 Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown("UID", str)]
 

@@ -89,7 +89,7 @@ def test_stat(run: Run, daemon: Daemon) -> None:
 
 def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
     assert run("health") == (0, "serving\n", "")
-    assert asked(run, "health") == {"serving": True, "problem": ""}
+    assert asked(run, "health") == {"serving": True, "problem": "", "degraded": []}
     # as a container's HEALTHCHECK runs it
     words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
     environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}

@@ -20,6 +20,7 @@ import yaml
 from support.daemon import running_daemon, until
 
 from kvhearth_server.config import ENV_PREFIX, Settings
+from kvhearth_server.units import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -120,6 +121,22 @@ def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
     assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes
 
 
+def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
+    text = SIDECAR.read_text().replace("#- ", "- ")
+    spec = yaml.safe_load(text)["spec"]
+    (daemon,) = spec["initContainers"]
+    settings = _settings({one["name"]: one["value"] for one in daemon["env"]})
+    (place,) = settings.ssd_dirs
+    (mount,) = [one for one in daemon["volumeMounts"] if one["name"] == "ssd"]
+    assert place.path.parent == Path(mount["mountPath"]), "the daemon makes the last one"
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "ssd"]
+    assert parse_size(volume["emptyDir"]["sizeLimit"]) > place.bytes
+    if SCHEMAS.exists():
+        with_ssd = tmp_path / SIDECAR.name
+        with_ssd.write_text(text)
+        assert "passed" in _run(SCHEMAS, "--strict", with_ssd)
+
+
 # -- compose ---------------------------------------------------------------------------------------
 
 
@@ -141,7 +158,9 @@ def test_compose() -> None:
     assert {_default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]} == {
         "/run/kvhearth",
         "/arena",
+        "/ssd",
     }
+    assert settings.ssd_dirs == (), "none until it is asked for"
     assert services["engine"]["volumes"] == ["run:/run/kvhearth"], "sockets are all it needs"
     assert services["engine"]["profiles"] == ["engine"]
     for service in services.values():
@@ -170,21 +189,22 @@ def test_the_compose_specification_takes_the_file() -> None:
         assert (done.returncode == 0) == good, done.stderr
 
 
-def test_compose_makes_the_arena_with_what_the_image_holds(tmp_path: Path) -> None:
+def test_compose_makes_the_directories_with_what_the_image_holds(tmp_path: Path) -> None:
     """The image has no shell and no tools: this service's words run in Python, as root there."""
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["arena"]
     assert service["entrypoint"] == ["python3", "-c"]
     (program,) = service["command"]
-    host = tmp_path / "host"
-    host.mkdir()
     owned = []
     names = {"chown": lambda path, *ids: owned.append((path, *ids))}
-    program = program.replace("/host/", f"{host}/").replace("os.chown", "chown")
+    places = [tmp_path / "host/kvhearth", tmp_path / "ssd/kvhearth"]
+    for place in places:
+        place.parent.mkdir()
+        program = program.replace(f"/{place.parent.name}/", f"{place.parent}/")
+    program = program.replace("os.chown", "chown")
     for _ in range(2):
         exec(compile(program, "compose.yaml", "exec"), names)
-    made = host / "kvhearth"
-    assert made.stat().st_mode & 0o7777 == 0o700
-    assert owned == [(str(made), 65532, 65532)] * 2
+    assert [place.stat().st_mode & 0o7777 for place in places] == [0o700, 0o700]
+    assert owned == [(str(place), 65532, 65532) for place in places] * 2
 
 
 def test_what_compose_scrapes_is_its_daemon() -> None:
@@ -273,10 +293,10 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path) -> None:
+def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path, tmp_path: Path) -> None:
     tool = _tool("prometheus", "prometheus")
     target = f"127.0.0.1:{_free_port()}"
-    with running_daemon(http=target) as daemon:
+    with running_daemon(http=target, ssd_dirs=[f"{tmp_path}/log=512MiB"]) as daemon:
         scraper = Prometheus(tool, folder, target)
         try:
             until(lambda: scraper.value("up") == 1, "the scrape works", 30)

@@ -22,6 +22,7 @@ from support.nursery import Child, nursery
 
 from kvhearth.faults import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth_server.config import flag_of
 
 READY_S = 30.0
 """A daemon comes up in under a second; a machine that others use may need longer."""
@@ -36,6 +37,8 @@ SMALL = {
     "drain_grace_no_pidfd_s": "0.4",
     "log_format": "json",
     "http": "off",
+    # Whoever damages bytes says who shall find them.
+    "scrub_rate": "0",
 }
 """Settings of a daemon that starts quickly on any machine."""
 
@@ -145,11 +148,12 @@ class Daemon:
             values["arena_dir"] = self.arena_dir
         flags = []
         for name, value in values.items():
-            flag = name.replace("_", "-")
+            flag = flag_of(name)
             if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags += [f"--{flag}", str(value)]
+                flags.append(flag if value else f"--no-{flag[2:]}")
+                continue
+            for each in value if isinstance(value, list) else [value]:
+                flags += [flag, str(each)]
         return flags
 
     def _answers(self, pid: int) -> bool:

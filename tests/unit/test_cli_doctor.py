@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvhearth_server.cli import app, doctor
-from kvhearth_server.cli.checks import Finding, Grade, Look, examine
+from kvhearth_server.cli.checks import examine
+from kvhearth_server.cli.findings import Finding, Grade, Look
 from kvhearth_server.cli.probes import Installed, Machine
 from kvhearth_server.config import Settings
+from kvhearth_server.tiers.ssd.disk.choose import Verdict
 
 POOL = "hugepages/hugepages-2048kB"
 THP = "sys/kernel/mm/transparent_hugepage"
@@ -39,8 +41,12 @@ class Told(Machine):
     def device_of(self, folder: Path) -> int:
         return os.makedev(*self.device)
 
-    def io_uring(self) -> str:
-        return "" if self.good else "Operation not permitted"
+    def disk_interfaces(self, depth: int) -> list[Verdict]:
+        problem = "" if self.good else "not permitted"
+        return [Verdict("io_uring", problem), Verdict("libaio", problem), Verdict("threads", "")]
+
+    def space(self, existing: Path, folder: Path) -> tuple[int, int]:
+        return (1 << 40 if self.good else 1 << 30), 1 << 29
 
     def peer_pidfd(self) -> bool:
         return self.good
@@ -137,7 +143,7 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert failed == {"memory", "version.grpcio"}
     assert warned == {
         *("hugepages", "hugepages.node0", "thp", "memlock", "nofile", "peer_pidfd", "populate"),
-        *("o_direct", "io_uring", "arena_dir", "drive", "nvidia"),
+        *("o_direct", "io_uring", "libaio", "arena_dir", "drive", "nvidia"),
     }
     assert found["hugepages"].fix == "run: sysctl -w vm.nr_hugepages=512"
     assert found["thp"].fix == f"run: echo advise > /{THP}/shmem_enabled"
@@ -190,6 +196,97 @@ def test_the_drives_below_a_volume_are_found(tmp_path: Path) -> None:
     devices = Machine(tmp_path).devices
     below = [each.name for each in devices.drives_under(os.makedev(253, 0))]
     assert below == ["nvme0n1", "nvme1n1"] == [each.name for each in devices.drives()]
+
+
+# -- the SSD tier ----------------------------------------------------------------------------------
+
+MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - {root} /dev/vda rw
+23 22 0:21 / /proc rw,nosuid - proc proc rw
+24 22 259:1 / {place} rw,noatime shared:7 - {kind} /dev/nvme0n1p1 rw{options}
+"""
+
+
+def mounted(machine: Told, place: Path, kind: str = "ext4", options: str = "") -> None:
+    """A file system of a drive at ``place``."""
+    text = MOUNTS.format(root="ext4", place=place, kind=kind, options=options)
+    write(machine._root, "proc/self/mountinfo", text)
+    machine.device = (259, 1)
+
+
+def ssd_findings(machine: Told, tmp_path: Path, *dirs: str, **more: object) -> dict[str, Finding]:
+    found = findings(machine, tmp_path, ssd_dirs=list(dirs), **more)
+    return {name: one for name, one in found.items() if name.startswith("ssd.")} | {
+        name: found[name] for name in ("io_uring", "libaio", "threads", "nofile")
+    }
+
+
+def test_a_good_place_for_the_ssd_tier(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    a_drive(tmp_path, "nvme0n1", "259:0", partitions=2)
+    write(tmp_path, "sys/block/nvme0n1/queue/discard_max_bytes", "1\n")
+    machine = Told(tmp_path, good=True)
+    mounted(machine, tmp_path, options=",discard")
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")
+    assert {name: one.grade for name, one in found.items()} == dict.fromkeys(found, Grade.OK)
+    parts = ("", ".o_direct", ".filesystem", ".space", ".drive", ".discard")
+    assert {f"ssd.1{part}" for part in parts} < set(found)
+    assert found["ssd.1"].found == f"{tmp_path}/kv: is made at the start"
+    assert found["nofile"].found.startswith("65536, 256 sessions and 398 files of the SSD tier")
+
+
+def test_a_bad_place_for_the_ssd_tier(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=False)
+    mounted(machine, tmp_path, kind="tmpfs")
+    dirs = [f"{tmp_path}/kv=100GiB", f"{tmp_path}/not/there=100GiB"]
+    found = ssd_findings(machine, tmp_path, *dirs)
+    assert found["ssd.2"].grade is Grade.FAIL
+    assert (
+        found["ssd.2"].fix == f"mount its drive at {tmp_path}/not, or run: mkdir -p {tmp_path}/not"
+    )
+    warned = {name: one for name, one in found.items() if one.grade is Grade.WARN}
+    assert {"ssd.1.o_direct", "ssd.1.filesystem", "ssd.1.space", "ssd.1.drive"} < set(warned)
+    assert [one for one in warned.values() if not one.fix] == []
+    assert "it is memory" in found["ssd.1.filesystem"].found
+    assert found["ssd.1.space"].fix.endswith(f"--ssd-dir {tmp_path}/kv=1382MiB")
+
+
+def test_a_drive_that_is_never_told_what_is_free(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    a_drive(tmp_path, "nvme0n1", "259:0", partitions=2)
+    write(tmp_path, "sys/block/nvme0n1/queue/discard_max_bytes", "1\n")
+    machine = Told(tmp_path, good=True)
+    mounted(machine, tmp_path)
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd.1.discard"]
+    assert found.grade is Grade.WARN
+    assert "systemctl enable --now fstrim.timer" in found.fix
+    write(tmp_path, "etc/systemd/system/timers.target.wants/fstrim.timer", "")
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd.1.discard"]
+    assert found.grade is Grade.OK
+
+
+def test_a_directory_on_the_root_file_system_is_worth_a_word(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=True)
+    mounted(machine, Path("/elsewhere"))
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd.1.filesystem"]
+    assert (found.grade, found.found) == (Grade.WARN, "ext4, mounted at /")
+
+
+def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=True)
+    machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
+        Verdict("io_uring", "not permitted"),
+        Verdict("libaio", ""),
+        Verdict("threads", ""),
+    ]
+    place = f"{tmp_path}/kv=100GiB"
+    found = ssd_findings(machine, tmp_path, place)["io_uring"]
+    assert (found.grade, found.found) == (Grade.OK, "not permitted; libaio does as well")
+    found = ssd_findings(machine, tmp_path, place, ssd_interface="io_uring")["io_uring"]
+    assert found.grade is Grade.FAIL
+    assert found.fix.startswith("set ssd_interface: auto; or run: sysctl")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +353,15 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_what_is_tried_is_tried_for_real(tmp_path: Path) -> None:
     machine = Machine()
     assert machine.direct_io(tmp_path / "absent") == "No such file or directory"
-    assert isinstance(machine.io_uring(), str)
+    (*_, threads) = machine.disk_interfaces(4)
+    assert threads == Verdict("threads", "")
+    mount = machine.mount_of(tmp_path)
+    assert mount is not None
+    assert tmp_path.is_relative_to(mount.point)
+    assert machine.mount_of(Path("/proc/self")) == machine.mount_of(Path("/proc"))
+    free, taken = machine.space(tmp_path, tmp_path / "absent")
+    assert free > 0
+    assert taken == 0
     assert list(tmp_path.iterdir()) == []
 
 

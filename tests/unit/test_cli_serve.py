@@ -12,7 +12,7 @@ import pytest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import __version__
 from kvhearth_server.cli import app
-from kvhearth_server.config import Settings
+from kvhearth_server.config import Settings, flag_of
 
 
 def kvhearth(*args: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def test_help_lists_every_setting() -> None:
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     for name in Settings.model_fields:
-        assert "--" + name.replace("_", "-") in words
+        assert flag_of(name) in words
     assert "--config" in words
     assert "Example: kvhearth serve --memory 64GiB" in done.stdout
     assert "(default 64MiB)" in done.stdout

@@ -12,11 +12,15 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config import (
     SOCKET_PATH_BYTES_MAX,
     Settings,
+    SsdDir,
     TenantSetting,
+    flag_of,
     load_settings,
     parse_tenant,
     unread_environment,
 )
+from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max
 from kvhearth_server.units import format_duration_s, format_size, parse_duration_s, parse_size
 
 
@@ -219,6 +223,60 @@ def test_what_does_not_fit_together(flags: dict[str, object], told: str) -> None
     assert re.search(re.escape(told), refusal(**flags))
 
 
+# -- the SSD tier ----------------------------------------------------------------------------------
+
+
+def test_ssd_directories_from_flags_environment_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text('ssd_dirs: ["/mnt/a b=1GiB", /mnt/b=c=2TiB]\n')
+    wanted = (SsdDir(Path("/mnt/a b"), 1 << 30), SsdDir(Path("/mnt/b=c"), 2 << 40))
+    assert load_settings({}, path).ssd_dirs == wanted
+    assert load_settings({"ssd_dirs": ["/mnt/a b=1GiB", "/mnt/b=c=2TiB"]}).ssd_dirs == wanted
+    monkeypatch.setenv("KVHEARTH_SSD_DIRS", " /mnt/x=1GiB  /mnt/y/../z=1GiB ")
+    found = load_settings({}, path).ssd_dirs
+    assert found == (SsdDir(Path("/mnt/x"), 1 << 30), SsdDir(Path("/mnt/z"), 1 << 30))
+    assert flag_of("ssd_dirs") == "--ssd-dir"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
+        ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
+        ({"ssd_dirs": ["kv=1GiB"]}, "'kv' is not absolute; write it from / on"),
+        ({"ssd_dirs": ["/mnt/kv=1GB"]}, "not a size; write bytes or a unit of 1024"),
+        ({"ssd_dirs": ["/a=1GiB", "/b/../a=2GiB"]}, "ssd_dirs: /a is there twice"),
+        (
+            {"ssd_dirs": ["/a=200MiB"]},
+            "/a has 200MiB, too little for the log's files; give it 268M",
+        ),
+        ({"ssd_dirs": ["/a=2049TiB"]}, "/a has 2049TiB, more than any drive"),
+        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "1GiB"}, "give it 4123MiB or more"),
+        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "5000"}, "5000 is not a multiple of 4096"),
+        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "32KiB"}, "of at least 64KiB"),
+        ({"ssd_interface": "aio"}, "--ssd-interface: 'aio'"),
+        ({"ssd_depth": "0"}, "--ssd-depth: '0'"),
+        ({"ssd_admission": "some"}, "--ssd-admission: 'some'"),
+        ({"ssd_bytes_per_day": "-1"}, "--ssd-bytes-per-day: '-1'"),
+        ({"scrub_rate": "much"}, "--scrub-rate: 'much': not a size"),
+    ],
+)
+def test_an_ssd_tier_that_cannot_be(flags: dict[str, object], told: str) -> None:
+    assert told in refusal(**flags)
+
+
+@pytest.mark.parametrize("size", ["268MiB", "1GiB", "3TiB", "1024TiB"])
+def test_what_is_said_to_be_enough_is_what_the_tier_takes(size: str) -> None:
+    (place,) = load_settings({"ssd_dirs": [f"/mnt/kv={size}"]}).ssd_dirs
+    room = place.bytes - RESERVE_BYTES
+    assert segments_max(room, segment_bytes_for(room)) >= SEGMENTS_LEAST
+
+
+# -- directories -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -230,6 +288,7 @@ def test_what_does_not_fit_together(flags: dict[str, object], told: str) -> None
 def test_what_is_no_directory(value: str, told: str) -> None:
     assert told in refusal(socket_dir=value)
     assert told in refusal(arena_dir=value)
+    assert told in refusal(ssd_dirs=[f"{value}=1GiB"])
 
 
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1"])

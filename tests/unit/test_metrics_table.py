@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from kvhearth.errors import Reason
 from kvhearth_server.core.removal import EVICTIONS
 from kvhearth_server.engine.ages import TickClock
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot
+from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
 from kvhearth_server.observability import counters
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.observability.metrics import TABLE
@@ -27,10 +27,40 @@ from kvhearth_server.observability.timings import (
     CallTimings,
     Histogram,
 )
+from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.ssd.format import Doubt
 
 SERVER = Path(counters.__file__).resolve().parents[1]
 OPEN = "application/openmetrics-text; version=1.0.0"
 UNITS = ("bytes", "seconds")
+
+
+def an_ssd_tier(**changes: Any) -> SsdNow:
+    """A tier in which every counter has a value of its own."""
+    counts = {name: number for number, name in enumerate(sorted(TIER_COUNTS), 9000)}
+    directories = [
+        DirectoryFigures("/a", 700, 600, {"open": 1, "sealed": 4}, ()),
+        DirectoryFigures("/b", 500, 0, {}, (("unusable", "/b is used by another daemon"),)),
+    ]
+    values: dict[str, Any] = {
+        "interface": "libaio",
+        "interface_broken": "",
+        "directories": directories,
+        "blocks": 31,
+        "live_bytes": 32,
+        "recovering": True,
+        "files_found": 33,
+        "files_recovered": 34,
+        "locked_files": 35,
+        "queued_reads": 36,
+        "queued_writes": 37,
+        "running_requests": 38,
+        "read_latency_s": 0.003,
+        "read_bytes_per_s": 2e9,
+        "budget_left_bytes": 39,
+        "counts": counts,
+    }
+    return SsdNow(SsdFigures(**(values | changes)), 40, 41)
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
@@ -60,12 +90,27 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "groups": 18,
         "verifying_blocks": 19,
         "adopt_s": 0.25,
+        "ssd": an_ssd_tier(),
+        "scrub_progress": {"dram": 0.5, "ssd": 0.25},
         "counts": counts,
         "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
         "eviction_ages": ages,
     }
     return Snapshot(**(values | changes))
+
+
+def _words(pattern: str, folder: str = ".") -> set[str]:
+    """What the daemon's source passes where ``pattern`` has a group."""
+    sources = [path.read_text() for path in (SERVER / folder).rglob("*.py")]
+    return {word for text in sources for word in re.findall(pattern, text)}
+
+
+TIER_COUNTS = (
+    _words(r"""counts\.add\(\s*"(\w+)\"""", "tiers/ssd")
+    | {f"{what}_{of}" for what in ("stored", "carried") for of in ("blocks", "bytes")}
+    | {f"dropped_{doubt.value}" for doubt in Doubt}
+)
 
 
 def scraped(now: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -145,12 +190,6 @@ def test_a_word_that_is_not_usual_is_shown_once_it_came() -> None:
     assert value(found, "adoption_dropped_total", reason="comet") == 3
 
 
-def _words(pattern: str) -> set[str]:
-    """What the daemon's source passes where ``pattern`` has a group."""
-    sources = [path.read_text() for path in SERVER.rglob("*.py")]
-    return {word for text in sources for word in re.findall(pattern, text)}
-
-
 USED_ADOPTION = _words(r"""_drop\(found, "(\w+)\"""") | _words(r"""found\.reasons\["(\w+)"\]""")
 
 
@@ -200,6 +239,7 @@ def test_values() -> None:
     assert value(found, "namespaces_other") == 8
     assert value(found, "namespace_blocks", namespace="other") == 10
     assert value(found, "lookup_blocks_total", result="dram", reason="") == now.count("hit_keys")
+    assert value(found, "lookup_blocks_total", result="ssd", reason="") == now.count("below_keys")
     assert value(found, "rpc_requests_total", method="Lookup", code="UNAVAILABLE") == 1
     assert value(found, "rpc_seconds_bucket", method="Lookup", le="0.0005") == 1
     assert value(found, "rpc_seconds_count", method="Lookup") == 2
@@ -209,6 +249,65 @@ def test_values() -> None:
     assert value(found, "client_copy_bytes_total", direction="store") == 20
     assert value(found, "client_fallbacks_total", reason="deadline") == 21
     assert value(found, "client_trouble_total", kind="links_lost") == 22
+
+
+# -- the SSD tier ----------------------------------------------------------------------------------
+
+
+def test_values_of_the_ssd_tier() -> None:
+    found = scraped(a_snapshot())
+    assert value(found, "ssd_interface_info", interface="libaio") == 1
+    assert value(found, "ssd_interface_info", interface="io_uring") == 0
+    assert value(found, "ssd_interface_broken") == 0
+    assert value(found, "ssd_capacity_bytes", directory="/b") == 500
+    assert value(found, "ssd_file_bytes", directory="/a") == 600
+    assert value(found, "ssd_segments", directory="/a", state="sealed") == 4
+    assert value(found, "ssd_degraded", directory="/b", reason="unusable") == 1
+    assert value(found, "ssd_degraded", directory="/a", reason="unusable") == 0
+    assert value(found, "ssd_recovering") == 1
+    assert value(found, "ssd_recovery_files", state="found") == 33
+    assert value(found, "ssd_queued_requests", direction="write") == 37
+    assert value(found, "ssd_read_latency_seconds") == 0.003
+    assert value(found, "ssd_budget_left_bytes") == 39
+    assert value(found, "tier_waiting_blocks", direction="demotion") == 40
+    assert value(found, "scrub_round_ratio", tier="ssd") == 0.25
+
+
+def test_every_counter_of_the_ssd_tier_is_shown() -> None:
+    assert len(TIER_COUNTS) > 20
+    now = a_snapshot()
+    shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
+    counts = now.ssd.tier.counts if now.ssd else {}
+    assert {name for name, count in counts.items() if count not in shown} <= {
+        "recovered_segments"  # ssd_recovery_files says it
+    }
+
+
+def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
+    now = a_snapshot(ssd=an_ssd_tier(counts={}), counts=counters.Counters().values())
+    found = scraped(now)
+    for reason in ("admission", "budget", "full", "queue"):
+        assert value(found, "ssd_refused_blocks_total", direction="store", reason=reason) == 0
+    for reason in Doubt:
+        assert value(found, "ssd_recovery_dropped_total", reason=reason.value) == 0
+    assert value(found, "ssd_load_blocks_total", outcome="corrupt") == 0
+    assert value(found, "demotions_failed_total", reason="io") == 0
+    assert value(found, "repaired_blocks_total", tier="dram") == 0
+
+
+def test_reasons_of_refusals_are_those_that_the_tier_gives() -> None:
+    used = _words(r"""Throttled\(\s*"(\w+)\"""", "tiers/ssd")
+    found = scraped(a_snapshot(ssd=an_ssd_tier(counts={})))
+    shown = {dict(labels)["reason"] for name, labels in found if "ssd_refused_blocks" in name}
+    assert used
+    assert used == shown
+
+
+def test_without_an_ssd_tier_there_are_no_series_of_it() -> None:
+    found = scraped(a_snapshot(ssd=None, scrub_progress={"dram": 0.5}))
+    about = {name for name, _ in found if re.search("ssd|demot|promot|prefetch|repaired", name)}
+    assert about == set()
+    assert value(found, "scrubbed_blocks_total", tier="dram") > 0
 
 
 def test_labels_cannot_break_a_line() -> None:

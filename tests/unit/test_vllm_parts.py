@@ -123,6 +123,18 @@ def test_a_shorter_hit_is_no_hit_where_windows_are_not_leased() -> None:
     assert only.reach(LookupResult(128, None, {}), 128) == 0
 
 
+def test_how_far_a_hit_would_reach_if_all_had_climbed() -> None:
+    tiers = np.asarray([1, 1, 2, 2, 0, 2], np.uint8)
+    ready = tiers == 1
+    own = GroupResult(tiers > 0, ready, ready, tiers, np.zeros(2, EXTENT_DTYPE))
+    answer = LookupResult(64, Lease(1, "boot"), {0: own}, eta_us=5)
+    only = groups(FULL)
+    assert [only.ceiling(answer, limit) for limit in (1000, 128, 127, 31)] == [128, 128, 96, 0]
+    assert only.end(100, step_back=False) == 100
+    assert only.end(100, step_back=True) == 99
+    assert groups(FULL, WINDOW).end(100, step_back=False) == 99
+
+
 def test_where_blocks_stand_among_leased_extents() -> None:
     leased = np.asarray([0, 1, 1, 0, 1], np.bool_)
     assert rows(leased, range(1, 3)).tolist() == [0, 1]  # type: ignore[union-attr]

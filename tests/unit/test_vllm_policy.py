@@ -83,3 +83,42 @@ def test_bounds() -> None:
     assert found.judge(64) is Verdict.LOAD
     assert (found.most(), found.most(100), found.most(1000)) == (512, 100, 512)
     assert LoadPolicy(Bounds()).most(0) == 0
+
+
+def tiered(load_s: float, climb_s: float, prefill_s: float, **bounds: bool | int) -> LoadPolicy:
+    """Per token."""
+    found = LoadPolicy(Bounds(**bounds))  # type: ignore[arg-type]
+    found.load, found.climb = line(0.0, load_s), line(0.0, climb_s)
+    found.prefill = line(0.0, prefill_s)
+    return found
+
+
+def test_what_climbs_faster_than_it_is_computed_is_waited_for() -> None:
+    found = tiered(1e-6, 1e-5, 1e-4)
+    assert found.prefetches(1000)
+    assert found.awaits(0, 1000, 0.02)
+    assert found.awaits(900, 1000, 0.005)
+    assert not found.awaits(900, 1000, 0.05), "computing 100 tokens takes 10 ms"
+    assert not found.awaits(1000, 1000, 0.0), "there is nothing to wait for"
+
+
+def test_what_was_measured_counts_where_the_estimate_is_too_good() -> None:
+    slow = tiered(1e-6, 1e-3, 1e-4)
+    assert not slow.prefetches(1000)
+    assert not slow.awaits(0, 1000, 0.001)
+    assert LoadPolicy(Bounds()).awaits(0, 1000, 100.0), "nothing is known"
+    assert tiered(1e-6, 1e-3, 1e-4, always=True).awaits(0, 1000, 100.0)
+    assert tiered(1e-6, 1e-3, 1e-4, always=True).prefetches(1000)
+
+
+def test_a_slow_tier_is_tried_again_once_in_a_while() -> None:
+    slow = tiered(1e-6, 1e-3, 1e-4)
+    assert sum(slow.prefetches(1000) for _ in range(640)) == 10
+    assert sum(slow.awaits(0, 1000, 0.5) for _ in range(640)) == 10
+
+
+def test_a_short_hit_is_not_waited_for() -> None:
+    found = tiered(1e-6, 1e-6, 1e-4, min_load_tokens=64)
+    assert not found.prefetches(48)
+    assert not found.awaits(0, 48, 0.0001)
+    assert found.awaits(0, 64, 0.0001)

@@ -4,7 +4,8 @@ For engines whose scheduler and only rank are one process. Engines of several ra
 ``Stock`` where the scheduler is, ``Movers`` at each rank.
 """
 
-from kvhearth.pipeline.load import LoadDone, LoadPipeline, LoadTicket
+from kvhearth.pipeline.load import LoadPipeline
+from kvhearth.pipeline.loading import LoadDone, LoadTicket
 from kvhearth.pipeline.movers import Movers
 from kvhearth.pipeline.stock import Slots, Stock
 from kvhearth.pipeline.store import StorePipeline

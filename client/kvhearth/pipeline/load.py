@@ -5,100 +5,40 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvhearth.caller import understood
 from kvhearth.client import KVClient
-from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.copiers.base import BlockFailure
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
-from kvhearth.model import I64, Bools, Records
 from kvhearth.pipeline.admission import Admission
+from kvhearth.pipeline.climbs import ClimbWait
+from kvhearth.pipeline.loading import (
+    Climb,
+    LoadDone,
+    LoadFlight,
+    LoadJob,
+    LoadPart,
+    LoadTicket,
+    missed,
+    own_load,
+)
 from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank
-from kvhearth.pipeline.pages import KeysAndPages, own_pages, page_numbers
+from kvhearth.pipeline.pages import KeysAndPages, own_pages
 from kvhearth.pipeline.reach import usable_tokens
 from kvhearth.pipeline.workers import Worker
 from kvhearth.results import LookupResult, PrefetchResult
 
 FLIGHTS_MAX = 8
 """Loads whose copies may be under way."""
+CLIMBS_MAX = 64
+"""Loads that may wait for what climbs: each holds a lease."""
 
 _SLICE_S = 0.1
 _TICK_S = 0.25
 _COPY_S = 30.0
-
-
-@dataclass(frozen=True)
-class LoadTicket:
-    """One submitted load.
-
-    Attributes:
-        number: unique in its pipeline, from 1.
-        blocks: how many were asked for, over all groups.
-    """
-
-    number: int
-    blocks: int
-
-
-@dataclass(frozen=True, eq=False)
-class LoadDone:
-    """What became of a load; its pages are the engine's again. Given out once.
-
-    Attributes:
-        ticket: the load.
-        hit_tokens: what the daemon had, from the start.
-        usable_tokens: the longest run from the start that the loaded blocks of all groups allow to
-            compute on; the rest is to be recomputed. Less than ``hit_tokens`` only where a block
-            failed.
-        loaded: by group, (n,): which pages hold their keys' bytes. The contents of other pages are
-            undefined.
-        reason: why the daemon was not asked, or a block failed (a reason of the error table or a
-            ``BlockFailure``), or empty. Empty with 0 tokens is a miss.
-        bytes: copied into pages that hold their bytes.
-        seconds: from the begin of the lookup to the end of the last copy.
-    """
-
-    ticket: LoadTicket
-    hit_tokens: int
-    usable_tokens: int
-    loaded: dict[int, Bools]
-    reason: str = ""
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Job:
-    ticket: LoadTicket
-    groups: dict[int, tuple[tuple[bytes, ...], I64]]
-    prefetch: bool
-    epoch: int
-    mark: object
-    cancelled: bool = False
-
-
-@dataclass(eq=False)
-class _Part:
-    """One group's copies: of the blocks at ``positions`` of what was asked for."""
-
-    kv_group: int
-    positions: I64
-    extents: Records
-    copier: Copier
-    ticket: Ticket
-    done: Done | None = None
-
-
-@dataclass(eq=False)
-class _Flight:
-    job: _Job
-    found: LookupResult
-    started_at: float
-    parts: list[_Part] = field(default_factory=list)
-    reason: str = ""
 
 
 class LoadPipeline:
@@ -134,38 +74,52 @@ class LoadPipeline:
         self._queue_blocks_max = queue_blocks_max
         self._movers = Movers(client, kv, copiers)
         self._door: Admission[LoadDone] = Admission(queue_blocks_max)
-        self._queue: deque[_Job] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._queue: deque[LoadJob] = deque()
+        self._climbing: list[LoadJob] = []
+        self._flights: deque[LoadFlight] = deque()
         # What the thread has at hand, for `_recover`.
-        self._at_hand: _Job | None = None
+        self._at_hand: LoadJob | None = None
         self._worker = Worker("kvhearth-load", self._step, self._recover)
         self._changed = self._worker.changed
         self._worker.start()
 
     def submit(
-        self, groups: KeysAndPages, *, prefetch: bool = False, wait_s: float = 0.0
+        self,
+        groups: KeysAndPages,
+        *,
+        prefetch: bool = False,
+        climb_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> LoadTicket | None:
         """Queue a request's blocks to be looked up and loaded.
 
         Args:
             groups: what is wanted where; all groups that the request's hit depends on.
             prefetch: let blocks on slower tiers begin to climb.
+            climb_s: with ``prefetch``, how long the load may wait for them. It takes what is there
+                then; the rest goes on climbing.
             wait_s: how long to wait for room in the queue.
 
         Returns:
             The ticket, or None while the queue is full. Arguments that cannot be right, and more
             blocks than the queue ever takes, are taken and fail.
         """
-        job = self._enqueue(understood(own_pages, groups), prefetch, wait_s)
+        job = self._enqueue(understood(own_pages, groups), Climb(prefetch, climb_s), wait_s)
         return None if job is None else job.ticket
 
     def load_now(
-        self, groups: KeysAndPages, *, prefetch: bool = False, deadline_s: float = 10.0
+        self,
+        groups: KeysAndPages,
+        *,
+        prefetch: bool = False,
+        climb_s: float = 0.0,
+        deadline_s: float = 10.0,
     ) -> LoadDone | None:
-        """Load and wait for it.
+        """Load and wait for it; arguments as for ``submit``.
 
         After ``deadline_s`` seconds a load that has not begun to copy is given up (``deadline``),
-        and one that has is waited for, since its pages are being written.
+        and what climbs for it alone is called off; one that has is waited for, since its pages are
+        being written.
 
         Returns:
             None if those copies did not end in another 30 seconds: the pages are untouchable until
@@ -173,12 +127,12 @@ class LoadPipeline:
         """
         until = time.monotonic() + deadline_s
         wanted = understood(own_pages, groups)
-        job = self._enqueue(wanted, prefetch, deadline_s)
+        job = self._enqueue(wanted, Climb(prefetch, climb_s), deadline_s)
         if job is None:
-            return _missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
+            return missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
         done = self.wait(job.ticket, until - time.monotonic())
         if done is None:
-            job.cancelled = True
+            self._give_up([job])
             done = self.wait(job.ticket, _COPY_S)
         return done
 
@@ -210,10 +164,7 @@ class LoadPipeline:
             return True
         until = time.monotonic() + deadline_s
         self._door.close()
-        with self._changed:
-            for job in self._queue:
-                job.cancelled = True
-            self._changed.notify_all()
+        self._give_up([*self._queue, *self._climbing])
         if not self._door.wait_empty(deadline_s):
             return False
         ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
@@ -223,11 +174,17 @@ class LoadPipeline:
         """Raise AssertionError if a load was lost."""
         self._door.check_books()
 
-    def _enqueue(self, wanted: KeysAndPages | None, prefetch: bool, wait_s: float) -> _Job | None:
+    def _give_up(self, jobs: list[LoadJob]) -> None:
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+            self._changed.notify_all()
+
+    def _enqueue(self, wanted: KeysAndPages | None, climb: Climb, wait_s: float) -> LoadJob | None:
         if self._worker.foreign:
             return None
         groups = wanted or {}
-        own, blocks, problem = self._own(groups)
+        own, blocks, problem = own_load(self._movers, groups, self._queue_blocks_max)
         if wanted is None:
             problem = str(Reason.BAD_MESSAGE)
         mark: object = None
@@ -242,69 +199,96 @@ class LoadPipeline:
         if not number:
             self._client.count("load_throttled", blocks)
             return None
-        job = _Job(LoadTicket(number, blocks), own, prefetch, self._client.epoch, mark)
+        job = LoadJob(LoadTicket(number, blocks), own, climb, self._client.epoch, mark)
         if problem:
             self._client.count("load_refused", blocks)
-            self._door.leave(number, _missed(job.ticket, groups, problem))
+            self._door.leave(number, missed(job.ticket, groups, problem))
             return job
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()
         return job
 
-    def _own(
-        self, groups: KeysAndPages
-    ) -> tuple[dict[int, tuple[tuple[bytes, ...], I64]], int, str]:
-        """Copies of the caller's arguments, the count of their blocks, and what is wrong."""
-        own = {}
-        problem = ""
-        for kv_group, (keys, pages) in groups.items():
-            names, numbers = tuple(keys), page_numbers(pages)
-            problem = problem or self._movers.key_problem(kv_group, names)
-            if numbers is None or len(numbers) != len(names):
-                problem = problem or str(Reason.BAD_EXTENTS)
-            else:
-                own[kv_group] = (names, numbers)
-        blocks = sum(len(keys) for keys, _ in groups.values())
-        if blocks > self._queue_blocks_max:
-            problem = problem or str(Reason.TOO_MANY_KEYS)
-        return own, blocks, problem
-
     # -- the thread --------------------------------------------------------------------------------
 
     def _step(self) -> None:
         with self._changed:
-            if not self._queue and not self._flights:
-                self._changed.wait_for(lambda: self._queue or self._worker.stopping, _TICK_S)
+            job = self._next()
+            if job is None and not self._flights:
+                self._changed.wait_for(
+                    lambda: self._worker.stopping or self._next() is not None,
+                    self._pause_s(_TICK_S),
+                )
                 return
-            job = None
-            if self._queue and len(self._flights) < FLIGHTS_MAX:
-                job = self._queue.popleft()
-                self._at_hand = job
+            if job is not None:
+                (self._queue if job.found is None else self._climbing).remove(job)
+            self._at_hand = job
         if job is not None:
             self._begin(job)
         else:
             self._end_oldest()
         self._at_hand = None
 
-    def _begin(self, job: _Job) -> None:
-        """Look a load up and begin its copies."""
-        started_at = time.monotonic()
-        found = LookupResult(0, None, {}) if job.cancelled else self._lookup(job)
-        flight = _Flight(job, found, started_at, reason=found.reason)
+    def _next(self) -> LoadJob | None:
+        """The load whose turn it is; it stays where it is."""
+        if len(self._flights) >= FLIGHTS_MAX:
+            return None
+        now = time.monotonic()
+        for job in self._climbing:
+            if job.cancelled or _due_at(job) <= now:
+                return job
+        return self._queue[0] if self._queue and len(self._climbing) < CLIMBS_MAX else None
+
+    def _pause_s(self, most_s: float) -> float:
+        """Until a load that waits is due, ``most_s`` at most."""
+        if len(self._flights) >= FLIGHTS_MAX:
+            return most_s
+        now = time.monotonic()
+        return max(min([most_s, *(_due_at(job) - now for job in self._climbing)]), 0.0)
+
+    def _begin(self, job: LoadJob) -> None:
+        """Look a load up and begin its copies, unless blocks climb for it that it waits for."""
+        job.started_at = job.started_at or time.monotonic()
+        if not job.cancelled:
+            self._look_up(job)
+            if not job.cancelled and self._waits(job):
+                return
+        found, job.found = job.found or LookupResult(0, None, {}), None
+        flight = LoadFlight(job, found, reason=found.reason)
         self._flights.append(flight)
         if job.cancelled:
+            self._client.cancel(found)
+            flight.found = LookupResult(0, None, {})
             given_up = Reason.CLOSED if self._door.closed else Reason.DEADLINE
             flight.reason = flight.reason or str(given_up)
             return
         for kv_group in job.groups:
             self._copy(flight, kv_group)
 
-    def _lookup(self, job: _Job) -> LookupResult:
+    def _look_up(self, job: LoadJob) -> None:
         keys = {kv_group: names for kv_group, (names, _) in job.groups.items()}
-        return self._client.lookup(keys, prefetch=job.prefetch)
+        found, before = self._client.lookup(keys, prefetch=job.climb.prefetch), job.found
+        if before is not None and found.reason:
+            job.wait = ClimbWait(until=0.0)  # go on with what is leased
+            return
+        job.found = found
+        if before is not None:
+            # Only now: what climbs must not be without anybody who wants it.
+            self._client.cancel(before)
 
-    def _copy(self, flight: _Flight, kv_group: int) -> None:
+    def _waits(self, job: LoadJob) -> bool:
+        """Whether the load waits for what climbs; it is asked for again then."""
+        found, now = job.found, time.monotonic()
+        if not job.climb.prefetch or found is None or found.reason:
+            return False
+        job.wait = job.wait or ClimbWait(now + job.climb.seconds)
+        if job.epoch != self._client.epoch or not job.wait.answered(found.eta_us, now):
+            return False
+        with self._changed:
+            self._climbing.append(job)
+        return True
+
+    def _copy(self, flight: LoadFlight, kv_group: int) -> None:
         """Begin to copy what of one group is leased."""
         found, job = flight.found, flight.job
         result = found.groups[kv_group]
@@ -324,21 +308,21 @@ class LoadPipeline:
         if ticket is None:
             flight.reason = flight.reason or str(BlockFailure.STALE_BOOT)
             return
-        flight.parts.append(_Part(kv_group, positions, result.extents, copier, ticket))
+        flight.parts.append(LoadPart(kv_group, positions, result.extents, copier, ticket))
 
     def _end_oldest(self) -> None:
         """Finish the oldest load if its copies have ended."""
         flight = self._flights[0]
         for part in flight.parts:
             if part.done is None:
-                part.done = part.copier.wait(part.ticket, _SLICE_S)
+                part.done = part.copier.wait(part.ticket, self._pause_s(_SLICE_S))
             if part.done is None:
                 return
         self._at_hand = flight.job
         self._flights.popleft()
         self._finish(flight)
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, flight: LoadFlight) -> None:
         """Give the lease back, tell what was wrong, and end the load."""
         job, reason, copied_bytes, copy_s = flight.job, flight.reason, 0, 0.0
         loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in job.groups.items()}
@@ -366,7 +350,7 @@ class LoadPipeline:
         self._client.count("load_failed", failed)
         self._client.count("load_bytes", copied_bytes)
         self._client.count("load_copy_us", round(copy_s * 1e6))
-        seconds = time.monotonic() - flight.started_at
+        seconds = time.monotonic() - job.started_at
         self._door.leave(
             job.ticket.number,
             LoadDone(
@@ -390,9 +374,10 @@ class LoadPipeline:
             if flight.job is job:  # some of its copies may be under way
                 flight.reason = flight.reason or str(Reason.INTERNAL)
                 return
-        self._door.leave(job.ticket.number, _missed(job.ticket, job.groups, Reason.INTERNAL))
+        if job.found is not None:
+            self._client.cancel(job.found)
+        self._door.leave(job.ticket.number, missed(job.ticket, job.groups, Reason.INTERNAL))
 
 
-def _missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
-    loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in groups.items()}
-    return LoadDone(ticket, 0, 0, loaded, str(reason))
+def _due_at(job: LoadJob) -> float:
+    return 0.0 if job.wait is None else job.wait.due_at

@@ -26,6 +26,7 @@ EXIT_CODES = {
     Reason.HUGEPAGES_UNAVAILABLE: EXIT_MEMORY,
     Reason.ARENA_BUSY: EXIT_MEMORY,
     Reason.ARENA_UNUSABLE: EXIT_MEMORY,
+    Reason.SSD_UNUSABLE: EXIT_MEMORY,
 }
 """What a domain error ends the process with; every other reason is ``EXIT_OTHER``."""
 
@@ -35,7 +36,7 @@ Exit codes:
 0  done
 1  refused, not reachable, or what was asked about does not hold
 2  a wrong word or setting
-3  no memory, no huge pages, or an arena that cannot be used
+3  no memory, no huge pages, or an arena or SSD directories that cannot be used
 
 Completion for bash, zsh and fish: kvhearth --install-completion"""
 CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
@@ -84,6 +85,7 @@ def build() -> typer.Typer:
         sessions,
         stats,
         top,
+        torture,
         version,
     )
 
@@ -121,6 +123,7 @@ def build() -> typer.Typer:
     benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
     benches.command("ttft", epilog=bench_ttft.EPILOG)(bench_ttft.ttft)
     app.add_typer(benches, name="bench")
+    app.command("torture", epilog=torture.EPILOG)(torture.torture)
     app.command("version", epilog=version.EPILOG)(version.version)
     return app
 

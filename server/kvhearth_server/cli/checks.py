@@ -1,23 +1,18 @@
-"""The findings of ``kvhearth doctor``: what is checked, what it means, and the line that fixes it.
-
-``fail`` is what keeps the daemon from starting with these settings, ``warn`` what costs speed or a
-feature.
+"""The findings of ``kvhearth doctor``: what is checked, what it means, and the line that fixes
+it.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from kvhearth_server.cli.devices import Drive
+from kvhearth_server.cli.checks_ssd import SSD_CHECKS
+from kvhearth_server.cli.findings import Finding, Grade, Look, graded
 from kvhearth_server.cli.output import size
-from kvhearth_server.cli.probes import Machine
-from kvhearth_server.config import Settings
 from kvhearth_server.memory.pages import MIB, THP_FIX, FilesystemKind, filesystem_kind
+from kvhearth_server.tiers.ssd.settings import segment_bytes_for, segments_max
 
 HUGE = 2 * MIB
 DESCRIPTORS_BASE = 128
@@ -29,46 +24,9 @@ CUDA_12_BRANCH = 525
 REGISTERED_AT_ONCE_MAX = 512 << 30
 
 
-class Grade(enum.StrEnum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; ``fix`` is a command or a setting, empty where there is nothing to
-    do.
-    """
-
-    check: str
-    grade: Grade
-    found: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Look:
-    """What is looked at: a machine, for a daemon with these settings.
-
-    Args:
-        folder: where direct IO is tried.
-    """
-
-    machine: Machine
-    settings: Settings
-    folder: Path
-
-
 def examine(look: Look) -> list[Finding]:
     """Every check, in the order of the table."""
     return [finding for check in CHECKS for finding in check(look)]
-
-
-def _graded(good: object, check: str, found: str, fix: str, bad: Grade = Grade.WARN) -> Finding:
-    return Finding(check, Grade.OK, found) if good else Finding(check, bad, found, fix)
 
 
 def hugepages(look: Look) -> Iterator[Finding]:
@@ -82,13 +40,13 @@ def hugepages(look: Look) -> Iterator[Finding]:
     else:
         fix = pool.fix(needed, is_default=memory.default_hugepage_bytes() == HUGE)
         bad = Grade.FAIL if policy == "require" else Grade.WARN
-        yield _graded(pool.free >= needed, "hugepages", found, fix, bad)
+        yield graded(pool.free >= needed, "hugepages", found, fix, bad)
     for node, part in look.machine.node_pools().items():
         found = f"{part.free} of {part.total} pages of 2 MiB are free"
         folder = f"/sys/devices/system/node/{node}/hugepages/hugepages-2048kB"
         fix = f"run: echo {needed} > {folder}/nr_hugepages"
         good = part.free or policy == "off"
-        yield _graded(good, f"hugepages.{node}", found, fix)
+        yield graded(good, f"hugepages.{node}", found, fix)
 
 
 def memory_left(look: Look) -> Iterator[Finding]:
@@ -101,14 +59,14 @@ def memory_left(look: Look) -> Iterator[Finding]:
         return
     found = f"{size(left)} are available, the arena takes {size(wanted)}"
     fix = f"set a smaller memory: kvhearth serve --memory {max(left * 3 // 4 // MIB, 64)}MiB"
-    yield _graded(max(left, huge_free) >= wanted, "memory", found, fix, Grade.FAIL)
+    yield graded(max(left, huge_free) >= wanted, "memory", found, fix, Grade.FAIL)
 
 
 def transparent(look: Look) -> Iterator[Finding]:
     """Transparent huge pages for memfds: the second best, if hugetlb pages run short."""
     setting = look.machine.memory.shmem_thp() or "not there"
     allowed = look.machine.memory.memfd_thp_allowed()
-    yield _graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
+    yield graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
 
 
 def memlock(look: Look) -> Iterator[Finding]:
@@ -119,73 +77,46 @@ def memlock(look: Look) -> Iterator[Finding]:
         "systemd: LimitMEMLOCK=infinity; docker run: --ulimit memlock=-1; "
         "shell: ulimit -l unlimited"
     )
-    yield _graded(limit < 0 or limit >= look.settings.memory_bytes, "memlock", found, fix)
+    yield graded(limit < 0 or limit >= look.settings.memory_bytes, "memlock", found, fix)
 
 
 def descriptors(look: Look) -> Iterator[Finding]:
-    """Enough descriptors for the sessions that the settings allow."""
-    limit = look.machine.limit(resource.RLIMIT_NOFILE)
-    needed = DESCRIPTORS_BASE + DESCRIPTORS_PER_SESSION * look.settings.sessions_max
-    found = (
-        f"{'no limit' if limit < 0 else limit}, {look.settings.sessions_max} sessions take up to"
-    )
+    """Enough descriptors for the sessions and the SSD directories that the settings allow."""
+    limit, settings = look.machine.limit(resource.RLIMIT_NOFILE), look.settings
+    needed = DESCRIPTORS_BASE + DESCRIPTORS_PER_SESSION * settings.sessions_max
+    found = f"{'no limit' if limit < 0 else limit}, {settings.sessions_max} sessions"
+    if settings.ssd_dirs:
+        size_of = settings.ssd_segment_bytes
+        files = [
+            segments_max(each.bytes, size_of or segment_bytes_for(each.bytes))
+            for each in settings.ssd_dirs
+        ]
+        needed += sum(files)
+        found += f" and {sum(files)} files of the SSD tier"
+    found += " take up to"
     fix = (
         f"systemd: LimitNOFILE={needed}; docker run: --ulimit nofile={needed}; "
         f"shell: ulimit -n {needed}"
     )
-    yield _graded(limit < 0 or limit >= needed, "nofile", f"{found} {needed}", fix)
+    yield graded(limit < 0 or limit >= needed, "nofile", f"{found} {needed}", fix)
 
 
 def kernel(look: Look) -> Iterator[Finding]:
     """Calls of newer kernels."""
     release = look.machine.kernel_release()
-    yield _graded(
+    yield graded(
         look.machine.peer_pidfd(),
         "peer_pidfd",
         f"SO_PEERPIDFD (Linux 6.5), this is {release}",
         "run a kernel of 6.5 or newer; until then a dead client's slots rest for "
         f"drain_grace_no_pidfd_s = {look.settings.drain_grace_no_pidfd_s:g} s",
     )
-    yield _graded(
+    yield graded(
         look.machine.populate(),
         "populate",
         f"MADV_POPULATE_WRITE (Linux 5.14), this is {release}",
         "run a kernel of 5.14 or newer; until then memory that runs out at start is a SIGBUS",
     )
-
-
-def direct_io(look: Look) -> Iterator[Finding]:
-    """O_DIRECT, which a tier on a disk needs."""
-    problem = look.machine.direct_io(look.folder)
-    found = f"{look.folder}: {problem or 'works'}"
-    fix = "name a directory on ext4 or xfs: kvhearth doctor --dir DIR"
-    yield _graded(not problem, "o_direct", found, fix)
-
-
-def drive(look: Look) -> Iterator[Finding]:
-    """An NVMe drive below the directory that a tier on a disk would use."""
-    devices, folder = look.machine.devices, look.folder
-    own = devices.drives_under(look.machine.device_of(folder))
-    others = [each for each in devices.drives() if each.nvme and each not in own]
-    found = f"{folder}: on {' and '.join(map(_named, own)) or 'no drive that is known'}"
-    if own and all(each.nvme for each in own):
-        yield Finding("drive", Grade.OK, found)
-        return
-    if others:
-        found = f"{found}; there is {' and '.join(map(_named, others))}"
-        fix = f"mount a file system of {others[0].name}, then: kvhearth doctor --dir DIR"
-    else:
-        found = f"{found}; this machine has no NVMe drive"
-        fix = (
-            "only for a tier on a disk: add an NVMe drive (in a cloud, take a machine with local "
-            "ones), mount its file system, then: kvhearth doctor --dir DIR"
-        )
-    yield Finding("drive", Grade.WARN, found, fix)
-
-
-def _named(each: Drive) -> str:
-    kind = "" if each.nvme else "not NVMe"
-    return f"{each.name} ({', '.join(filter(None, (each.model, size(each.bytes), kind)))})"
 
 
 def gpu_driver(look: Look) -> Iterator[Finding]:
@@ -198,7 +129,7 @@ def gpu_driver(look: Look) -> Iterator[Finding]:
     if not gpus.driver:
         count = f"{gpus.on_bus} GPUs of NVIDIA and no driver" if gpus.on_bus else "no NVIDIA GPU"
         told = f"{count}; the daemon needs none, engines copy by the CPU then"
-        yield _graded(gpus.on_bus == 0, "nvidia", told, fix)
+        yield graded(gpus.on_bus == 0, "nvidia", told, fix)
         return
     kinds = [f"{gpus.models.count(model)} x {model}" for model in sorted(set(gpus.models))]
     told = f"driver {gpus.driver}, {', '.join(kinds) or 'no GPU'}"
@@ -208,17 +139,7 @@ def gpu_driver(look: Look) -> Iterator[Finding]:
         told += "; clients register such an arena in pieces, since r580 takes 512 GiB at once"
     if gpus.branch < CUDA_12_BRANCH:
         told += f"; CUDA 12 needs {CUDA_12_BRANCH} or newer"
-    yield _graded(gpus.branch >= CUDA_12_BRANCH, "nvidia", told, fix)
-
-
-def io_uring(look: Look) -> Iterator[Finding]:
-    """io_uring, the fast way to a disk."""
-    problem = look.machine.io_uring()
-    fix = (
-        "run: sysctl -w kernel.io_uring_disabled=0; in a container, allow io_uring_setup, "
-        "io_uring_enter and io_uring_register in its seccomp profile"
-    )
-    yield _graded(not problem, "io_uring", problem or "works", fix)
+    yield graded(gpus.branch >= CUDA_12_BRANCH, "nvidia", told, fix)
 
 
 def directories(look: Look) -> Iterator[Finding]:
@@ -228,7 +149,7 @@ def directories(look: Look) -> Iterator[Finding]:
     writable = os.access(existing, os.W_OK | os.X_OK)
     state = "writable" if writable else f"{existing} is not writable for user {os.getuid()}"
     fix = f"run: install -d -o {os.getuid()} -m 750 {place}"
-    yield _graded(writable, "socket_dir", f"{place}: {state}", fix, Grade.FAIL)
+    yield graded(writable, "socket_dir", f"{place}: {state}", fix, Grade.FAIL)
     arena = look.settings.arena_dir
     fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
     if arena is None:
@@ -239,7 +160,7 @@ def directories(look: Look) -> Iterator[Finding]:
     kind = filesystem_kind(existing).kind
     good = kind is not FilesystemKind.OTHER and os.access(existing, os.W_OK | os.X_OK)
     told = f"{arena}: on {kind}, writable" if good else f"{arena}: no writable hugetlbfs or tmpfs"
-    yield _graded(good, "arena_dir", told, fix, Grade.FAIL)
+    yield graded(good, "arena_dir", told, fix, Grade.FAIL)
 
 
 def versions(look: Look) -> Iterator[Finding]:
@@ -247,7 +168,7 @@ def versions(look: Look) -> Iterator[Finding]:
     for package in look.machine.packages():
         found = f"{package.version or 'not installed'}, at least {package.least} is needed"
         fix = f"run: pip install '{package.name}>={package.least}'"
-        yield _graded(package.enough, f"version.{package.name}", found, fix, Grade.FAIL)
+        yield graded(package.enough, f"version.{package.name}", found, fix, Grade.FAIL)
 
 
 CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
@@ -257,9 +178,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     memlock,
     descriptors,
     kernel,
-    direct_io,
-    drive,
-    io_uring,
+    *SSD_CHECKS,
     gpu_driver,
     directories,
     versions,

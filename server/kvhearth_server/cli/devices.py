@@ -19,11 +19,16 @@ _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b")
 
 @dataclass(frozen=True)
 class Drive:
-    """A whole drive; ``model`` is empty where it does not tell."""
+    """A whole drive; ``model`` is empty where it does not tell.
+
+    Attributes:
+        discards: it can be told what is free.
+    """
 
     name: str
     model: str
     bytes: int
+    discards: bool = False
 
     @property
     def nvme(self) -> bool:
@@ -106,6 +111,7 @@ class Devices:
             name,
             self._text(f"{folder}/device/model"),
             int(sectors) * _SECTOR_BYTES if sectors.isdecimal() else 0,
+            self._text(f"{folder}/queue/discard_max_bytes") not in ("", "0"),
         )
 
     def _text(self, name: str) -> str:

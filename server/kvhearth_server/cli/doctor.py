@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvhearth_server.cli.checks import Finding, Grade, Look, examine
+from kvhearth_server.cli.checks import examine
+from kvhearth_server.cli.findings import Finding, Grade, Look
 from kvhearth_server.cli.options import AsJson, Config
 from kvhearth_server.cli.output import console, say_json, waiting
 from kvhearth_server.cli.probes import Machine
@@ -35,7 +36,8 @@ def doctor(
         Path | None,
         typer.Option(
             "--dir",
-            help="Try direct IO there, and look at its drive. Default: the temporary directory.",
+            help="Without ssd_dirs: try direct IO there, and look at its drive. Default: the "
+            "temporary directory.",
             metavar="DIR",
             show_default=False,
         ),

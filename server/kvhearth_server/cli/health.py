@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.cli import ssd_shown
 from kvhearth_server.cli.options import AsJson, SocketDir
 from kvhearth_server.cli.output import note, say_json, waiting
 from kvhearth_server.cli.reach import Reach
@@ -23,17 +24,24 @@ def health(
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Exit with 0 if the daemon serves and with 1 if it does not. Needs no token."""
+    """Exit with 0 if the daemon serves and with 1 if it does not.
+
+    A daemon whose SSD tier is degraded serves. What is wrong with it is told to those who may
+    read the admin token; all others need none.
+    """
     end = time.monotonic() + wait_s
     with waiting("waiting for the daemon"):
         problem = _problem(socket_dir)
         while problem and time.monotonic() < end:
             time.sleep(_PAUSE_S)
             problem = _problem(socket_dir)
+    degraded = [] if problem else _degraded(socket_dir)
     if as_json:
-        say_json({"serving": not problem, "problem": problem})
+        say_json({"serving": not problem, "problem": problem, "degraded": degraded})
     elif not problem:
         typer.echo("serving")
+    for reason in degraded:
+        note(f"kvhearth: warning: the SSD tier is degraded: {reason}")
     if problem:
         note(f"kvhearth: error: {problem}")
         raise typer.Exit(1)
@@ -48,3 +56,12 @@ def _problem(socket_dir: SocketDir) -> str:
         if error.reason is Reason.CONFIG_INVALID:
             raise
         return error.message
+
+
+def _degraded(socket_dir: SocketDir) -> list[str]:
+    """What is not as it should be though the daemon serves; nothing where we may not ask."""
+    try:
+        with Reach(socket_dir) as daemon:
+            return ssd_shown.reasons(daemon.stats().ssd)
+    except KVHearthError:
+        return []

@@ -20,10 +20,17 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plain(value: Any) -> Any:
-    """A message as what JSON knows: every field by its name, integers as numbers, bytes as hex."""
+    """A message as what JSON knows: every field by its name, integers as numbers, bytes as hex;
+    null for an optional one that is absent.
+    """
     if isinstance(value, Message):
-        fields = [field.name for field in value.DESCRIPTOR.fields]
-        return {name: plain(getattr(value, name)) for name in fields}
+        names = [field.name for field in value.DESCRIPTOR.fields]
+        absent = {
+            field.name
+            for field in value.DESCRIPTOR.fields
+            if field.has_presence and not value.HasField(field.name)
+        }
+        return {name: None if name in absent else plain(getattr(value, name)) for name in names}
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, str | int | float | bool):

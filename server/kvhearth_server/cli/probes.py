@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import mmap
 import os
@@ -17,15 +16,12 @@ from pathlib import Path
 
 from kvhearth_server.cli.devices import Devices
 from kvhearth_server.memory.pages import MIB, HugePool, KernelMemory
+from kvhearth_server.tiers.ssd.disk.choose import NAMES, Verdict, probe
 
 _SO_PEERPIDFD = 77
 _MADV_POPULATE_WRITE = 23
-_IO_URING_SETUP = 425
-_IO_URING_PARAMS_BYTES = 120
 _HUGE = 2 * MIB
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?[^>]*>=\s*([0-9.]+)")
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,20 @@ class Installed:
     def enough(self) -> bool:
         """Whether it is there and new enough."""
         return bool(self.version) and _numbers(self.version) >= _numbers(self.least)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where a file system is mounted, its kind, and the options of mount and file system."""
+
+    point: Path
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def depth(self) -> int:
+        """How far below the root it is."""
+        return len(self.point.parts)
 
 
 class Machine:
@@ -90,14 +100,44 @@ class Machine:
         except OSError:
             return 0
 
-    def io_uring(self) -> str:
-        """Make a ring; what went wrong, or empty."""
-        parameters = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
-        descriptor = _libc.syscall(_IO_URING_SETUP, 1, parameters)
-        if descriptor < 0:
-            return os.strerror(ctypes.get_errno())
-        os.close(descriptor)
-        return ""
+    def disk_interfaces(self, depth: int) -> list[Verdict]:
+        """Each kernel interface for disk I/O, tried with a read; best first."""
+        return [probe(name, depth) for name in NAMES]
+
+    def mount_of(self, folder: Path) -> Mount | None:
+        """The file system that holds ``folder``; None where the kernel does not tell."""
+        place, found = folder.resolve(), None
+        try:
+            lines = (self._root / "proc/self/mountinfo").read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            return None
+        for line in lines:
+            fields, _, rest = line.partition(" - ")
+            words, kind = fields.split(), rest.split()
+            if len(words) < 6 or len(kind) < 3:
+                continue
+            point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4]))
+            # Of several on top of each other, the last is seen.
+            if place.is_relative_to(point) and (found is None or len(point.parts) >= found.depth):
+                options = frozenset((*words[5].split(","), *kind[2].split(",")))
+                found = Mount(point, kind[0], options)
+        return found
+
+    def space(self, existing: Path, folder: Path) -> tuple[int, int]:
+        """Bytes that are free for this user on the file system of ``existing``, and bytes that the
+        files of ``folder`` have already.
+        """
+        found = os.statvfs(existing)
+        taken = 0
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            taken = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+        return found.f_bavail * found.f_frsize, taken
+
+    def trims_weekly(self) -> bool:
+        """Whether systemd tells drives what is free, by its timer."""
+        wants = "systemd/system/timers.target.wants/fstrim.timer"
+        places = (self._root / "etc" / wants, self._root / "usr/lib" / wants)
+        return any(place.is_symlink() or place.exists() for place in places)
 
     def peer_pidfd(self) -> bool:
         """Whether the kernel tells the end of the process at the other end of a socket."""

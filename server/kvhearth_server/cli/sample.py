@@ -10,7 +10,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from kvhearth_server.cli.serve import metavar
-from kvhearth_server.config import Settings, Shown, TenantSetting
+from kvhearth_server.config import Settings, Shown, SsdDir, TenantSetting
 from kvhearth_server.units import format_size
 
 _COLUMNS = 96
@@ -54,13 +54,16 @@ def line(name: str, field: FieldInfo, value: object) -> str:
 
 def _written(field: FieldInfo, value: object) -> Any:
     if isinstance(value, tuple | list):
-        return [_tenant(part) if isinstance(part, TenantSetting) else part for part in value]
+        return [_item(part) for part in value]
     shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
     if shown is not None and value is not None:
-        return shown.format(value)
+        text = shown.format(value)
+        return int(text) if text.isdecimal() else text
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
-def _tenant(tenant: TenantSetting) -> str:
-    uids = ",".join(map(str, tenant.uids))
-    return f"{tenant.name}={uids}:{format_size(tenant.bytes)}"
+def _item(value: object) -> object:
+    if isinstance(value, TenantSetting):
+        uids = ",".join(map(str, value.uids))
+        return f"{value.name}={uids}:{format_size(value.bytes)}"
+    return str(value) if isinstance(value, SsdDir) else value

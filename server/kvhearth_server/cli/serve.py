@@ -11,7 +11,13 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from kvhearth_server.config import Settings, Shown, load_settings, unread_environment
+from kvhearth_server.config import (
+    Settings,
+    Shown,
+    flag_of,
+    load_settings,
+    unread_environment,
+)
 from kvhearth_server.observability import logs
 
 EPILOG = (
@@ -45,7 +51,7 @@ def metavar(field: FieldInfo) -> str:
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     """One flag. Its value stays text (or a list of texts), which the model parses."""
-    kebab = "--" + name.replace("_", "-")
+    kebab = flag_of(name)
     kind: Any = str | None
     if field.annotation is bool:
         kind = bool | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.cli import ssd_shown
 from kvhearth_server.cli.options import AsJson, SocketDir
 from kvhearth_server.cli.output import (
     console,
@@ -23,7 +24,7 @@ EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, who is there, and every counter since the start."""
+    """Show memory by segment, the SSD tier, who is there, and every counter since the start."""
     with Reach(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:
@@ -34,6 +35,11 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     out.print()
     out.print(segments(found))
     out.print()
+    if found.HasField("ssd"):
+        out.print(ssd_shown.summary(found.ssd))
+        out.print()
+        out.print(ssd_shown.directories(found.ssd))
+        out.print()
     out.print(facts([(name, found.counters[name]) for name in sorted(found.counters)]))
 
 

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.cli import ssd_shown
 from kvhearth_server.cli.options import AsJson, SocketDir
 from kvhearth_server.cli.output import (
     console,
@@ -37,8 +38,11 @@ _RATES = (
     ("lookups", "lookups"),
     ("keys asked", "lookup_keys"),
     ("keys hit", "hit_keys"),
+    ("keys on SSD only", "below_keys"),
     ("blocks stored", "stored_blocks"),
     ("blocks evicted", "evicted_blocks"),
+    ("blocks to SSD", "demoted_blocks"),
+    ("blocks from SSD", "promoted_blocks"),
     ("refusals", "refusals"),
     ("checksum failures", "checksum_failures"),
 )
@@ -65,7 +69,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Look once instead of each second.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch hits, rates, memory, engines and leases; Ctrl-C ends it.
+    """Watch hits, rates, memory, SSD, engines and leases; Ctrl-C ends it.
 
     Rates are those of the last second; of the first look they are those since the start. Into a
     pipe it prints one look below the other; with --json each is one object on a line.
@@ -136,7 +140,10 @@ def _drawn(view: View, before: View | None) -> RenderableType:
         f"{found.groups} groups  {found.leases} leases (oldest {duration(oldest)})  "
         f"{found.pins} pins"
     )
-    parts = (_memory(found), _speeds(view, before), _engines(view))
+    parts = [_memory(found), _speeds(view, before), _engines(view)]
+    if found.HasField("ssd"):
+        head += f"\nSSD {ssd_shown.state(found.ssd)}, {found.ssd.blocks} blocks"
+        parts.insert(1, ssd_shown.directories(found.ssd, bars=True))
     return Group(head, *(piece for part in parts for piece in ("", part)))
 
 

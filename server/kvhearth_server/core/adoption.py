@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvhearth.model import FLAG_VERIFY, I64, Bools, Records
 from kvhearth_server.core.actions import Mark, SlabSized, Sum
@@ -19,7 +20,7 @@ class AdoptedBlocks:
     """Complete blocks of one namespace and group, oldest first.
 
     ``slots`` (n, shards); ``parents`` (n,) heads or -1; ``summed`` (n,); ``checksums`` (n, shards)
-    of 16 bytes, meaningless where not summed.
+    of 16 bytes, meaningless where not summed; ``sequences`` (n,), the commits' numbers.
     """
 
     namespace: int
@@ -29,6 +30,7 @@ class AdoptedBlocks:
     keys: list[bytes]
     summed: Bools
     checksums: Records
+    sequences: npt.NDArray[np.uint64]
 
 
 @dataclass
@@ -37,13 +39,15 @@ class Adoption:
 
     ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose size nobody knows, taken
     as one slot. ``held``: slots by the number of the group that may still write to them; 0 for a
-    group that nobody knows. ``dropped``: slots that become free, with why in ``reasons``.
+    group that nobody knows. ``strays``: slots that the kernel may write to for an earlier run.
+    ``dropped``: slots that become free, with why in ``reasons``.
     """
 
     slabs: list[tuple[int, int]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     blocks: list[AdoptedBlocks] = field(default_factory=list)
     held: dict[int, I64] = field(default_factory=dict)
+    strays: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     dropped: list[I64] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
@@ -77,7 +81,7 @@ def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
 
 def _restore_slabs(state: CoreState, found: Adoption) -> None:
     parts = [flat(part.slots) for part in found.blocks] + list(found.held.values())
-    used = np.sort(np.concatenate([*parts, np.zeros(0, np.int64)]))
+    used = np.sort(np.concatenate([*parts, found.strays]))
     stride = state.table.geometry.stride
     for slab, slot_bytes in found.slabs:
         start, end = np.searchsorted(used, (slab * stride, (slab + 1) * stride))
@@ -104,6 +108,8 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     namespace.blocks += len(heads)
     state.index.bind(part.namespace, part.kv_group, part.keys, heads)
     state.chains.link_many(heads, part.parents)
+    state.table.sequence[heads] = part.sequences
+    state.offers.offer(heads[part.summed])
     # Commits were leaf first among blocks of one age; by age alone the root would be coldest, so
     # the links above keep the leaf-first rule.
     state.policies.insert(part.namespace, state.slot_bytes(spec), heads, None)

@@ -13,7 +13,7 @@ from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.state import CoreState, flat
-from kvhearth_server.core.table import State
+from kvhearth_server.core.table import State, Sunk
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,20 @@ class Binder:
         self._state = state
 
     def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
-        """Apply a checked item."""
+        """Apply a checked item of a group that has its slots reserved."""
+        size = self._state.ledger.unreserved(group.segment, flat(item.slots))
+        group.stock_bytes -= size
+        return self.place(group.segment, namespace, item)
+
+    def place(
+        self, segment: int, namespace: Namespace, item: CommitItem, *, risen: bool = False
+    ) -> Bools:
+        """Bind keys to slots that are in nobody's books, but are billed to the namespace; slots of
+        keys that are bound already become free.
+
+        Args:
+            risen: the blocks come from a slower tier, where their copies stay.
+        """
         state, keys = self._state, item.keys
         heads = self._current(namespace, item.kv_group, keys)
         fresh = heads < 0
@@ -45,19 +58,17 @@ class Binder:
                 fresh[position] &= first.setdefault(key, position) == position
         slots = item.slots[fresh]
         spare = flat(item.slots[~fresh])
-        size = state.ledger.unreserved(group.segment, flat(item.slots))
-        group.stock_bytes -= size
         state.loosened += 1  # a slab of reserved slots could not be emptied, one of blocks can
         if len(spare):
             state.table.bump(spare)
             namespace.used_bytes -= state.table.total_bytes(spare)
-            state.free_slots(group.segment, spare)
+            state.free_slots(segment, spare)
             state.count("duplicate_blocks", int((~fresh).sum()))
         if len(slots):
             new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
             sums = None if item.checksums is None else item.checksums[fresh]
             self._fill(namespace, item.kv_group, slots, sums)
-            state.ledger.committed(group.segment, flat(slots), +1)
+            state.ledger.committed(segment, flat(slots), +1)
             namespace.blocks += len(slots)
             state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
             heads[fresh] = slots[:, 0]
@@ -68,7 +79,13 @@ class Binder:
             state.policies.insert(
                 namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
             )
-            self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
+            if risen:
+                state.table.sunk[slots[:, 0]] = Sunk.SAVED
+            self._record(namespace, item.kv_group, slots, new_keys, sums is not None)
+            if risen:
+                self._announce_risen(namespace, item.kv_group, slots, new_keys)
+            else:
+                self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
         return fresh
 
     def _current(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> I64:
@@ -90,6 +107,7 @@ class Binder:
         table.epoch[every] = namespace.epoch
         table.owner[every] = 0
         table.flags[every] = 0
+        table.sunk[every] = Sunk.NOT
         table.used_at[every] = self._state.tick()
         if slots.shape[1] > 1:
             table.sibling[slots[:, :-1]] = slots[:, 1:] + 1
@@ -116,14 +134,16 @@ class Binder:
             if heads[position - 1] != heads[position]:
                 chains.link(int(heads[position - 1]), int(heads[position]))
 
-    def _announce(
+    def _record(
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
     ) -> None:
+        """Number the blocks, and have their headers written."""
         state = self._state
         spec = state.spec(namespace, kv_group)
         parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1
         sequences = state.sequence + 1 + np.arange(len(slots), dtype=np.int64)
         state.sequence += len(slots)
+        state.table.sequence[slots[:, 0]] = sequences
         to = State.SUMMED if summed else State.COMMITTED
         state.actions.append(
             Bind(
@@ -138,9 +158,24 @@ class Binder:
                 to,
             )
         )
+
+    def _announce_risen(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes]
+    ) -> None:
+        state = self._state
+        size = slots.size * state.spec(namespace, kv_group).page_bytes
+        state.count("promoted_blocks", len(slots))
+        state.count("promoted_bytes", size)
+        state.events.append(EventKind.MOVED, namespace.number, kv_group, keys, tier="dram")
+
+    def _announce(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
+    ) -> None:
+        state = self._state
         state.count("stored_blocks", len(slots))
-        state.count("stored_bytes", slots.size * spec.page_bytes)
+        state.count("stored_bytes", slots.size * state.spec(namespace, kv_group).page_bytes)
         if summed:
+            state.offers.offer(slots[:, 0])
             state.count("summed_blocks", len(slots))
             state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
         else:

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import I64, Bools
+from kvhearth_server.core.climbing import Climbing
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.pinning import Pinning
+from kvhearth_server.core.sinking import Sinking
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.table import State
+from kvhearth_server.core.table import KERNEL, State
 
 PORTION_SLOTS = 2000
 """Slots that a portion looks at one by one; what is done to all at once is array work."""
@@ -28,6 +30,7 @@ _TALLY_DENSE_MAX = 1 << 20
 """Up to this value counting takes a third of the time of sorting."""
 
 _RESERVED, _QUARANTINED = int(State.RESERVED), int(State.QUARANTINED)
+_LOADING = int(State.LOADING)
 _COMMITTED, _SUMMED = int(State.COMMITTED), int(State.SUMMED)
 
 
@@ -35,26 +38,35 @@ class BooksError(ValueError):
     """Two accounts of the same thing disagree; the message has both numbers."""
 
 
-def check_books(state: CoreState, pinning: Pinning) -> None:
+@dataclass(frozen=True)
+class Holders:
+    """Who holds slots beside groups."""
+
+    pinning: Pinning
+    sinking: Sinking
+    climbing: Climbing
+
+
+def check_books(state: CoreState, holders: Holders) -> None:
     """Recount slots, bytes, leases, reservations, chains and policies, all of one moment.
 
     Raises:
         BooksError: the first disagreement, with its numbers.
     """
-    for _ in _portions(state, pinning, None):
+    for _ in _portions(state, holders, None):
         pass
 
 
-def book_portions(state: CoreState, pinning: Pinning) -> Iterator[None]:
+def book_portions(state: CoreState, holders: Holders) -> Iterator[None]:
     """As ``check_books``, in portions: each ``next`` is one. The core may be called between them.
 
     Raises:
         BooksError: the first disagreement, with its numbers.
     """
-    return _portions(state, pinning, PORTION_SLOTS)
+    return _portions(state, holders, PORTION_SLOTS)
 
 
-def _portions(state: CoreState, pinning: Pinning, slots_max: int | None) -> Iterator[None]:
+def _portions(state: CoreState, holders: Holders, slots_max: int | None) -> Iterator[None]:
     """``slots_max`` are the slots of a portion that looks at each; None: all at once."""
     try:
         for segment, pool in enumerate(state.pools):
@@ -62,10 +74,10 @@ def _portions(state: CoreState, pinning: Pinning, slots_max: int | None) -> Iter
             yield
             used = _Used.now(state, segment)
             for check in (_check_ledger, _check_namespaces, _check_owners):
-                check(state, used)
+                check(state, holders, used)
                 yield
                 used = _Used.now(state, segment) if slots_max else used
-            _check_holders(state, pinning, used)
+            _check_holders(state, holders, used)
             yield
             for parts in _row_portions(state, segment, slots_max):
                 _check_blocks(state, segment, parts)
@@ -154,18 +166,19 @@ class _Used:
         return heads
 
 
-def _check_holders(state: CoreState, pinning: Pinning, used: _Used) -> None:
-    """Leases and pins, slot by slot."""
+def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
+    """Leases, writes to slower tiers and pins, slot by slot."""
     table, segment = state.table, used.segment
     groups = [group for group in state.groups if group.segment == segment]
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
+    leased += holders.sinking.held(segment)
     booked = state.ledger.segments[segment].leased_slots
     _equal(f"segment {segment} leased slots", sum(map(len, leased)), booked)
-    for column, holders, what in (
+    for column, known, what in (
         (table.refs, leased, "leases"),
-        (table.pins, pinning.held(segment), "pins"),
+        (table.pins, holders.pinning.held(segment), "pins"),
     ):
-        held = np.concatenate([*holders, np.zeros(0, np.int64)])
+        held = np.concatenate([*known, np.zeros(0, np.int64)])
         place = np.minimum(np.searchsorted(used.rows, held), max(len(used.rows) - 1, 0))
         if len(held) and not (len(used.rows) and (used.rows[place] == held).all()):
             raise BooksError(f"{what}: a slot that somebody holds is free")
@@ -178,7 +191,7 @@ def _check_holders(state: CoreState, pinning: Pinning, used: _Used) -> None:
             raise BooksError(f"{text}: counted {counts[first]}, booked {column[slot]}")
 
 
-def _check_ledger(state: CoreState, used: _Used) -> None:
+def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
     """The bytes of a segment."""
     table, segment = state.table, used.segment
     books = state.ledger.segments[segment]
@@ -187,12 +200,13 @@ def _check_ledger(state: CoreState, used: _Used) -> None:
         ("reserved", used.states == _RESERVED, books.reserved),
         ("committed", used.bound, books.committed),
         ("quarantined", used.states == _QUARANTINED, books.quarantined),
+        ("loading", used.states == _LOADING, books.loading),
         ("held", busy, books.held),
     ):
         _equal(f"segment {segment} {what} bytes", int(used.sizes[mask].sum()), booked)
 
 
-def _check_namespaces(state: CoreState, used: _Used) -> None:
+def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
     """What each namespace of a tenant has in the table and in its own books."""
     table, segment = state.table, used.segment
     rows = used.rows[used.bound]
@@ -203,7 +217,7 @@ def _check_namespaces(state: CoreState, used: _Used) -> None:
     # Sums of integers, exact below 2^53 bytes.
     used_bytes = np.bincount(numbers, weights=used.sizes[used.bound])
     spaces = {s.number: s for s in state.namespaces if state.segment_of[s.tenant] == segment}
-    held, alive = Counter[int](), Counter[int]()
+    held, alive = Counter(holders.climbing.billed()), Counter[int]()
     for group in state.groups:
         held[group.namespace] += group.stock_bytes + group.aside_bytes
         alive[group.namespace] += not group.ended
@@ -224,14 +238,24 @@ def _check_namespaces(state: CoreState, used: _Used) -> None:
         _equal(f"namespace {number} groups", alive[number], space.groups)
 
 
-def _check_owners(state: CoreState, used: _Used) -> None:
-    """Every slot that is reserved or aside is one group's, or some reader's."""
+def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
+    """Every slot that is reserved or aside is one group's, or some reader's, or the kernel's."""
     table, segment = state.table, used.segment
     mine = used.rows[(used.states == _RESERVED) | (used.states == _QUARANTINED)]
     owners = _tally(table.owner[mine].astype(np.int64))
     unowned = mine[(table.owner[mine] == 0) & (table.refs[mine] == 0)]
     _equal("quarantined slots without a reason", len(unowned), 0)
     owners.pop(0, None)
+    climbing = holders.climbing
+    for what, state_word, known in (
+        ("loading", _LOADING, climbing.slots()),
+        ("stray", _QUARANTINED, climbing.strays),
+    ):
+        found = used.rows[(used.states == state_word) & (table.owner[used.rows] == KERNEL)]
+        here = known[table.slab_segment[table.slabs_of(known)] == segment]
+        if not np.array_equal(found, np.sort(here)):
+            raise BooksError(f"{what} slots: counted {len(found)}, on record {len(here)}")
+    owners.pop(KERNEL, None)
     for group in state.groups:
         if group.segment == segment:
             _check_group(state, group)

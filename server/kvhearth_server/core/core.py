@@ -11,12 +11,14 @@ import numpy as np
 from kvhearth.errors import Reason
 from kvhearth.model import U32
 from kvhearth_server.core.actions import Catalogue
-from kvhearth_server.core.books import book_portions, check_books
+from kvhearth_server.core.books import Holders, book_portions, check_books
+from kvhearth_server.core.climbing import Climbing
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.pinning import Pinning
 from kvhearth_server.core.reading import Reading
+from kvhearth_server.core.sinking import Sinking
 from kvhearth_server.core.state import CoreState, Limits, require
 from kvhearth_server.core.table import Geometry
 from kvhearth_server.core.writing import Writing
@@ -40,6 +42,8 @@ class Core:
         self.writing = Writing(self.state, self.evictor)
         self.reading = Reading(self.state)
         self.pinning = Pinning(self.state)
+        self.sinking = Sinking(self.state)
+        self.climbing = Climbing(self.state, self.evictor)
 
     def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
         """Make all older blocks of the session's namespace invalid; returns the new epoch.
@@ -108,8 +112,12 @@ class Core:
 
     def check_books(self) -> None:
         """Recount everything; see ``books.check_books``."""
-        check_books(self.state, self.pinning)
+        check_books(self.state, self._holders)
 
     def book_portions(self) -> Iterator[None]:
         """Recount in portions between which other calls may come; see ``books.book_portions``."""
-        return book_portions(self.state, self.pinning)
+        return book_portions(self.state, self._holders)
+
+    @property
+    def _holders(self) -> Holders:
+        return Holders(self.pinning, self.sinking, self.climbing)

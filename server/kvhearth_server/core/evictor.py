@@ -13,10 +13,16 @@ from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import forget_blocks, remove_blocks
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.table import State
+from kvhearth_server.core.table import State, Sunk
 
 _CONSIDER_SLABS_EVERY = 64
 """Between two looks at whether another size's coldest slab is colder than our own next victim."""
+_PASSED_MAX = 1024
+"""Blocks that wait to be saved and are passed over in one call: a call must stay short."""
+
+
+class _PassedEnough(Exception):
+    """Too many blocks were passed over; a policy that is left in between goes on from there."""
 
 
 class Evictor:
@@ -29,11 +35,16 @@ class Evictor:
         self._countdown = 0
         self._stuck: dict[tuple[int, int], int] = {}
         self._line: tuple[int, int, int] = (-1, -1, -1)
+        self._offers = state.offers
+        self._unsaved: list[int] = []
+        self._passed = 0
+        self._at_any_cost = False
 
     def make_room(self, segment: int, slot_bytes: int, count: int) -> int:
         """Evict until ``count`` slots of a size can be taken, or nothing more helps; returns how
         many can.
         """
+        self._passed = 0
         pool = self._state.pools[segment]
         while (have := pool.can_take(slot_bytes)) < count:
             if (slab := pool.empty_of_others(slot_bytes)) is not None:
@@ -45,15 +56,17 @@ class Evictor:
                 continue
             if not self._steal_slab(segment, slot_bytes):
                 break
+        self._offer_unsaved()
         return min(count, have)
 
     def shrink(
         self, namespace: Namespace, used_bytes_max: int, cause: str, blocks_max: int | None = None
     ) -> int:
         """Evict a namespace's own blocks until it uses at most so many bytes, or ``blocks_max`` are
-        evicted; returns how many were.
+        evicted; returns how many were. If it was asked for, blocks without a copy below go too.
         """
-        evicted = 0
+        evicted = self._passed = 0
+        self._at_any_cost = cause == "asked"
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
         most = namespace.blocks if blocks_max is None else blocks_max
@@ -66,11 +79,31 @@ class Evictor:
                 break
             forget_blocks(state, heads, cause)
             evicted += len(heads)
+        self._at_any_cost = False
+        self._offer_unsaved()
         return evicted
 
     def evictable(self, head: int) -> bool:
-        """Nobody leases or pins the block."""
-        return not self._refs[head] and not self._pins[head]
+        """Nobody leases or pins the block, and it is not to be saved first."""
+        if self._refs[head] or self._pins[head]:
+            return False
+        return self._offers.evictable(head) or self._at_any_cost or self._pass(head)
+
+    def _pass(self, head: int) -> bool:
+        """A block that is to be saved first: false, or so many that it is enough for one call."""
+        self._offers.pressed = True
+        if self._state.table.sunk.item(head) == Sunk.NOT:
+            self._unsaved.append(head)
+        self._passed += 1
+        if self._passed > _PASSED_MAX:
+            raise _PassedEnough
+        return False
+
+    def _offer_unsaved(self) -> None:
+        """Blocks that would have been evicted, but have no copy below any more."""
+        if self._unsaved:
+            heads, self._unsaved = np.unique(np.array(self._unsaved, np.int64)), []
+            self._offers.offer(heads[self._state.table.sunk[heads] == Sunk.NOT])
 
     def _policies(self, segment: int, slot_bytes: int) -> dict[int, EvictionPolicy]:
         """By namespace, those of one tenant that hold slots of a size: its neighbours' blocks are
@@ -102,7 +135,10 @@ class Evictor:
         while len(heads) < count and policies:
             if len(policies) > 1:
                 policies.sort(key=_coldness)
-            victim = self._victim(policies[0])
+            try:
+                victim = self._victim(policies[0])
+            except _PassedEnough:
+                break
             if victim is None:
                 policies.pop(0)
                 continue
@@ -139,7 +175,10 @@ class Evictor:
             return False
         self._countdown = _CONSIDER_SLABS_EVERY
         policies = self._policies(segment, slot_bytes).values()
-        victims = [policy.victim(self.evictable) for policy in policies]
+        try:
+            victims = [policy.victim(self.evictable) for policy in policies]
+        except _PassedEnough:
+            return False
         used_at = self._state.table.used_at
         ages = [int(used_at[head]) for head in victims if head is not None]
         best = self._coldest_slab(segment, slot_bytes)
@@ -172,17 +211,36 @@ class Evictor:
         """
         table, pool = self._state.table, self._state.pools[segment]
         best: tuple[int, int] | None = None
+        waits: tuple[int, int, I64] | None = None
         for slab in pool.slabs_of_others(slot_bytes):
             rows = pool.slots_in(slab)
             states = table.state[rows]
             busy = (states == State.RESERVED) | (states == State.QUARANTINED)
             busy |= (table.refs[rows] > 0) | (table.pins[rows] > 0)
+            busy |= states == State.LOADING
             if busy.any():
                 continue
             used = int(table.used_at[rows].max(initial=0, where=states != State.FREE))
-            if best is None or used < best[1]:
+            unsaved = self._unsaved_in(rows)
+            if len(unsaved):
+                if waits is None or used < waits[1]:
+                    waits = (slab, used, unsaved)
+            elif best is None or used < best[1]:
                 best = (slab, used)
+        if best is None and waits is not None:
+            self._offers.pressed = True
+            unsaved = waits[2]
+            self._unsaved += unsaved[table.sunk[unsaved] == Sunk.NOT][:_PASSED_MAX].tolist()
         return best
+
+    def _unsaved_in(self, rows: slice) -> I64:
+        """Heads of blocks with a shard in these slots that are to be saved before they go."""
+        table = self._state.table
+        if not self._offers.on:
+            return np.zeros(0, np.int64)
+        links = table.head[rows].astype(np.int64)
+        heads = np.where(links > 0, links - 1, np.arange(rows.start, rows.stop))
+        return heads[(table.state[rows] != State.FREE) & (table.sunk[heads] < Sunk.SAVED)]
 
     def _heads_in(self, segment: int, slab: int) -> I64:
         """Heads of all blocks that have a shard in a slab."""

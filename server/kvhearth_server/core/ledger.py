@@ -10,26 +10,28 @@ from kvhearth_server.core.table import SlotTable
 
 @dataclass
 class SegmentBooks:
-    """Bytes of one segment. ``held`` is the part of ``committed`` that a lease or a pin keeps from
-    eviction. ``leased_slots`` are slots, not bytes, and one counts once for each lease on it.
+    """Bytes of one segment. ``held`` is the part of ``committed`` that a lease, a pin or a write to
+    a slower tier keeps from eviction. ``leased_slots`` are slots, not bytes, and one counts once
+    for each lease on it.
     """
 
     capacity: int
     reserved: int = 0
     committed: int = 0
     quarantined: int = 0
+    loading: int = 0
     held: int = 0
     leased_slots: int = 0
 
     @property
     def bound(self) -> int:
         """Bytes that eviction could not take now; what the global cap bounds."""
-        return self.reserved + self.quarantined + self.held
+        return self.reserved + self.quarantined + self.loading + self.held
 
     @property
     def free(self) -> int:
         """Bytes that nobody uses (slack inside slabs included)."""
-        return self.capacity - self.reserved - self.committed - self.quarantined
+        return self.capacity - self.reserved - self.committed - self.quarantined - self.loading
 
 
 class Ledger:
@@ -64,6 +66,12 @@ class Ledger:
         """Into (+1) or out of (-1) quarantine."""
         size = self._table.total_bytes(slots)
         self.segments[segment].quarantined += sign * size
+        return size
+
+    def loading(self, segment: int, slots: I64, sign: int) -> int:
+        """FREE to LOADING (+1) or LOADING to something else (-1); returns the bytes."""
+        size = self._table.total_bytes(slots)
+        self.segments[segment].loading += sign * size
         return size
 
     def held(self, segment: int, slots: I64, sign: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, Bools, Records, Tier
+from kvhearth_server.core.below import Wish
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holding import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lookup import Need, blocks_needed, hit_boundaries
@@ -52,17 +53,22 @@ class Found:
     hit_tokens: int
     groups: list[Presence]
     short: Reason | None
+    wishes: list[Wish]
+    """Blocks on slower tiers that would make the hit longer."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One KV group's keys resolved: heads (-1 for none), what is current, what may be served."""
+    """One KV group's keys resolved: heads (-1 for none), what is current here, what may be served,
+    and what is on a slower tier only (None: nothing is).
+    """
 
     kv_group: int
     spec: GroupSpec
     heads: I64
     present: Bools
     ready: Bools
+    below: Bools | None
 
 
 class Reading:
@@ -91,7 +97,7 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
-        group, _, seen = self._resolve(session, epoch, items)
+        group, namespace, seen = self._resolve(session, epoch, items)
         if lease_id:
             self._check_lease(group, lease_id)
         boundaries = hit_boundaries([(one.spec, one.ready) for one in seen])
@@ -116,12 +122,15 @@ class Reading:
             granted = lease_id
         state.count("lookups")
         self._count_keys(seen)
-        return Found(granted, hit, groups, short)
+        return Found(granted, hit, groups, short, self._wishes(namespace, items, seen))
 
-    def presence(self, session: int, epoch: int, items: list[KeysItem]) -> list[Presence]:
-        """Which blocks are there, without a lease."""
-        _, _, seen = self._resolve(session, epoch, items)
-        return [self._presence(one, Need(0, 0)) for one in seen]
+    def presence(
+        self, session: int, epoch: int, items: list[KeysItem]
+    ) -> tuple[list[Presence], list[Wish]]:
+        """Which blocks are there, without a lease, and which could climb."""
+        _, namespace, seen = self._resolve(session, epoch, items)
+        groups = [self._presence(one, Need(0, 0)) for one in seen]
+        return groups, self._wishes(namespace, items, seen)
 
     def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
         """Mark blocks as used; returns how many there are."""
@@ -197,7 +206,10 @@ class Reading:
             safe = np.maximum(heads, 0)
             present = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
             ready = present & (table.state[safe] == _SUMMED)
-            seen.append(_Seen(item.kv_group, spec, heads, present, ready))
+            below = None
+            if state.below is not None and not present.all():
+                below = state.below.present(namespace, item.kv_group, item.keys) & ~present
+            seen.append(_Seen(item.kv_group, spec, heads, present, ready, below))
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
@@ -210,6 +222,11 @@ class Reading:
             current, ready = np.count_nonzero(one.present), np.count_nonzero(one.ready)
             count("lookup_keys", asked)
             count("hit_keys", int(ready))
+            if one.below is not None:
+                count("below_keys", int(np.count_nonzero(one.below)))
+                outdated = int(np.count_nonzero(one.below & (one.heads >= 0)))
+                asked -= int(np.count_nonzero(one.below))
+                found -= outdated
             count("miss_keys", asked - found, "absent")
             count("miss_keys", found - int(current), "epoch")
             count("miss_keys", int(current - ready), "not_summed")
@@ -273,10 +290,35 @@ class Reading:
         leased[need.first : need.end] = True
         slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
         extents = table.extents(slots, one.spec.page_bytes, summed=True)
-        tiers = _TIER[one.present.view(np.uint8)]
-        return Presence(one.kv_group, one.present, one.ready, leased, tiers, extents)
+        tiers, present = _TIER[one.present.view(np.uint8)], one.present
+        if one.below is not None:
+            tiers[one.below] = Tier.SSD
+            present = present | one.below
+        return Presence(one.kv_group, present, one.ready, leased, tiers, extents)
+
+    def _wishes(self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]) -> list[Wish]:
+        """What must climb so that the hit becomes as long as all tiers together allow."""
+        if not any(one.below is not None and one.below.any() for one in seen):
+            return []
+        either = [one.ready if one.below is None else one.ready | one.below for one in seen]
+        pairs = [(one.spec, there) for one, there in zip(seen, either, strict=True)]
+        boundaries = hit_boundaries(pairs)
+        if not len(boundaries):
+            return []
+        wishes = []
+        for item, one in zip(items, seen, strict=True):
+            if one.below is None:
+                continue
+            need = blocks_needed(one.spec, int(boundaries[0]))
+            rows = np.flatnonzero(one.below[need.first : need.end]) + need.first
+            keys = [item.keys[row] for row in rows.tolist()]
+            before = [item.keys[row - 1] if row else b"" for row in rows.tolist()]
+            if keys:
+                wishes.append(Wish(namespace, one.kv_group, one.spec, keys, before))
+        return wishes
 
     def _mark_used(self, heads: I64) -> None:
         if len(heads):
             self._state.policies.touch(heads)
             self._state.table.used_at[heads] = self._state.tick()
+            self._state.offers.used(heads)

@@ -8,7 +8,7 @@ from kvhearth.model import I64
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.state import CoreState, flat
-from kvhearth_server.core.table import State
+from kvhearth_server.core.table import State, Sunk
 
 EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
 """Causes that are evictions: the block was good, somebody needed its room."""
@@ -41,6 +41,8 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     spec = namespace.contract.groups[kv_group]
     segment = state.segment_of[namespace.tenant]
     keys = state.index.unbind(number, kv_group, heads.tolist())
+    sunk = (table.sunk[heads] == Sunk.SAVED) & (table.epoch[heads] == namespace.epoch)
+    table.sunk[heads] = Sunk.NOT
     slots = flat(table.all_shards(heads, spec.shards))
     table.bump(slots)
     size = state.ledger.committed(segment, slots, -1)
@@ -60,4 +62,10 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
     if cause in EVICTIONS:
         state.evicted_at.append(table.used_at[heads])
-    state.events.append(EventKind.REMOVED, number, kv_group, keys, cause=cause)
+    # What is removed as wrong is gone for those who were told of it: a good copy below rises and
+    # is told of again.
+    moved = sunk if cause in EVICTIONS else np.zeros_like(sunk)
+    for kind, chosen, tier in ((EventKind.REMOVED, ~moved, ""), (EventKind.MOVED, moved, "ssd")):
+        names = [keys[row] for row in np.flatnonzero(chosen).tolist()]
+        if names:
+            state.events.append(kind, number, kv_group, names, cause=cause, tier=tier)

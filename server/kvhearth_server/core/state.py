@@ -14,12 +14,14 @@ from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.actions import Action, Mark, SlabSized
+from kvhearth_server.core.below import Below
 from kvhearth_server.core.chains import Chains
 from kvhearth_server.core.events import EventLog
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Index
 from kvhearth_server.core.ledger import Ledger
 from kvhearth_server.core.namespaces import Namespace, Namespaces
+from kvhearth_server.core.offers import Offers
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slabs import SlabPool
 from kvhearth_server.core.table import Geometry, SlotTable, State
@@ -63,6 +65,8 @@ class CoreState:
         self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
         self.index = Index(geometry.slot_count, hash_seed)
         self.chains = Chains(self.table)
+        self.offers = Offers(self.table)
+        self.below: Below | None = None
         self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.namespaces = Namespaces(
             limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop
@@ -143,6 +147,7 @@ class CoreState:
         self.table.flags[slots] = 0
         self.table.sibling[slots] = 0
         self.table.head[slots] = 0
+        self.table.sunk[slots] = 0
         self.pools[segment].give(slots)
         self.actions.append(Mark(slots, State.FREE))
         self.loosened += 1

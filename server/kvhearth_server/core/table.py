@@ -29,6 +29,20 @@ class State(enum.IntEnum):
     LOADING = 5
 
 
+class Sunk(enum.IntEnum):
+    """Where a block's copy on a slower tier stands; zero for blocks that nobody offered."""
+
+    NOT = 0
+    QUEUED = 1
+    WRITING = 2
+    SAVED = 3
+    REFUSED = 4
+
+
+KERNEL = 0xFFFF_FFFE
+"""Owner of slots that the kernel may write to for us: blocks on their way from a slower tier."""
+
+
 @dataclass(frozen=True)
 class SegmentGeometry:
     """A segment: one tenant's memory, ``slabs`` slabs from global slab number ``first_slab``."""
@@ -90,7 +104,8 @@ class SlotTable:
     Links hold a slot number plus one, zero for none. A block is named by its head, the slot of
     shard 0; the others hang on ``sibling`` and point back by ``head``. ``parent``, ``child`` (the
     youngest one), ``older`` and ``younger`` (among the children of one parent) join the heads of a
-    chain; see ``chains``.
+    chain; see ``chains``. Of heads only: ``sunk``, where a copy below stands (see ``offers``), and
+    ``sequence``, the commit's number.
     """
 
     geometry: Geometry
@@ -110,6 +125,8 @@ class SlotTable:
         self.epoch = np.zeros(count, np.uint32)
         self.owner = np.zeros(count, np.uint32)
         self.used_at = np.zeros(count, np.uint32)
+        self.sunk = np.zeros(count, np.uint8)
+        self.sequence = np.zeros(count, np.uint64)
         self.head = np.zeros(count, np.uint32)
         self.sibling = np.zeros(count, np.uint32)
         self.parent = np.zeros(count, np.uint32)

@@ -26,6 +26,8 @@ fair.
 
 _WATCH_S = 0.05
 _IDLE_S = 1.0
+_STRAYS_S = 60.0
+"""Without its SSD directories nobody can see whether a dead daemon's reads have ended."""
 _log = get_logger("kvhearth.engine")
 
 
@@ -166,10 +168,21 @@ class Background:
         for slots in live:
             bad = wrong[place : place + len(slots)].any()
             if bad and same[place : place + len(slots)].all():
-                head, generation = int(slots[0]), int(generations[place])
-                removed += engine.call(engine.core.reading.remove_bad, head, generation, source)
+                removed += self._remove(int(slots[0]), int(generations[place]), source)
             place += len(slots)
         return removed
+
+    def _remove(self, head: int, generation: int, source: str) -> bool:
+        """Remove a block with wrong bytes; one that has a good copy below rises again."""
+        engine = self._engine
+        bring_back = None
+        current = engine.core.state.table.generation.item(head)
+        if engine.tiering is not None and current == generation:
+            bring_back = engine.tiering.repair(np.array([head], np.int64))
+        gone: bool = engine.call(engine.core.reading.remove_bad, head, generation, source)
+        if gone and bring_back is not None:
+            bring_back()
+        return gone
 
     async def _verify_adopted(self) -> None:
         """Verify what was adopted, beside the traffic; until then readers are told to verify."""
@@ -224,5 +237,7 @@ class Background:
         engine = self._engine
         while True:
             engine.call(engine.core.pinning.expire, engine.now())
+            if engine.tiering is None and engine.now() - engine.started_at > _STRAYS_S:
+                engine.call(engine.core.climbing.free_strays)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)

@@ -9,8 +9,11 @@ from typing import Any
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.core.namespaces import NUMBER_MAX
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
+
+_EPOCH_MAX = 0xFFFF_FFFF
 
 
 def catalogue_content(
@@ -66,6 +69,30 @@ def restore_lineage(content: dict[str, Any]) -> str:
     if not isinstance(lineage, str) or not lineage:
         raise _damaged(ValueError(f"lineage is {lineage!r}"))
     return lineage
+
+
+def check_namespaces(content: dict[str, Any]) -> None:
+    """Refuse a content from which namespaces cannot be restored, before any is.
+
+    Raises:
+        KVHearthError: ``arena_unusable``.
+    """
+    restore_lineage(content)
+    try:
+        numbers = [entry["number"] for entry in content["namespaces"]]
+        for entry in content["namespaces"]:
+            Contract.from_json(entry["contract"])
+            whole = type(entry["number"]) is int and 0 < entry["number"] <= NUMBER_MAX
+            whole &= type(entry["epoch"]) is int and 0 <= entry["epoch"] <= _EPOCH_MAX
+            if not whole or not isinstance(entry["tenant"], str):
+                raise ValueError(f"namespace {entry['number']!r} is not whole")
+        counts = (content["epoch_floor"], content["next_session"])
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{counts} are no counts")
+    except (KeyError, TypeError, ValueError, KVHearthError) as error:
+        raise _damaged(error) from None
+    if len(set(numbers)) < len(numbers):
+        raise _damaged(ValueError("a number is there twice"))
 
 
 def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:

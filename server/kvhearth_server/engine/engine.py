@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
 from kvhearth.contract import (
     CONTRACT_JSON_BYTES_MAX,
     KEY_BYTES_MAX,
@@ -29,25 +27,21 @@ from kvhearth.model import EXTENT_BYTES, I64, U32
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello, SegmentInfo, Welcome
 from kvhearth_server.core.actions import Action, Bind, Catalogue, Mark, SlabSized, Sum, Summed
-from kvhearth_server.core.adoption import adopt
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.ages import TickClock
-from kvhearth_server.engine.catalogue import (
-    catalogue_content,
-    restore_groups,
-    restore_lineage,
-    restore_namespaces,
-)
+from kvhearth_server.engine.catalogue import catalogue_content
+from kvhearth_server.engine.restart import take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
-from kvhearth_server.memory.adopt import read_journal
+from kvhearth_server.engine.ssd_catalogue import SsdCatalogue
+from kvhearth_server.engine.tiering import Tiering
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.reported import Reported
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
+from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _MESSAGE_FRAME_BYTES = 4096
 """What a message may have beside its keys and extents."""
@@ -84,12 +78,14 @@ class Engine:
         shell: EngineLimits,
         counters: Counters,
         *,
+        tier: SsdTier | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boot_id = secrets.token_hex(16)
         self.lineage = secrets.token_hex(16)
         """Of the cold start; a run that takes over an arena takes over its lineage."""
         self.arena = arena
+        self.tier = tier
         self.limits = limits
         self.shell = shell
         self.counters = counters
@@ -109,9 +105,16 @@ class Engine:
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.wake: Callable[[], None] = lambda: None
         self.adopted_blocks = 0
-        self._adopt()
+        self.scrub_progress: dict[str, float] = {}
+        """How much of this round the scrub has seen, 0 to 1, by tier."""
+        self.tiering: Tiering | None = None
+        self.ssd_catalogue = SsdCatalogue(tier.settings if tier else None, counters)
+        self.core.state.offers.on = tier is not None
+        take_over(self)
+        if tier is not None:
+            self.tiering = Tiering(self.core, tier, self.lineage, self.call, now)
         self.adopt_s = now() - self.started_at
-        self._write_catalogue()
+        self.write_catalogue()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class Engine:
                 self.reported.follow(number, hello.previous_session)
             # The peer's pidfd stays the caller's until it has the session.
             undo.callback(self.sessions.forget, session)
-            self._write_catalogue()
+            self.write_catalogue()
             undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
@@ -238,15 +241,23 @@ class Engine:
         self.sessions.leave(session)
         self.counters.add("sessions_closed")
         self.call(self.core.membership.leave, session.number, finished=finished)
+        self._forget_wishes(session.group)
         if finished or session.lock_byte < 0:
             self._drop(session)
-        self._write_catalogue()
+        self.write_catalogue()
+
+    def _forget_wishes(self, number: int) -> None:
+        """An engine that ended waits for nothing any more."""
+        if self.tiering is None:
+            return
+        if not any(group.number == number and not group.ended for group in self.core.state.groups):
+            self.tiering.group_ended(number)
 
     def drained(self, session: Session) -> None:
         """A session that left can certainly not write any more."""
         self.call(self.core.membership.drained, session.number)
         self._drop(session)
-        self._write_catalogue()
+        self.write_catalogue()
 
     def _drop(self, session: Session) -> None:
         self.sessions.drop(session)
@@ -290,13 +301,15 @@ class Engine:
             self.counters.add(name, amount, label)
         for used_at in state.take_evicted():
             self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
+        if self.tiering is not None:
+            self.tiering.nudge()
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Sum):
             self.to_sum.append(action)
             self.wake()
         elif isinstance(action, Catalogue):
-            self._write_catalogue()
+            self.write_catalogue()
         elif self.journal is not None:
             self._record(self.journal, action)
 
@@ -313,67 +326,9 @@ class Engine:
             case _:
                 raise TypeError(f"no journal entry for {type(action).__name__}")
 
-    # -- restart -----------------------------------------------------------------------------------
-
-    def _adopt(self) -> None:
-        """Take over what an earlier run left, if the arena is one that it left."""
-        old = self.arena.catalogue
-        if old is None or self.journal is None:
-            # Epochs of an earlier run are forgotten, and so must not come again: an engine that
-            # still runs with old weights would share with one that has new ones.
-            self.core.state.namespaces.epoch_floor = int(time.time())
-            return
-        state = self.core.state
-        self.lineage = restore_lineage(old)
-        self.sessions.number_from(int(old.get("next_session", 1)))
-        restore_namespaces(state, old)
-        found = read_journal(self.journal, self.arena.plan.geometry, state.namespaces)
-        groups, ghosts = restore_groups(state, old)
-        if 0 in found.held or set(found.held) - set(groups):
-            self._unknown_holders(found.held, groups, ghosts)
-        adopt(state, found, groups)
-        for ghost in ghosts:
-            self.sessions.add(ghost)
-        self._apply()
-        self.adopted_blocks = sum(len(part.keys) for part in found.blocks)
-        for part in found.blocks:
-            heads = part.slots[part.summed, 0]
-            self.to_verify.append((heads, state.table.generation[heads].copy()))
-        for group in groups.values():
-            self.call(self.core.membership.settle, group)
-
-    def _unknown_holders(
-        self, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
-    ) -> None:
-        """Slots whose writer the catalogue does not name wait for everybody who still maps the
-        arena.
-        """
-        state = self.core.state
-        strays = [slots for number, slots in held.items() if number not in groups]
-        for number in [number for number in held if number not in groups]:
-            del held[number]
-        every = np.concatenate(strays)
-        segments = state.table.slab_segment[state.table.slabs_of(every)]
-        for segment in np.unique(segments).tolist():
-            tenant = state.table.geometry.segments[segment].tenant
-            number = 1 + max([*groups, *(g.number for g in state.groups), 0])
-            group = Group(number, tenant, segment, "", 0, 0, 0, ended=True)
-            mapped = self.arena.segments[segment]
-            for index in range(4 * self.limits.sessions_max):
-                if mapped.client_byte_held(index):
-                    session = 1 + max([*(g.number for g in ghosts), self.sessions.next_number])
-                    group.members[session] = Member(session, -1, False, True, MemberState.GONE)
-                    ghosts.append(_ghost(session, tenant, segment, index, number))
-            state.groups.restore(group)
-            groups[number] = group
-            held[number] = every[segments == segment]
-
-    def _write_catalogue(self) -> None:
-        if self.arena.durable:
+    def write_catalogue(self) -> None:
+        """Make namespaces and groups durable, where anything is."""
+        if self.arena.durable or self.ssd_catalogue.paths:
             content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
             self.arena.write_catalogue(content)
-
-
-def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
-    peer = Peer(-1, 0, -1)
-    return Session(number, tenant, segment, "", peer, lock_byte, group, "", ghost=True, gone=True)
+            self.ssd_catalogue.write(content)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvhearth.version import __version__
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
+from kvhearth_server.tiers.ssd.figures import SsdFigures
 
 NAMESPACES_SHOWN_MAX = 32
 """Most namespaces that are told apart; the others are one together."""
@@ -44,8 +45,25 @@ class NamespaceNow:
 
 
 @dataclass(frozen=True)
+class SsdNow:
+    """The SSD tier.
+
+    Attributes:
+        tier: what it says of itself.
+        demoting_blocks: those that wait to be written, or are being written.
+        promoting_blocks: those that are being loaded.
+    """
+
+    tier: SsdFigures
+    demoting_blocks: int
+    promoting_blocks: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """One moment. The last four are the daemon's own objects, to be read at once."""
+    """One moment. ``ssd`` is None without such a tier. The last five are the daemon's own objects,
+    to be read at once.
+    """
 
     version: str
     boot_id: str
@@ -63,6 +81,8 @@ class Snapshot:
     groups: int
     verifying_blocks: int
     adopt_s: float
+    ssd: SsdNow | None
+    scrub_progress: Mapping[str, float]
     counts: Mapping[tuple[str, str], int]
     reported: Mapping[str, int]
     timings: CallTimings
@@ -97,11 +117,22 @@ def take_snapshot(engine: Engine) -> Snapshot:
         groups=len(groups),
         verifying_blocks=sum(len(heads) for heads, _ in engine.to_verify),
         adopt_s=engine.adopt_s,
+        ssd=take_ssd(engine),
+        scrub_progress=engine.scrub_progress,
         counts=engine.counters.values(),
         reported=engine.reported.totals,
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
     )
+
+
+def take_ssd(engine: Engine) -> SsdNow | None:
+    """The SSD tier now; call on the loop."""
+    if engine.tier is None:
+        return None
+    tiering = engine.tiering
+    writing, rising = (tiering.writing, tiering.rising) if tiering is not None else (0, 0)
+    return SsdNow(engine.tier.status.figures(), writing, rising)
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:

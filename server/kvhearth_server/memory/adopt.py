@@ -14,7 +14,7 @@ import numpy as np
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
 from kvhearth_server.core.adoption import AdoptedBlocks, Adoption
 from kvhearth_server.core.namespaces import Namespaces
-from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.core.table import KERNEL, Geometry, State
 from kvhearth_server.memory.journal import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -123,6 +123,7 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             reader.sort_out(rows[used], slots[used], sizes[used])
     for number, parts in held.items():
         found.held[number] = np.concatenate(parts)
+    found.strays = found.held.pop(KERNEL, found.strays)
     found.slabs.extend((slab, geometry.slab_bytes) for slab in found.damaged)
     _blocks(found, specs, columns)
     return found
@@ -303,8 +304,11 @@ def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, spec
         gone = slots[others, 0]
         parents = np.where(np.isin(parents, gone), -1, parents)[kept]
         slots, summed, sums = slots[kept], summed[kept], sums[kept]
+        sequences = sequences[kept]
         keys = [keys[i] for i in kept.tolist()]
-    found.blocks.append(AdoptedBlocks(pair // 256, pair % 256, slots, parents, keys, summed, sums))
+    found.blocks.append(
+        AdoptedBlocks(pair // 256, pair % 256, slots, parents, keys, summed, sums, sequences)
+    )
 
 
 def _newest(names: U8, keys: list[bytes]) -> I64 | None:

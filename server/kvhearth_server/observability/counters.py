@@ -55,6 +55,7 @@ TABLE: Mapping[str, Counter] = {
     "lookups": Counter("Lookups answered."),
     "lookup_keys": Counter("Keys asked for in lookups."),
     "hit_keys": Counter("Keys asked for in lookups that were present."),
+    "below_keys": Counter("Keys asked for in lookups that were on a slower tier only."),
     "miss_keys": Counter(
         "Keys asked for in lookups that were not there to be served.",
         "reason",
@@ -84,7 +85,7 @@ TABLE: Mapping[str, Counter] = {
     "checksum_failures": Counter(
         "Blocks whose bytes were not those of their checksum.",
         "source",
-        usual=frozenset({"adoption", "reader"}),
+        usual=frozenset({"adoption", "demotion", "reader", "scrub", "ssd"}),
     ),
     "adopted_blocks": Counter("Blocks taken over from an earlier run's arena."),
     "adoption_dropped": Counter(
@@ -103,8 +104,52 @@ TABLE: Mapping[str, Counter] = {
         "Background tasks that failed and were restarted.",
         "task",
         usual=frozenset(
-            {"attach", "attach_connection", "pins", "sum", "verify", "watch", "watchdog"}
+            {
+                *("attach", "attach_connection", "pins", "recovery", "scrub", "scrub_ssd"),
+                *("sum", "tiering", "verify", "watch", "watchdog"),
+            }
         ),
+    ),
+    "demoted_blocks": Counter("Blocks written to the slower tier, durable."),
+    "demoted_bytes": Counter("Bytes of blocks written to the slower tier."),
+    "demotion_refused": Counter(
+        "Blocks that the slower tier was not to take.",
+        "reason",
+        usual=frozenset({"admission", "budget", "degraded", "slow", "too_large"}),
+    ),
+    "demotion_failed": Counter(
+        "Blocks whose write to the slower tier failed.",
+        "reason",
+        usual=frozenset({"io", "no_space", "read_only", "short"}),
+    ),
+    "promoted_blocks": Counter("Blocks loaded from the slower tier."),
+    "promoted_bytes": Counter("Bytes of blocks loaded from the slower tier."),
+    "promotion_failed": Counter(
+        "Blocks that were not loaded from the slower tier though they were to be.",
+        "reason",
+        usual=frozenset(
+            {"cancelled", "degraded", "io", "missing", "no_room", "queue", "short", "stuck"}
+        ),
+    ),
+    "prefetch_cancelled": Counter("Blocks on their way up whose request went away."),
+    "repaired_blocks": Counter(
+        "Blocks found wrong on one tier that another tier's copy brings back.",
+        "tier",
+        frozenset({"dram", "ssd"}),
+    ),
+    "ssd_catalogue_failures": Counter("Writes of the namespaces beside the SSD tier that failed."),
+    "scrubbed_blocks": Counter(
+        "Blocks that were read and verified in the background.",
+        "tier",
+        frozenset({"dram", "ssd"}),
+    ),
+    "scrubbed_bytes": Counter(
+        "Bytes that were read and verified in the background.",
+        "tier",
+        frozenset({"dram", "ssd"}),
+    ),
+    "scrub_rounds": Counter(
+        "Times that a tier was gone through from end to end.", "tier", frozenset({"dram", "ssd"})
     ),
     "dropped_stores": Counter("Blocks that were written and then not kept."),
     "events_lost": Counter("Events that a slow reader did not get."),

@@ -62,6 +62,15 @@ def configure(level: Level = "info", form: Form = "auto", stream: TextIO | None 
     root.setLevel(number)
 
 
+def redirect(stream: TextIO) -> TextIO | None:
+    """Write to ``stream`` from now on; where it was written before, None before ``configure``."""
+    for handler in logging.getLogger().handlers:
+        if handler.get_name() == _HANDLER_NAME and isinstance(handler, logging.StreamHandler):
+            before: TextIO | None = handler.setStream(stream)
+            return before
+    return None
+
+
 def _renderers(json_lines: bool, *, colors: bool) -> list[Processor]:
     if json_lines:
         return [

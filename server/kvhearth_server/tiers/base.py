@@ -108,11 +108,13 @@ class LoadBatch:
         keys: n keys of 1 to 64 bytes.
         places: ``PLACE_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
             belong to the tier until the batch's last completion.
+        is_use: whether a load says that the blocks are wanted, and so worth keeping.
     """
 
     family: Family
     keys: list[bytes]
     places: Records
+    is_use: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         shape = (len(self.keys), self.family.shards)

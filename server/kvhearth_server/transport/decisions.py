@@ -16,6 +16,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
 from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth_server.core.below import Wish
 from kvhearth_server.core.groups import Handed
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import require
@@ -153,13 +154,25 @@ class Decisions:
             request.lease_id,
             now=engine.now(),
         )
+        eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
         return cache_pb2.LookupResponse(
             boot_id=engine.boot_id,
             lease_id=found.lease_id,
             hit_tokens=found.hit_tokens,
             groups=[presence_message(one) for one in found.groups],
             lease_short=str(found.short or ""),
+            eta_us=eta_us,
         )
+
+    def _wish(self, wishes: list[Wish], caller: Caller, lease_id: int, *, go: bool) -> int:
+        """Let blocks climb if the caller asked for it; microseconds until they could be here."""
+        tiering = self._engine.tiering
+        if tiering is None or not wishes:
+            return 0
+        if go and not self._engine.draining:
+            group = self._engine.core.state.group_of(caller.session)
+            tiering.raise_blocks(wishes, group.number, lease_id)
+        return tiering.eta_us(wishes)
 
     def _reserve(
         self, request: cache_pb2.ReserveRequest, caller: Caller
@@ -225,6 +238,10 @@ class Decisions:
     ) -> cache_pb2.ReleaseResponse:
         engine = self._engine
         _few(len(request.lease_ids), "lease ids")
+        _few(len(request.cancelled_ids), "cancelled ids")
+        if engine.tiering is not None and request.cancelled_ids:
+            group = engine.core.state.group_of(caller.session)
+            engine.tiering.cancel(group.number, request.cancelled_ids)
         try:
             engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
         finally:
@@ -240,9 +257,11 @@ class Decisions:
         engine, contract = self._engine, caller.contract
         items = keys_items(contract, request.groups, engine.keys_max(contract))
         engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
-        found = engine.core.reading.presence(caller.session, request.epoch, items)
+        found, wishes = engine.core.reading.presence(caller.session, request.epoch, items)
         return cache_pb2.PrefetchResponse(
-            boot_id=engine.boot_id, groups=[presence_message(one) for one in found]
+            boot_id=engine.boot_id,
+            groups=[presence_message(one) for one in found],
+            eta_us=self._wish(wishes, caller, 0, go=True),
         )
 
     def _pin(self, request: cache_pb2.PinRequest, caller: Caller) -> cache_pb2.PinResponse:

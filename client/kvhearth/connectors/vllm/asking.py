@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 from kvhearth.connectors.vllm.adapters import Adapters
+from kvhearth.connectors.vllm.climbing import Climbs
 from kvhearth.connectors.vllm.context import Context
 from kvhearth.connectors.vllm.loads import Loads, RequestState
 from kvhearth.connectors.vllm.lookups import Lookup, LookupDesk
 from kvhearth.connectors.vllm.policy import Verdict
 from kvhearth.connectors.vllm.stores import Progress
+from kvhearth.model import Tier
 from kvhearth.results import LookupResult
 
 HANDOVER = "kvhearth_tokens"
@@ -49,7 +51,10 @@ class Requests:
         self._hash_tokens = context.groups.hash_tokens
         self._loads = loads
         self._eagle_tokens = eagle_tokens
-        self._desk = LookupDesk(context.client, context.groups)
+        self._steps_back = eagle_tokens > 0
+        climb_s = context.settings.climb_wait_ms / 1000
+        self._desk = LookupDesk(context.client, context.groups, climb_s=climb_s)
+        self._climbs = Climbs(context, self._desk, eagle_tokens)
         self._states: dict[str, RequestState] = {}
         self._asking: set[str] = set()
         self._adapters = Adapters()
@@ -129,7 +134,8 @@ class Requests:
         state.seen = state.declined = False
         state.offer = (0, 0)
         tokens = len(state.request.block_hashes) * self._hash_tokens
-        tokens = min(tokens, tokens_max or self._end(state))
+        end = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
+        tokens = min(tokens, tokens_max or end)
         tokens -= tokens % self._groups.step_tokens
         state.asked_count += 1
         state.asked_tokens = tokens
@@ -139,25 +145,28 @@ class Requests:
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
         lora = state.request.lora_request
         find = None if lora is None else lambda: self._adapters.digest(lora)
-        state.lookup = self._desk.ask(hashes, find)
+        prefetch = self._consumes and self._policy.prefetches(tokens)
+        state.lookup = self._desk.ask(hashes, find, prefetch=prefetch)
         state.declined = state.lookup is None
         if state.lookup is not None:
             self._asking.add(state.request.request_id)
         self._tally.add("lookups")
 
-    def _drop(self, state: RequestState) -> None:
-        """The request's question, or the lease that it brought, is of no use any more."""
+    def _drop(self, state: RequestState, *, gone: bool = False) -> None:
+        """The request's question, or the lease that it brought, is of no use any more; what climbs
+        neither if the request is ``gone``.
+        """
         if state.lookup is not None:
-            self._desk.drop(state.lookup)
+            self._desk.drop(state.lookup, gone=gone)
             state.lookup = None
+        state.waited = False
         self._asking.discard(state.request.request_id)
 
-    def _end(self, state: RequestState) -> int:
-        """Tokens up to which a hit may reach. Where all groups attend to everything, vLLM steps
-        back a token itself after a hit of the whole prompt; a window or a state cannot.
-        """
-        tokens = int(state.request.num_tokens)
-        return tokens if self._groups.whole and not self._eagle_tokens else tokens - 1
+    def _limit(self, state: RequestState, computed_tokens: int) -> int:
+        """Tokens up to which a load may reach."""
+        limit = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
+        most = self._policy.most(state.max_load_tokens)
+        return min(limit, computed_tokens + most) if most else limit
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed_tokens`` can be loaded; None if the answer is not there
@@ -166,11 +175,12 @@ class Requests:
         if request.skip_reading_prefix_cache:
             return 0, False
         state = self._state_of(request)
+        state.computed_tokens = computed_tokens
         if state.given_up or state.loading or state.declined:
             return 0, False
         if state.lookup is None:
             self._ask(state)
-        if state.lookup is not None and not self._answered(state):
+        if state.lookup is not None and not self._answered(state, computed_tokens):
             # Given up, or worth waiting for.
             return (None if state.lookup is not None else 0), False
         if state.lookup is None:
@@ -182,7 +192,7 @@ class Requests:
             state.offer = (computed_tokens, tokens)
         return state.offer[1], state.offer[1] > 0
 
-    def _answered(self, state: RequestState) -> bool:
+    def _answered(self, state: RequestState, computed_tokens: int) -> bool:
         """Whether there is an answer to go by; without one, and without a question that is still
         under way, the request goes without.
         """
@@ -204,7 +214,7 @@ class Requests:
         wanted = min(state.handover_tokens, state.asked_tokens)
         wanted -= wanted % self._groups.step_tokens
         if result.hit_tokens < wanted and not result.reason and now < state.handover_until:
-            if now - lookup.answered_at > _HANDOVER_PAUSE_S:
+            if now - lookup.answered_at > _HANDOVER_PAUSE_S and not lookup.climbing:
                 self._drop(state)
                 state.asked_count = 0
                 self._ask(state)
@@ -218,6 +228,11 @@ class Requests:
                 state.asked_count -= 1
             self._ask(state)
             return False
+        if not lookup.taken:
+            limit = self._limit(state, computed_tokens)
+            if self._climbs.waits(state, lookup, limit, computed_tokens):
+                return False
+            self._climbs.ended(state, lookup, self._desk.take(lookup) or result)
         return True
 
     def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
@@ -226,17 +241,18 @@ class Requests:
         if result.reason:
             self._tally.add("lookup_failed")
         state.progress.fold = lookup.fold
-        state.progress.present = {group: found.present for group, found in result.groups.items()}
+        # What stays on SSD is stored again by who computes it: in DRAM it serves the next one.
+        state.progress.present = {
+            group: found.present if lookup.prefetch else found.tiers == Tier.DRAM
+            for group, found in result.groups.items()
+        }
 
     def _offered(self, state: RequestState, computed_tokens: int) -> int | None:
         """Tokens to load; None if the daemon must be asked once more, for fewer."""
         assert state.lookup is not None
         result = state.lookup.result
         assert result is not None
-        limit = self._end(state)
-        most = self._policy.most(state.max_load_tokens)
-        if most:
-            limit = min(limit, computed_tokens + most)
+        limit = self._limit(state, computed_tokens)
         if self._eagle_tokens:
             limit = min(limit, result.hit_tokens - self._eagle_tokens)
         limit -= limit % self._groups.step_tokens
@@ -275,6 +291,8 @@ class Requests:
             return
         if state.loading:
             return  # vLLM's second call, for the blocks after the loaded ones
+        if not state.admitted:
+            self._tally.add("hit_engine_tokens", state.computed_tokens)
         state.admitted = True
         if external_tokens:
             self._asking.discard(request.request_id)
@@ -288,7 +306,7 @@ class Requests:
         """A request ended; what was remembered of it."""
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._drop(state)
+            self._drop(state, gone=True)
         return state
 
     def forget(self) -> None:

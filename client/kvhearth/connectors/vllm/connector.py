@@ -84,6 +84,17 @@ class _SchedulerSide(_Base):
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
 
+    @guarded(dict)
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Tokens that a load brings, by the daemon's tier that they came from."""
+        if self._scheduler is None:
+            return {}
+        tokens = self._scheduler.sources(request.request_id, num_external_tokens)
+        tiers = zip((CacheHitSource.HOST, CacheHitSource.DISK), tokens, strict=True)
+        return {source: count for source, count in tiers if count}
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; load what was offered."""
         if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvhearth.contract import Contract, GroupKind
 from kvhearth.keys import fold_key
-from kvhearth.model import I64, Bools
+from kvhearth.model import I64, Bools, Tier
 from kvhearth.pipeline.reach import usable_tokens
 from kvhearth.results import LookupResult
 
@@ -71,6 +71,24 @@ class EngineGroups:
             return limit
         flags = [(self.specs[group], result.leased) for group, result in found.groups.items()]
         return usable_tokens(flags, limit)
+
+    def end(self, tokens: int, *, step_back: bool) -> int:
+        """Tokens up to which a hit of a request of ``tokens`` may reach.
+
+        Where all groups attend to everything, vLLM steps back a token itself after a hit of the
+        whole prompt; a window or a state cannot, nor where ``step_back`` says so.
+        """
+        return tokens if self.whole and not step_back else tokens - 1
+
+    def ceiling(self, found: LookupResult, limit_tokens: int) -> int:
+        """Tokens up to which could be computed on if all that is on SSD had climbed, at most
+        ``limit_tokens``.
+        """
+        flags = [
+            (self.specs[group], result.ready | (result.tiers == Tier.SSD))
+            for group, result in found.groups.items()
+        ]
+        return usable_tokens(flags, limit_tokens)
 
     def needed(self, group: int, start_tokens: int, end_tokens: int) -> range:
         """Blocks of a group to load for a hit of ``end_tokens`` of which the engine has the first

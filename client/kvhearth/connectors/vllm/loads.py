@@ -34,6 +34,10 @@ class RequestState:
         asked_count: questions since the request was last admitted.
         asked_tokens: that the last one was about.
         offer: (tokens the engine has, tokens offered) of the last answer.
+        computed_tokens: that the engine had when vLLM last asked.
+        judged, worth: the last answer with blocks that climb, and whether they are waited for.
+        waited: the request has waited for them.
+        sources: tokens of its last load that were in DRAM, and that had to climb from SSD.
         loading: a load is under way.
         admitted: vLLM has given it blocks; it may have KV.
         handover_tokens: another engine has prefilled so many tokens for it.
@@ -50,6 +54,11 @@ class RequestState:
     asked_count: int = 0
     asked_tokens: int = 0
     offer: tuple[int, int] = (0, 0)
+    computed_tokens: int = 0
+    judged: LookupResult | None = None
+    worth: bool = False
+    waited: bool = False
+    sources: tuple[int, int] = (0, 0)
     loading: bool = False
     admitted: bool = False
     handover_tokens: int = 0
@@ -117,8 +126,12 @@ class Loads:
         if moves is None:
             self.lose(request_id)
             return
+        dram = min(max(lookup.first_tokens - start, 0), tokens)
+        state.sources = (dram, tokens - dram)
         self._tally.add("load_requests")
         self._tally.add("load_tokens", tokens)
+        self._tally.add("hit_dram_tokens", dram)
+        self._tally.add("hit_ssd_tokens", tokens - dram)
         for group, spec in enumerate(self._groups.specs):
             if spec.kind is not GroupKind.MAMBA:
                 end = (start + tokens) // spec.block_tokens

@@ -74,10 +74,11 @@ class Bounds:
 
 
 class LoadPolicy:
-    """Decides for each hit; learns from loads and from prefill steps.
+    """Decides for each hit; learns from loads, from climbs off SSD and from prefill steps.
 
-    Until both are known every hit is loaded. One in 64 hits that looks slower to load is loaded all
-    the same, so that a rate that was once bad is measured again. Pure.
+    Until the rates are known every hit is loaded, and waited for where it must climb. One in 64
+    that looks slower than computing is loaded all the same, so that a rate that was once bad is
+    measured again. Pure.
 
     Args:
         bounds: the user's.
@@ -85,6 +86,7 @@ class LoadPolicy:
 
     def __init__(self, bounds: Bounds) -> None:
         self.load = CostLine()
+        self.climb = CostLine()
         self.prefill = CostLine()
         self._bounds = bounds
         self._refused_count = 0
@@ -98,10 +100,47 @@ class LoadPolicy:
         """What to do with a hit of ``tokens`` beyond what the engine has."""
         if tokens < self._bounds.min_load_tokens:
             return Verdict.TOO_SHORT
-        known = min(self.load.count, self.prefill.count) >= _COUNT_MIN
-        if self._bounds.always or not known:
+        if self._bounds.always or not _known(self.load, self.prefill):
             return Verdict.LOAD
         if self.load.seconds(tokens) <= self.prefill.seconds(tokens):
             return Verdict.LOAD
+        return Verdict.LOAD if self._retries() else Verdict.RECOMPUTE
+
+    def prefetches(self, tokens: int) -> bool:
+        """Whether blocks on SSD shall climb for a request of ``tokens`` before it is known how many
+        are there: if all of them being there would still be worth it.
+        """
+        if tokens < self._bounds.min_load_tokens:
+            return False
+        if self._bounds.always or not _known(self.load, self.climb, self.prefill):
+            return True
+        up_s = self.climb.seconds(tokens) + self.load.seconds(tokens)
+        return up_s <= self.prefill.seconds(tokens) or self._retries()
+
+    def awaits(self, ready: int, most: int, eta_s: float) -> bool:
+        """Whether a request waits until ``most`` tokens beyond what the engine has can be loaded,
+        of which ``ready`` can at once.
+
+        Args:
+            eta_s: the daemon's estimate for the others. What this engine has measured counts where
+                it is longer.
+        """
+        if most <= ready or most < self._bounds.min_load_tokens:
+            return False
+        if self._bounds.always or not _known(self.load, self.prefill):
+            return True
+        if _known(self.climb):
+            eta_s = max(eta_s, self.climb.seconds(most - ready))
+        now_s = self.prefill.seconds(most)
+        if ready:
+            now_s = min(now_s, self.load.seconds(ready) + self.prefill.seconds(most - ready))
+        return eta_s + self.load.seconds(most) <= now_s or self._retries()
+
+    def _retries(self) -> bool:
+        """Whether what looks too slow is to be tried once more."""
         self._refused_count += 1
-        return Verdict.LOAD if self._refused_count % _TRY_EVERY == 0 else Verdict.RECOMPUTE
+        return self._refused_count % _TRY_EVERY == 0
+
+
+def _known(*lines: CostLine) -> bool:
+    return min(line.count for line in lines) >= _COUNT_MIN

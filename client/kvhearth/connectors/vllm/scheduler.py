@@ -163,6 +163,12 @@ class SchedulerHalf:
         """See ``Requests.allocated``."""
         self._requests.allocated(request, block_ids, external_tokens)
 
+    def sources(self, request_id: str, tokens: int) -> tuple[int, int]:
+        """Of ``tokens`` that a request's last load brings: from DRAM, and from SSD."""
+        state = self._requests.find(request_id)
+        ssd = 0 if state is None else min(state.sources[1], tokens)
+        return tokens - ssd, ssd
+
     def lose(self, request_id: str) -> None:
         """A load of this request was promised and cannot be begun."""
         self._loads.lose(request_id)

@@ -18,6 +18,8 @@ class Settings:
     Attributes:
         url: the daemon's address.
         lookup_wait_ms: how long a request waits for the daemon's answer before it goes without.
+        climb_wait_ms: how long a request waits at most for blocks that climb from SSD, where that
+            is estimated to be worth it.
         handover_wait_ms: how long a request that another engine has prefilled waits for its blocks.
         policy: ``auto`` loads a hit only where that is estimated to beat computing it, ``always``
             loads every hit.
@@ -34,6 +36,7 @@ class Settings:
 
     url: str = "kvhearth+unix:///run/kvhearth"
     lookup_wait_ms: int = 250
+    climb_wait_ms: int = 5000
     handover_wait_ms: int = 2000
     policy: str = "auto"
     min_load_tokens: int = 0
@@ -49,6 +52,7 @@ class Settings:
 _CHOICES = {"policy": ("auto", "always"), "on_reset": ("auto", "drop", "keep")}
 _BOUNDS = {
     "lookup_wait_ms": (0, 60_000),
+    "climb_wait_ms": (0, 600_000),
     "handover_wait_ms": (0, 600_000),
     "min_load_tokens": (0, 1 << 30),
     "max_load_tokens": (0, 1 << 30),

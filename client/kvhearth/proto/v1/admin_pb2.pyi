@@ -68,6 +68,144 @@ class SegmentStats(google.protobuf.message.Message):
 global___SegmentStats = SegmentStats
 
 @typing.final
+class SsdDirectory(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SegmentsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    PATH_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    FILE_BYTES_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    REASONS_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    capacity_bytes: builtins.int
+    """Most that it may take, and the size of its segment files."""
+    file_bytes: builtins.int
+    @property
+    def segments(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Segment files by state."""
+
+    @property
+    def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is not as it should be, in sentences."""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        capacity_bytes: builtins.int = ...,
+        file_bytes: builtins.int = ...,
+        segments: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        reasons: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "file_bytes", b"file_bytes", "path", b"path", "reasons", b"reasons", "segments", b"segments"]) -> None: ...
+
+global___SsdDirectory = SsdDirectory
+
+@typing.final
+class SsdStats(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CountersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    INTERFACE_FIELD_NUMBER: builtins.int
+    INTERFACE_BROKEN_FIELD_NUMBER: builtins.int
+    DIRECTORIES_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    LIVE_BYTES_FIELD_NUMBER: builtins.int
+    RECOVERING_FIELD_NUMBER: builtins.int
+    FILES_FOUND_FIELD_NUMBER: builtins.int
+    FILES_RECOVERED_FIELD_NUMBER: builtins.int
+    DEMOTING_BLOCKS_FIELD_NUMBER: builtins.int
+    PROMOTING_BLOCKS_FIELD_NUMBER: builtins.int
+    QUEUED_READS_FIELD_NUMBER: builtins.int
+    QUEUED_WRITES_FIELD_NUMBER: builtins.int
+    READ_LATENCY_S_FIELD_NUMBER: builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    BUDGET_LEFT_BYTES_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    interface: builtins.str
+    """Kernel interface that disk I/O goes through; what is wrong with it, empty for nothing."""
+    interface_broken: builtins.str
+    blocks: builtins.int
+    """What can be loaded, and its payload."""
+    live_bytes: builtins.int
+    recovering: builtins.bool
+    """Reading the log of an earlier run back: segment files there were, and those read."""
+    files_found: builtins.int
+    files_recovered: builtins.int
+    demoting_blocks: builtins.int
+    """Blocks that wait to be written or are being written; blocks that are being loaded."""
+    promoting_blocks: builtins.int
+    queued_reads: builtins.int
+    """Requests that wait for a drive or are under way."""
+    queued_writes: builtins.int
+    read_latency_s: builtins.float
+    read_bytes_per_s: builtins.float
+    budget_left_bytes: builtins.int
+    """What the daily budget lets through now; absent without one."""
+    @property
+    def directories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SsdDirectory]: ...
+    @property
+    def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counters of the tier since the start, by name."""
+
+    def __init__(
+        self,
+        *,
+        interface: builtins.str = ...,
+        interface_broken: builtins.str = ...,
+        directories: collections.abc.Iterable[global___SsdDirectory] | None = ...,
+        blocks: builtins.int = ...,
+        live_bytes: builtins.int = ...,
+        recovering: builtins.bool = ...,
+        files_found: builtins.int = ...,
+        files_recovered: builtins.int = ...,
+        demoting_blocks: builtins.int = ...,
+        promoting_blocks: builtins.int = ...,
+        queued_reads: builtins.int = ...,
+        queued_writes: builtins.int = ...,
+        read_latency_s: builtins.float = ...,
+        read_bytes_per_s: builtins.float = ...,
+        budget_left_bytes: builtins.int | None = ...,
+        counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget_left_bytes", b"_budget_left_bytes", "budget_left_bytes", b"budget_left_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_left_bytes", b"_budget_left_bytes", "blocks", b"blocks", "budget_left_bytes", b"budget_left_bytes", "counters", b"counters", "demoting_blocks", b"demoting_blocks", "directories", b"directories", "files_found", b"files_found", "files_recovered", b"files_recovered", "interface", b"interface", "interface_broken", b"interface_broken", "live_bytes", b"live_bytes", "promoting_blocks", b"promoting_blocks", "queued_reads", b"queued_reads", "queued_writes", b"queued_writes", "read_bytes_per_s", b"read_bytes_per_s", "read_latency_s", b"read_latency_s", "recovering", b"recovering"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_budget_left_bytes", b"_budget_left_bytes"]) -> typing.Literal["budget_left_bytes"] | None: ...
+
+global___SsdStats = SsdStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -99,6 +237,7 @@ class StatsResponse(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     BOOKS_ERROR_FIELD_NUMBER: builtins.int
+    SSD_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -116,6 +255,10 @@ class StatsResponse(google.protobuf.message.Message):
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Counters since the start, by name."""
 
+    @property
+    def ssd(self) -> global___SsdStats:
+        """Absent without an SSD tier."""
+
     def __init__(
         self,
         *,
@@ -131,8 +274,11 @@ class StatsResponse(google.protobuf.message.Message):
         groups: builtins.int = ...,
         pins: builtins.int = ...,
         books_error: builtins.str = ...,
+        ssd: global___SsdStats | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "books_error", b"books_error", "boot_id", b"boot_id", "counters", b"counters", "draining", b"draining", "groups", b"groups", "leases", b"leases", "pins", b"pins", "segments", b"segments", "sessions", b"sessions", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ssd", b"_ssd", "ssd", b"ssd"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ssd", b"_ssd", "blocks", b"blocks", "books_error", b"books_error", "boot_id", b"boot_id", "counters", b"counters", "draining", b"draining", "groups", b"groups", "leases", b"leases", "pins", b"pins", "segments", b"segments", "sessions", b"sessions", "ssd", b"ssd", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ssd", b"_ssd"]) -> typing.Literal["ssd"] | None: ...
 
 global___StatsResponse = StatsResponse
 

@@ -343,19 +343,27 @@ class ReleaseRequest(google.protobuf.message.Message):
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
     BAD_FIELD_NUMBER: builtins.int
+    CANCELLED_IDS_FIELD_NUMBER: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def bad(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupSlots]:
         """Extents whose bytes did not match their checksum; the daemon sums them itself before it believes it."""
 
+    @property
+    def cancelled_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Lease ids of lookups with `prefetch`, granted or not, whose requests went away: what climbs for nobody else
+        need not.
+        """
+
     def __init__(
         self,
         *,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         bad: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupSlots] | None = ...,
+        cancelled_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad", b"bad", "lease_ids", b"lease_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "cancelled_ids", b"cancelled_ids", "lease_ids", b"lease_ids"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from kvhearth_server.observability.metrics.cache import CACHE
 from kvhearth_server.observability.metrics.metric import Metric
 from kvhearth_server.observability.metrics.service import SERVICE
+from kvhearth_server.observability.metrics.ssd import SSD
+from kvhearth_server.observability.metrics.tiers import TIERS
 
 __all__ = ["TABLE", "Metric"]
 
-TABLE: tuple[Metric, ...] = CACHE + SERVICE
+TABLE: tuple[Metric, ...] = CACHE + TIERS + SSD + SERVICE

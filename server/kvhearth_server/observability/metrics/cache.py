@@ -21,6 +21,7 @@ def _pages(now: Snapshot) -> Samples:
 
 def _lookups(now: Snapshot) -> Samples:
     yield ("dram", ""), now.count("hit_keys")
+    yield ("ssd", ""), now.count("below_keys")
     for reason in ("absent", "epoch", "not_summed"):
         yield ("miss", reason), now.counts.get(("miss_keys", reason), 0)
 
@@ -30,10 +31,12 @@ CACHE: tuple[Metric, ...] = (
         "kvhearth_lookup_blocks_total",
         "counter",
         "blocks",
-        "Keys asked for in lookups, by where they were found; misses by reason: absent, epoch"
+        "Keys asked for in lookups, by where they were found: dram, ssd (there only: they have to "
+        "be loaded first); misses by reason: absent, epoch"
         " (stored under older weights), not_summed (its checksum is still being taken). Their"
         " sum is the keys asked for.",
-        "Hit ratio: the part with result dram. Many epoch misses: weights changed; many "
+        "Hit ratio: the part with result dram, and what ssd adds. Many epoch misses: weights "
+        "changed; many "
         "not_summed: checksums cannot keep up.",
         _lookups,
         (

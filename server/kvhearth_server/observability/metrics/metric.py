@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot
+from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
 from kvhearth_server.observability import counters
 from kvhearth_server.observability.timings import Histogram
 
@@ -80,3 +80,13 @@ def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
 def reported(names: Mapping[str, str]) -> Read:
     """Clients' counters by what they stand for: label value to name."""
     return lambda now: [((label,), now.reported.get(name, 0)) for label, name in names.items()]
+
+
+def of_ssd(read: Callable[[SsdNow], Samples]) -> Read:
+    """Samples of the SSD tier; none where there is no such tier."""
+    return lambda now: [] if now.ssd is None else read(now.ssd)
+
+
+def if_ssd(read: Read) -> Read:
+    """The same where there is an SSD tier; no samples elsewhere."""
+    return lambda now: [] if now.ssd is None else read(now)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvhearth.model import I64, Bools, Records
+from kvhearth.model import Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.format import Doubt
 from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import Log
-from kvhearth_server.tiers.ssd.recovery import Recovered, Recovery, rows_by_family
-from kvhearth_server.tiers.ssd.transfers import rows_of
+from kvhearth_server.tiers.ssd.recovered import Portion, Recovered
+from kvhearth_server.tiers.ssd.recovery import Recovery
 
-_RECORDS_A_TURN = 2048
+_BLOCKS_A_TURN = 2048
 _RETRY_S = 0.5
 
 Progress = Callable[[int, int], None]
@@ -40,7 +40,7 @@ class Adopter:
         self._on_progress = on_progress
         self._recovery: Recovery | None = Recovery(segments, event_fd)
         self._current: Recovered | None = None
-        self._parts: list[tuple[bytes, int, I64]] = []
+        self._at = 0
         self._locked: list[Segment] = []
         self._retried: list[Segment] = []
         self._retry_at = 0.0
@@ -85,63 +85,45 @@ class Adopter:
     def _begin(self, found: Recovered) -> None:
         for reason, count in found.doubts.items():
             self._counts.add(f"dropped_{reason.value}", count)
-        self._parts = [] if found.locked or found.failed else list(rows_by_family(found.records))
+        self._at = 0
+        if found.portions:
+            found.segment.head = found.head
+            self._log.segments[found.segment.number] = found.segment
 
     def _go_on(self, found: Recovered) -> None:
-        if self._parts:
-            namespace, group, rows = self._parts.pop()
-            take = _RECORDS_A_TURN
-            # Not in the middle of a block.
-            while take < len(rows) and found.records["shard"][rows[take]]:
-                take += 1
-            if take < len(rows):
-                self._parts.append((namespace, group, rows[take:]))
-            self._adopt(found, namespace, group, rows[:take])
-        if not self._parts:
+        if found.portions:
+            portion, end = found.portions[-1], self._at + _BLOCKS_A_TURN
+            span = slice(self._at, end)
+            self._adopt(found.segment, portion, portion.keys[span], portion.rows[span])
+            self._at = end
+            if end >= len(portion.keys):
+                found.portions.pop()
+                self._at = 0
+        if not found.portions:
             self._end(found)
             self._current = None
 
-    def _adopt(self, found: Recovered, namespace: bytes, group: int, rows: I64) -> None:
-        segment = found.segment
-        segment.head = found.head
-        self._log.segments[segment.number] = segment
-        lines = found.records[rows]
-        # The shape of a block as one number: most often it is the same for all.
-        shape = lines["shard_count"].astype(np.int64) * 256 + lines["key_bytes"]
-        kinds = [int(shape[0])] if (shape == shape[0]).all() else np.unique(shape).tolist()
-        for kind in kinds:
-            shards, width = divmod(kind, 256)
-            alike = lines if len(kinds) == 1 else lines[shape == kind]
-            self._adopt_alike(segment, (namespace, group), alike.reshape(-1, shards), width)
-
-    def _adopt_alike(
-        self, segment: Segment, where: tuple[bytes, int], blocks: Records, width: int
-    ) -> None:
-        """Blocks (n, shards) of one namespace and group, with keys of ``width`` bytes."""
-        namespace, group = where
-        if self._index.number_of(namespace) < 0:
-            self._counts.add("dropped_namespaces", len(blocks))
+    def _adopt(self, segment: Segment, of: Portion, keys: list[bytes], rows: Records) -> None:
+        """Bind blocks, ``keys`` and ``rows`` some of a portion's."""
+        if self._index.number_of(of.namespace) < 0:
+            self._counts.add("dropped_namespaces", len(keys))
             return
-        names = np.ascontiguousarray(blocks["key"][:, 0]).view(np.uint8).reshape(-1, 64)
-        keys: list[bytes] = (
-            np.ascontiguousarray(names[:, :width]).view(f"V{width}").ravel().tolist()
-        )
-        younger = self._younger(segment, namespace, group, keys)
-        if younger.any():
+        if self._index.any_bound(of.namespace, of.group, keys):
+            younger = self._younger(segment, of, keys)
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
-            blocks = blocks[~younger]
+            rows = rows[~younger]
             keys = [k for k, gone in zip(keys, younger.tolist(), strict=True) if not gone]
         if not keys:
             return
         before = len(self._index)
-        self._index.bind(namespace, group, keys, segment.number, rows_of(blocks))
+        self._index.bind(of.namespace, of.group, keys, segment.number, rows)
         replaced = before + len(keys) - len(self._index)
         self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
         self._counts.add("recovered_blocks", len(keys) - replaced)
 
-    def _younger(self, segment: Segment, namespace: bytes, group: int, keys: list[bytes]) -> Bools:
+    def _younger(self, segment: Segment, of: Portion, keys: list[bytes]) -> Bools:
         """Which keys are bound in a segment that is younger than this one."""
-        entries = self._index.find(namespace, group, keys)
+        entries = self._index.find(of.namespace, of.group, keys)
         younger = np.zeros(len(keys), np.bool_)
         for row in np.flatnonzero(entries >= 0).tolist():
             other = self._log.segments[int(entries[row]) >> 32]

@@ -39,6 +39,11 @@ class WriteBudget:
         self._level -= size
         return True
 
+    def left(self, now: float) -> int:
+        """Bytes that can be taken now; negative after a write that overdrew it."""
+        self._fill(now)
+        return int(self._level)
+
     def wait_s(self, now: float) -> float:
         """Seconds until something can be taken."""
         if self.unbounded:

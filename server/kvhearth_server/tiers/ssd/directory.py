@@ -192,10 +192,12 @@ class Directory:
     def _note(self, found: OpenFile) -> None:
         if not found.direct:
             self.direct = False
-            self.health.note("no direct I/O on its file system: reads and writes are buffered")
+            self.health.note(
+                "buffered", "no direct I/O on its file system: reads and writes are buffered"
+            )
         if not found.writable:
             self.writable = False
-            self.health.note("may not be written to: what is there is served")
+            self.health.note("not_writable", "may not be written to: what is there is served")
 
     def _names(self) -> list[int]:
         matches = map(_SEGMENT_NAME.fullmatch, os.listdir(self.path))

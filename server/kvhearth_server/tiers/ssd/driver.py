@@ -1,13 +1,13 @@
-"""The thread that drives the disk: priorities, depth, verification, flushes.
+"""The thread that drives the disk: priorities, depth, flushes.
 
 It owns the queue and nothing else. The loop hands it jobs and takes them back when they have
-ended; both sides only append to and take from deques, and wake each other by eventfds. All that
-takes long here (system calls, checksums) releases the interpreter lock.
+ended, most of them by way of the verifier's thread; all sides only append to and take from deques,
+and wake each other by eventfds. All that takes long here (system calls) releases the interpreter
+lock.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
@@ -15,18 +15,19 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-
-import xxhash
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvhearth.faults import hit
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
 from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
-from kvhearth_server.tiers.ssd.job import Job
+from kvhearth_server.tiers.ssd.job import Group, Job
+from kvhearth_server.tiers.ssd.verifier import Verifier
 
 _TICK_S = 0.25
-_HEADER_START_BYTES = 64
 _BATCH_JOBS = 8
+_TOLD_JOBS = 32
+"""So many are told before their group has ended: the loop should not get too many at once."""
 _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
 
@@ -48,6 +49,8 @@ class Driver:
         self._writes: deque[Job] = deque()
         self._ended: deque[Job] = deque()
         self._running: dict[int, Job] = {}
+        self.running: Mapping[int, Job] = MappingProxyType(self._running)
+        """Reads and writes in the kernel, which the thread changes: for a count of them."""
         self._running_writes = 0
         self._unflushed: dict[int, list[Job]] = {}
         self._flushing: dict[int, tuple[int, list[Job]]] = {}
@@ -55,16 +58,23 @@ class Driver:
         self._wake = make_event()
         self._stop = False
         self.broken = ""
+        self._verified: deque[Job] = deque()
+        self._verifier = Verifier(self._checked, f"{name}-sums")
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
     # -- the loop's side ---------------------------------------------------------------------------
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs; never waits. The caller bounds how many there are."""
-        now = self._clock()
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs; never waits. The caller bounds how many there are.
+
+        ``event_fd`` becomes readable when the last of them has ended, or many have.
+        """
+        if not jobs:
+            return
+        now, group = self._clock(), Group(len(jobs))
         for job in jobs:
-            job.queued_at = now
+            job.queued_at, job.group = now, group
             waiting = self._reads if job.op is Op.READ else self._writes
             if job.urgent:
                 waiting.appendleft(job)
@@ -73,7 +83,7 @@ class Driver:
         signal_event(self._wake)
 
     def take(self) -> list[Job]:
-        """Jobs that have ended, in the order of their ends."""
+        """Jobs that have ended since the last call."""
         reset_event(self.event_fd)
         if not self.alive:
             # What came while the thread was ending; nobody else touches these any more.
@@ -101,6 +111,11 @@ class Driver:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._drive()
+        self._verifier.stop()
+        signal_event(self.event_fd)
+
+    def _drive(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -108,15 +123,17 @@ class Driver:
             if not self._stop:
                 self._start()
             elif self._empty():
-                self._tell()
                 return
-            self._tell()
-            poll.poll(_TICK_S * 1000)
-            reset_event(self._wake)
+            ready = poll.poll(_TICK_S * 1000)
+            if any(descriptor == self._wake for descriptor, _ in ready):
+                reset_event(self._wake)
             try:
                 reaped = self._queue.reap()
             except OSError as error:
                 self._break(error)
+                return
+            if not self._verifier.alive:
+                self._break(OSError(errno.EIO, "the verifying thread has ended"))
                 return
             now = self._clock()
             ended = []
@@ -126,16 +143,10 @@ class Driver:
                 else:
                     ended.append((self._running.pop(tag), result))
             self._running_writes -= sum(job.op is Op.WRITE for job, _ in ended)
-            if not self._stop:
-                self._start()  # the drive works on while what it brought is verified
+            if ended and not self._stop:
+                self._start()  # the drive comes first
             for job, result in ended:
                 self._end(job, result, now)
-            self._tell()
-
-    def _tell(self) -> None:
-        """Wake the loop, once for all that has ended: each call costs a turn of the lock."""
-        if self._ended:
-            signal_event(self.event_fd)
 
     def _cancel_waiting(self, error: int) -> None:
         while self._reads or self._writes:
@@ -143,11 +154,15 @@ class Driver:
 
     def _empty(self) -> bool:
         self._cancel_waiting(errno.ECANCELED)
+        if self._running or self._flushing:
+            return False
+        self._verifier.stop()
+        self._sort_verified()
         for jobs in self._unflushed.values():
             for job in jobs:
                 self._finish(job, errno.ECANCELED)
         self._unflushed.clear()
-        return not self._running and not self._flushing
+        return True
 
     def _start(self) -> None:
         try:
@@ -156,8 +171,6 @@ class Driver:
                 requests = []
                 now = self._clock()
                 for job in jobs:
-                    if job.op is Op.WRITE and job.checks:
-                        self._verify(job)
                     hit(_BEFORE[job.op])
                     job.begun_at = now
                     tag = next(self._tags)
@@ -198,8 +211,6 @@ class Driver:
             job = self._running.pop(request.tag)
             job.begun_at = 0.0
             self._running_writes -= job.op is Op.WRITE
-            # A write's checks were taken; what was wrong stays so.
-            job.checks = job.checks if job.op is Op.READ else ()
             (self._reads if job.op is Op.READ else self._writes).appendleft(job)
 
     def _end(self, job: Job, result: int, now: float) -> None:
@@ -209,21 +220,30 @@ class Driver:
             return
         job.short = result != job.length
         hit(_AFTER[job.op])
-        if job.op is Op.READ and job.good and not job.cancelled:
-            self._verify(job)
-        elif job.op is Op.WRITE and job.sync and job.good:
-            self._unflushed.setdefault(job.fd, []).append(job)
-            return
-        self._finish(job, 0)
+        if not job.good:
+            self._finish(job, 0)
+        elif job.checks:
+            self._verifier.put(job)
+        else:
+            self._checked(job)
 
-    def _verify(self, job: Job) -> None:
-        for index, (view, wanted, header) in enumerate(job.checks):
-            if xxhash.xxh3_128_digest(view) != wanted:
-                job.wrong.append(index)
-                if header:
-                    ctypes.memset(header, 0, _HEADER_START_BYTES)
+    def _checked(self, job: Job) -> None:
+        """Nothing is left to do but a flush; called by both threads."""
+        if job.sync:
+            self._verified.append(job)
+            signal_event(self._wake)
+        else:
+            self._finish(job, 0)
+
+    def _sort_verified(self) -> None:
+        while self._verified:
+            job = self._verified.popleft()
+            self._unflushed.setdefault(job.fd, []).append(job)
 
     def _flush(self) -> None:
+        self._sort_verified()
+        if not self._unflushed:
+            return
         busy = {fd for fd, _ in self._flushing.values()}
         for fd in [fd for fd in self._unflushed if fd not in busy]:
             if len(self._running) + len(self._flushing) >= self._queue.depth:
@@ -239,8 +259,16 @@ class Driver:
             self._finish(job, -result if result < 0 else 0)
 
     def _finish(self, job: Job, error: int) -> None:
+        """Hand a job back, and wake the loop once for a whole group: a batch is of use to nobody
+        before its end, and each turn of the loop costs as much as a few blocks. Called by both
+        threads.
+        """
         job.error = error
         self._ended.append(job)
+        group = job.group
+        count = next(group.ended) if group is not None else 0
+        if group is None or count == group.size or not count % _TOLD_JOBS:
+            signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:
         """The queue itself failed: nothing new is begun; what runs belongs to the kernel."""

@@ -267,6 +267,8 @@ def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I
 
     ``end_bytes``: where records must end. Checks are not looked at: see ``crc_good``.
     """
+    if _none_doubted(rows, head, end_bytes):
+        return {}
     found: dict[Doubt, I64] = {}
     left = np.ones(len(rows), np.bool_)
     pages = 1 + -(-rows["length"].astype(np.int64) // PAGE_BYTES)
@@ -286,6 +288,22 @@ def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I
             found[reason] = np.concatenate([found.get(reason, hit[:0]), hit])
             left[hit] = False
     return found
+
+
+def _none_doubted(rows: Records, head: SegmentHead, end_bytes: int) -> bool:
+    """Whether all of them belong there, which is the rule: five words of each say it, and one pass
+    brings these out of the rows.
+    """
+    words = rows.view("<u8").reshape(len(rows), RECORD_BYTES // 8)
+    kind, log_id, sequence, place, shape = np.ascontiguousarray(words[:, :5].T)
+    key_bytes = kind >> 56
+    position, length = place & 0xFFFF_FFFF, place >> 32
+    ends = position + 1 + (length + (PAGE_BYTES - 1)) // PAGE_BYTES
+    good = kind & 0xFFFF_FFFF_FFFF == RECORD_MAGIC | VERSION << 32
+    good &= (key_bytes > 0) & (key_bytes <= 64) & (position > 0) & (length > 0)
+    good &= (log_id == head.log_id) & (sequence == head.sequence)
+    good &= (ends <= end_bytes // PAGE_BYTES) & (shape >> 32 & 0xFFFF < shape >> 48)
+    return bool(good.all())
 
 
 def crc_good(row: Records) -> bool:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _PAUSE_FIRST_S = 1.0
 _PAUSE_MAX_S = 60.0
 _SLOW_KEEP_S = 30.0
+
+UNUSABLE = "unusable"
+"""The word for a directory that could not be opened at all."""
+
+WORDS = frozenset(
+    {
+        *("buffered", "not_writable", "io", "no_space", "read_only", "short", "slow", "stuck"),
+        UNUSABLE,
+    }
+)
+"""Everything that can be wrong with a directory, in a word each."""
 
 _WORDS = {
     "no_space": "no space left on its file system",
@@ -33,12 +44,11 @@ class DirectoryHealth:
     _slow_until: float = 0.0
     _slowest_s: float = 0.0
     _no_room_until: float = 0.0
-    _notes: tuple[str, ...] = ()
+    _notes: dict[str, str] = field(default_factory=dict)
 
-    def note(self, reason: str) -> None:
+    def note(self, word: str, told: str) -> None:
         """Something that holds for good, such as: no direct I/O here."""
-        if reason not in self._notes:
-            self._notes = (*self._notes, reason)
+        self._notes[word] = told
 
     def write_failed(self, reason: str, now: float) -> None:
         """A write, or making room for one, failed."""
@@ -77,16 +87,21 @@ class DirectoryHealth:
         """When ``may_write`` may be true again, as far as is known."""
         return max(0.0, self._paused_until - now)
 
-    def reasons(self, now: float) -> list[str]:
-        """Everything that is not as it should be, for people."""
-        found = list(self._notes)
+    def findings(self, now: float) -> list[tuple[str, str]]:
+        """Everything that is not as it should be: one of ``WORDS``, and a sentence for people."""
+        found = list(self._notes.items())
         for reason, doing in ((self._write_reason, "writes"), (self._read_reason, "reads")):
             if reason:
-                found.append(f"{doing}: {_WORDS.get(reason, reason)}")
+                word = reason if reason in WORDS else "io"
+                found.append((word, f"{doing}: {_WORDS.get(reason, reason)}"))
         if self.stuck:
-            found.append(f"its device holds on to {self.stuck} requests")
+            found.append(("stuck", f"its device holds on to {self.stuck} requests"))
         if now < self._no_room_until:
-            found.append("no space left on its file system for another segment")
+            found.append(("no_space", "no space left on its file system for another segment"))
         if now < self._slow_until:
-            found.append(f"its device is slow: a request took {self._slowest_s:.1f} s")
-        return [f"{self.name}: {each}" for each in found]
+            found.append(("slow", f"its device is slow: a request took {self._slowest_s:.1f} s"))
+        return [(word, f"{self.name}: {told}") for word, told in found]
+
+    def reasons(self, now: float) -> list[str]:
+        """The same for people alone."""
+        return [told for _, told in self.findings(now)]

@@ -36,7 +36,26 @@ loads up to 255.
 """
 
 NAMESPACES_MAX = 1 << 16
-_SEGMENT = 1 << 32
+SEGMENT_ENTRIES = 1 << 32
+"""Entries of each segment number."""
+
+
+_ROW_FIELDS = (
+    ("position", "position"),
+    ("length", "length"),
+    ("epoch", "epoch"),
+    ("sequence", "sequence"),
+    ("parent", "parent_sequence"),
+    ("checksum", "checksum"),
+)
+
+
+def rows_of(records: Records) -> Records:
+    """What the index keeps of record headers, same shape."""
+    rows = np.zeros(records.shape, ROW_DTYPE)
+    for ours, theirs in _ROW_FIELDS:
+        rows[ours] = records[theirs]
+    return rows
 
 
 class SegmentRows:
@@ -67,10 +86,10 @@ class SegmentRows:
         self.keys.extend(keys)
         return first
 
-    def live_heads(self) -> I64:
-        """Rows at which live blocks begin."""
-        rows = self.rows
-        return np.flatnonzero((rows["live"] > 0) & (rows["shard"] == 0))
+    def live_heads(self, start: int = 0, end: int | None = None) -> I64:
+        """Rows from ``start`` to ``end`` at which live blocks begin."""
+        rows = self.rows[start:end]
+        return start + np.flatnonzero((rows["live"] > 0) & (rows["shard"] == 0))
 
 
 class SsdIndex:
@@ -116,7 +135,7 @@ class SsdIndex:
     def rows(self, entries: I64, shards: int = 1) -> Records:
         """Rows of entries that exist, (n, shards); a copy. There must be so many shards."""
         out = np.zeros((len(entries), shards), ROW_DTYPE)
-        numbers, firsts = np.divmod(entries, _SEGMENT)
+        numbers, firsts = np.divmod(entries, SEGMENT_ENTRIES)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             wanted = firsts[mine][:, None] + np.arange(shards)
@@ -134,12 +153,17 @@ class SsdIndex:
     def used(self, entries: I64) -> None:
         """Count a use of each."""
         for entry in entries.tolist():
-            number, row = divmod(entry, _SEGMENT)
+            number, row = divmod(entry, SEGMENT_ENTRIES)
             rows = self.segments[number].rows
             rows["hits"][row] = min(255, int(rows["hits"][row]) + 1)
 
+    def any_bound(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> bool:
+        """Whether one of them is bound; faster than ``find`` where none is."""
+        found = self._maps.get((self._numbers.get(namespace, -1), group))
+        return found is not None and not found.keys().isdisjoint(keys)
+
     def bind(
-        self, namespace: bytes, group: int, keys: Sequence[bytes], segment: int, rows: Records
+        self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> None:
         """Bind blocks that are in ``segment`` now; what their keys were bound to is dead.
 
@@ -162,7 +186,7 @@ class SsdIndex:
         column: list[bytes | None] = [None] * (count * shards)
         column[::shards] = keys
         first = table.append(rows.reshape(-1), column)
-        base = segment * _SEGMENT + first
+        base = segment * SEGMENT_ENTRIES + first
         before = len(found)
         found.update(zip(keys, range(base, base + count * shards, shards), strict=True))
         table.live_blocks += count
@@ -176,7 +200,7 @@ class SsdIndex:
     ) -> None:
         for row in table.live_heads().tolist():
             key = table.keys[row]
-            if row >= first and key is not None and found[key] != segment * _SEGMENT + row:
+            if row >= first and key is not None and found[key] != segment * SEGMENT_ENTRIES + row:
                 self._bury(table, row)
 
     def unbind(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
@@ -189,7 +213,7 @@ class SsdIndex:
         for key in keys:
             entry = found.pop(key, -1)
             if entry >= 0:
-                number, row = divmod(entry, _SEGMENT)
+                number, row = divmod(entry, SEGMENT_ENTRIES)
                 self._bury(self.segments[number], row)
                 gone += 1
         return gone
@@ -236,7 +260,7 @@ class SsdIndex:
         bound = 0
         for (number, group), found in self._maps.items():
             for key, entry in found.items():
-                segment, row = divmod(entry, _SEGMENT)
+                segment, row = divmod(entry, SEGMENT_ENTRIES)
                 table = self.segments[segment]
                 if table.keys[row] != key or not _live(table, row, number * 256 + group):
                     raise ValueError(f"segment {segment}, row {row}: index and rows disagree")

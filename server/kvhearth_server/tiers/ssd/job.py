@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvhearth_server.tiers.ssd.disk.base import Op
 
-Check = tuple[memoryview, bytes, int]
-"""Bytes, the xxh3_128 they must have, and the address of their record's header page (writes)."""
+Check = tuple[memoryview, bytes]
+"""Bytes, and the xxh3_128 they must have."""
 
 _REASONS = {
     errno.ENOSPC: "no_space",
@@ -20,15 +21,27 @@ _REASONS = {
 
 
 @dataclass(slots=True, eq=False)
+class Group:
+    """So many jobs that were submitted together; ``ended`` counts those that have ended, on
+    whichever thread.
+    """
+
+    size: int
+    ended: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """A request on its way: the loop makes it, the driver fills in how it went.
 
     Attributes:
         op, fd, offset, pieces: as in ``Request``.
         length: bytes of all pieces.
-        checks: verified before a write and after a read.
-        wrong: indices of checks that failed. Of a write, those records were written without a
-            header, so that no recovery finds them; of a read, their bytes are not to be used.
+        checks: verified when it has ended: so the drive has its next requests meanwhile, and of a
+            write nothing is acknowledged that was not right after it.
+        wrong: indices of checks that failed. Of a write, those records are in no footer, and a
+            scan finds that their payload is not what their header says; of a read, their bytes are
+            not to be used.
         then: what the loop calls when it has ended.
         keep: memory that must outlive it.
         sync: a write is done only when the file's data is flushed.
@@ -38,6 +51,7 @@ class Job:
         error: errno, 0 for none.
         short: fewer bytes were moved than asked for.
         told_stuck: the loop has said that it is stuck.
+        group: those it was submitted with; set by the driver.
     """
 
     op: Op
@@ -57,7 +71,13 @@ class Job:
     error: int = 0
     short: bool = False
     told_stuck: bool = False
+    group: Group | None = None
     wrong: list[int] = field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it brings bytes."""
+        return self.op is Op.READ
 
     @property
     def good(self) -> bool:

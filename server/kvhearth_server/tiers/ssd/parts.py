@@ -11,6 +11,7 @@ from kvhearth_server.tiers.ssd.adopting import Adopter, Progress
 from kvhearth_server.tiers.ssd.directory import Directory, DirectoryError
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose, open_queue
+from kvhearth_server.tiers.ssd.disk.commanded import Commander, commanded
 from kvhearth_server.tiers.ssd.driver import Driver
 from kvhearth_server.tiers.ssd.estimate import ReadRate
 from kvhearth_server.tiers.ssd.files import Files
@@ -20,10 +21,8 @@ from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.log import Log
 from kvhearth_server.tiers.ssd.pages import HeaderPages
 from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES, Reclaimer
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, Place, SsdSettings
 from kvhearth_server.tiers.ssd.transfers import Transfers
-
-_SEGMENTS_LEAST = 4
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,14 @@ class Parts:
     """Everything that lives as long as the tier.
 
     Attributes:
-        failed_places: why directories could not be used at all.
+        failed_places: directories that could not be used at all, and why.
         verdicts: which disk interfaces were tried, and what came of it.
     """
 
     settings: SsdSettings
     counts: Counts
     clock: Callable[[], float]
-    failed_places: list[str]
+    failed_places: dict[Place, str]
     verdicts: list[Verdict]
     interface: str
     driver: Driver
@@ -78,10 +77,12 @@ def build(
         OSError: no way to do disk I/O was found.
     """
     counts, clock = Counts(), doors.clock
-    failed: list[str] = []
-    directories = _open_directories(settings, doors.files, failed)
+    failed: dict[Place, str] = {}
+    commander = commanded()
+    files = doors.files if commander is None else commander.files()
+    directories = _open_directories(settings, files, failed)
     try:
-        queue, verdicts = _open_queue(settings, doors)
+        queue, verdicts = _open_queue(settings, doors, commander)
     except (OSError, ValueError):
         for each in directories:
             each.close()
@@ -133,31 +134,36 @@ def build(
     )
 
 
-def _open_queue(settings: SsdSettings, doors: Doors) -> tuple[DiskQueue, list[Verdict]]:
+def _open_queue(
+    settings: SsdSettings, doors: Doors, commander: Commander | None
+) -> tuple[DiskQueue, list[Verdict]]:
     if doors.queue is not None:
         return doors.queue, []
     name, verdicts = choose(settings.interface, settings.depth)
-    return open_queue(name, settings.depth), verdicts
+    queue = open_queue(name, settings.depth)
+    return (queue if commander is None else commander.queue(queue)), verdicts
 
 
-def _open_directories(settings: SsdSettings, files: Files, failed: list[str]) -> list[Directory]:
+def _open_directories(
+    settings: SsdSettings, files: Files, failed: dict[Place, str]
+) -> list[Directory]:
     found: list[Directory] = []
     for place in settings.places:
         try:
             found.append(_open_directory(settings, place, files))
         except DirectoryError as error:
-            failed.append(str(error))
+            failed[place] = str(error)
     if not found:
-        raise DirectoryError("; ".join(failed))
+        raise DirectoryError("; ".join(failed.values()))
     return found
 
 
 def _open_directory(settings: SsdSettings, place: Place, files: Files) -> Directory:
     found = Directory(place, settings.segment_bytes, files)
-    if found.segments_max < _SEGMENTS_LEAST:
+    if found.segments_max < SEGMENTS_LEAST:
         found.close()
         raise DirectoryError(
             f"{place.path}: {place.capacity_bytes} bytes have room for {found.segments_max} "
-            f"segments of {found.segment_bytes} bytes, at least {_SEGMENTS_LEAST} are needed"
+            f"segments of {found.segment_bytes} bytes, at least {SEGMENTS_LEAST} are needed"
         )
     return found

@@ -11,6 +11,9 @@ MIB = 1 << 20
 SEGMENTS_MAX = 1024
 """Most segment files of a directory: each costs a descriptor for good."""
 
+SEGMENTS_LEAST = 4
+"""Fewest: the open one, the next one, and two among which to choose when room must be made."""
+
 _SEGMENT_BYTES_USUAL = 256 * MIB
 _SEGMENT_BYTES_LEAST = 64 * MIB
 _SEGMENTS_WANTED = 32
@@ -48,6 +51,11 @@ def segments_max(capacity_bytes: int, segment_bytes: int) -> int:
     return max(0, min(SEGMENTS_MAX, room // segment_cost_bytes(segment_bytes)))
 
 
+def capacity_least(segment_bytes: int) -> int:
+    """Least capacity of a directory with such segments."""
+    return SEGMENTS_LEAST * segment_cost_bytes(segment_bytes) + directory_overhead_bytes()
+
+
 @dataclass(frozen=True)
 class Place:
     """One directory, on a drive of its own if there are several, and what may be taken of it."""
@@ -71,7 +79,7 @@ class SsdSettings:
         write_bytes: small neighbours are joined to writes of up to this.
         flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
             survives a power cut, not only the death of the process.
-        verify_stores: check a slot's bytes before they are written.
+        verify_stores: check a slot's bytes, before its store is acknowledged.
         prewrite: write new segments once before use: first writes run at full speed then.
         bytes_per_day: write budget of all directories, 0 for none.
         carry_share: of a segment, at most so much is carried over when it is reclaimed.

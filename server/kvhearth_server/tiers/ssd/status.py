@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from kvhearth_server.tiers.base import Family, Health
+from kvhearth_server.tiers.ssd.budget import WriteBudget
+from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.choose import Verdict
+from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.ssd.health import UNUSABLE
+from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.parts import Parts
 
 
 class SsdStatus:
     """Reads the tier's parts, changes nothing. Calls from the loop."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, budget: WriteBudget) -> None:
+        self._parts, self._budget = parts, budget
+        self.files_found = sum(len(lane.directory.segments) for lane in parts.log.lanes)
+        """Segment files that were there at the start."""
 
     @property
     def interface(self) -> str:
@@ -27,6 +34,11 @@ class SsdStatus:
     def recovering(self) -> bool:
         """The log is still being read back: absent blocks may yet appear."""
         return self._parts.adopter.recovering
+
+    @property
+    def files_recovered(self) -> int:
+        """How many of them have been read back, or given up because their device fails."""
+        return self._parts.counts["recovered_segments"] + self._parts.counts["segments_lost"]
 
     @property
     def locked_files(self) -> int:
@@ -75,10 +87,49 @@ class SsdStatus:
         directories = [lane.directory for lane in self._parts.log.lanes]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
+    def figures(self) -> SsdFigures:
+        """The tier now, in numbers; costs the same whatever it holds, and waits for nothing."""
+        parts, now = self._parts, self._parts.clock()
+        unusable = [
+            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, told),))
+            for place, told in parts.failed_places.items()
+        ]
+        return SsdFigures(
+            interface=parts.interface,
+            interface_broken=self.interface_broken,
+            directories=[*(self._directory(lane, now) for lane in parts.log.lanes), *unusable],
+            blocks=self.blocks,
+            live_bytes=self.live_bytes,
+            recovering=self.recovering,
+            files_found=self.files_found,
+            files_recovered=min(self.files_recovered, self.files_found),
+            locked_files=self.locked_files,
+            queued_reads=parts.transfers.reads,
+            queued_writes=parts.transfers.writes,
+            running_requests=len(parts.driver.running),
+            read_latency_s=parts.rate.latency_s,
+            read_bytes_per_s=parts.rate.bytes_per_s,
+            budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
+            counts=dict(parts.counts.values),
+        )
+
+    def _directory(self, lane: Lane, now: float) -> DirectoryFigures:
+        directory = lane.directory
+        states = {str(state.value): 0 for state in SegmentState}
+        for segment in directory.segments:
+            states[segment.state.value] += 1
+        return DirectoryFigures(
+            path=str(directory.path),
+            capacity_bytes=directory.capacity_bytes,
+            file_bytes=len(directory.segments) * directory.segment_bytes,
+            segments=states,
+            findings=tuple(directory.health.findings(now)),
+        )
+
     def health(self) -> Health:
         """Everything that is not as it should be."""
         now = self._parts.clock()
-        reasons = list(self._parts.failed_places)
+        reasons = list(self._parts.failed_places.values())
         for lane in self._parts.log.lanes:
             reasons += lane.directory.health.reasons(now)
         reasons += filter(None, [self.interface_broken])

@@ -16,6 +16,7 @@ import numpy as np
 from kvhearth.model import I64, U8
 from kvhearth_server.tiers.base import (
     Completion,
+    Counts,
     Done,
     Evicted,
     Facts,
@@ -39,6 +40,7 @@ from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.status import SsdStatus
 from kvhearth_server.tiers.ssd.tasks import Task
+from kvhearth_server.tiers.ssd.walking import walk
 from kvhearth_server.tiers.ssd.watch import Watch
 
 _abandoned: list[object] = []
@@ -77,12 +79,12 @@ class SsdTier:
         self._parts = build(settings, regions, doors, on_progress)
         self.settings = settings
         self.counts = self._parts.counts
-        self.status = SsdStatus(self._parts)
         self.event_fd = self._parts.driver.event_fd
         self._regions = list(regions)
         self._clock = clock
         self._admission: Admission = admission or AdmitAll()
         self._budget = WriteBudget(settings.bytes_per_day, clock())
+        self.status = SsdStatus(self._parts, self._budget)
         self._watch = Watch(self._parts.log, self.counts, settings.slow_s, settings.stuck_s)
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
@@ -99,7 +101,7 @@ class SsdTier:
         self._check(batch)
         refusal = self._refusal()
         if refusal is not None:
-            return refusal
+            return _counted(self.counts, "stores", refusal, len(batch.keys))
         family = batch.family
         present = self.look_up(family, batch.keys).present
         absent = np.flatnonzero(~present)
@@ -107,14 +109,17 @@ class SsdTier:
             self._parts.pages.free - CARRY_PAGES,
             self.settings.queue_writes - self._parts.transfers.writes,
         ):
-            return Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.writes))
+            refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.writes))
+            return _counted(self.counts, "stores", refusal, len(absent))
         task = self._task(batch)
         task.settle(np.flatnonzero(present).tolist(), Done())
         self.counts.add("stores_present", int(present.sum()))
         wanted = self._admitted(task, batch, absent)
         if len(wanted):
             left = self._parts.transfers.store(task, batch, wanted)
-            task.settle(left.tolist(), self._no_place(family))
+            if len(left):
+                refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
+                task.settle(left.tolist(), refusal)
             self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
         return task.ticket
@@ -122,18 +127,21 @@ class SsdTier:
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         self._check(batch)
         if self._parts.log.draining or not self._parts.driver.alive:
-            return Throttled("draining" if self._parts.log.draining else "degraded")
+            refusal = Throttled("draining" if self._parts.log.draining else "degraded")
+            return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
         present = self.look_up(family, batch.keys).present
         rows = np.flatnonzero(present)
         if self._parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
-            return Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.reads))
+            refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.reads))
+            return _counted(self.counts, "loads", refusal, len(rows))
         task = self._task(batch)
         task.settle(np.flatnonzero(~present).tolist(), Missing())
         if len(rows):
             keys = [batch.keys[row] for row in rows.tolist()]
             entries = self._parts.index.find(family.namespace, family.group, keys)
-            self._parts.index.used(entries)
+            if batch.is_use:
+                self._parts.index.used(entries)
             self._parts.transfers.load(task, rows, entries)
         task.finish_if_done()
         return task.ticket
@@ -191,8 +199,8 @@ class SsdTier:
         keys = [batch.keys[row] for row in rows.tolist()]
         good = self._admission.admit(family.namespace, family.group, keys, family.length)
         if not good.all():
-            task.settle(rows[~good].tolist(), Throttled("admission"))
-            self.counts.add("not_admitted", int((~good).sum()))
+            refusal = _counted(self.counts, "stores", Throttled("admission"), int((~good).sum()))
+            task.settle(rows[~good].tolist(), refusal)
         rows = rows[good]
         now = self._clock()
         size = _disk_bytes(family)
@@ -202,12 +210,11 @@ class SsdTier:
         if through < len(rows):
             out_of = Throttled("budget", self._budget.wait_s(now))
             task.settle(rows[through:].tolist(), out_of)
-            self.counts.add("over_budget", len(rows) - through)
+            _counted(self.counts, "stores", out_of, len(rows) - through)
         return rows[:through]
 
     def _no_place(self, family: Family) -> Throttled:
         """Why the log had no place for a block."""
-        self.counts.add("stores_without_place")
         pages = record_pages(family.length) * family.shards
         if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
             pages, family.shards
@@ -240,6 +247,22 @@ class SsdTier:
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return self._parts.index.unbind(namespace, group, keys)
+
+    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[Family, list[bytes]]]]:
+        """One step through all that is stored, in the order in which it lies on disk.
+
+        What is there during a whole round comes in it, but for what lies in a segment that was
+        filled anew just then. A step takes well below a millisecond and reads nothing.
+
+        Args:
+            cursor: 0 to begin, then what the last step returned.
+            count: most blocks of this step; there may be fewer, or none.
+
+        Returns:
+            The next cursor, 0 when all was gone through, and keys by family. They may be gone
+            when they are loaded (``Missing``).
+        """
+        return walk(self._parts.index, cursor, count)
 
     def take_evicted(self) -> list[Evicted]:
         gone, self._parts.reclaimer.evicted = self._parts.reclaimer.evicted, []
@@ -285,6 +308,12 @@ class SsdTier:
             lane.janitor.poll()  # a file that was made meanwhile is the directory's too
             lane.directory.close()
         self._parts.driver.close()
+
+
+def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:
+    """The refusal, with the blocks that it is for counted."""
+    counts.add(f"{what}_refused_{refusal.reason}", blocks)
+    return refusal
 
 
 def _disk_bytes(family: Family) -> int:

@@ -30,37 +30,19 @@ from kvhearth_server.tiers.ssd.format import (
     record_pages,
     seal,
 )
-from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
+from kvhearth_server.tiers.ssd.index import SsdIndex, rows_of
 from kvhearth_server.tiers.ssd.job import Check, Job
 from kvhearth_server.tiers.ssd.log import Log, Run
 from kvhearth_server.tiers.ssd.pages import HeaderPages
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.tasks import Task
 
-_ROW_FIELDS = (
-    ("position", "position"),
-    ("length", "length"),
-    ("epoch", "epoch"),
-    ("sequence", "sequence"),
-    ("parent", "parent_sequence"),
-    ("checksum", "checksum"),
-)
-
-
-def rows_of(records: Records) -> Records:
-    """What the index keeps of record headers, same shape."""
-    rows = np.zeros(records.shape, ROW_DTYPE)
-    for ours, theirs in _ROW_FIELDS:
-        rows[ours] = records[theirs]
-    return rows
-
 
 @dataclass(eq=False)
 class _Run:
     """Neighbouring records on their way: ``records`` (n * shards,), ``owners`` the batch's row of
     each, ``pages`` the header page of each, ``pieces`` two pieces of memory each, ``checks`` one
-    each if stores are verified. ``ended``: spans of records whose requests have ended since the
-    last settling.
+    each if stores are verified; in ``jobs`` requests, of which ``writes`` have not ended.
     """
 
     task: Task
@@ -70,7 +52,8 @@ class _Run:
     pages: list[int] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
+    jobs: int = 0
+    writes: int = 0
 
 
 class Transfers:
@@ -92,7 +75,7 @@ class Transfers:
         self._clock = clock
         self.reads = 0
         self.writes = 0
-        self._touched: dict[_Run, None] = {}
+        self._ended: list[_Run] = []
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -126,10 +109,11 @@ class Transfers:
         size = record_pages(family.length) * PAGE_BYTES
         together = max(1, min(self._settings.write_bytes // size, PIECES_MAX // 2))
         starts = [*range(0, len(records), together), len(records)]
+        out.jobs = out.writes = len(starts) - 1
         return [self._write(out, span, size) for span in pairwise(starts)]
 
     def _gather(self, run: _Run, places: Records, length: int) -> None:
-        """Memory of all records of a run, and what is to be verified before they are written."""
+        """Memory of all records of a run, and what is to be verified."""
         padded = pages_of(length) * PAGE_BYTES
         run.pages = self._pages.take(run.records)
         sums = run.records["checksum"].tolist()
@@ -139,7 +123,7 @@ class Transfers:
             run.pieces += ((header, PAGE_BYTES), (self._bases[region] + offset, padded))
             if self._settings.verify_stores:
                 view = self._views[region][offset : offset + length]
-                run.checks.append((view, bytes(sum_), header))
+                run.checks.append((view, bytes(sum_)))
 
     def _write(self, run: _Run, span: tuple[int, int], record_bytes: int) -> Job:
         first, end = span
@@ -195,48 +179,42 @@ class Transfers:
             if job.reason != "cancelled":
                 health.write_failed(job.reason, self._clock())
                 self._counts.add("write_errors")
-        run.ended.append(span)
-        self._touched[run] = None
+        run.writes -= 1
+        if not run.writes:
+            self._ended.append(run)
 
     def settle_writes(self) -> None:
-        """Enter what was written into the index: once a turn, many blocks at a time."""
-        touched, self._touched = self._touched, {}
-        for run in touched:
-            spans, run.ended = run.ended, []
-            self._log.ended(run.segment, self._bind(run, spans), len(spans))
-        for task in {run.task: None for run in touched}:
+        """Enter what was written into the index, a whole run at a time."""
+        ended, self._ended = self._ended, []
+        for run in ended:
+            self._log.ended(run.segment, self._bind(run), run.jobs)
+        for task in {run.task: None for run in ended}:
             task.finish_if_done()
 
-    def _bind(self, run: _Run, spans: list[tuple[int, int]]) -> Records | None:
-        """Bind blocks that are wholly written now; their record headers."""
-        task, batch = run.task, run.task.batch
-        shards = batch.family.shards
-        touched = np.concatenate([np.arange(a, b) for a, b in spans])
-        np.subtract.at(task.shards_left, run.owners[touched], 1)
+    def _bind(self, run: _Run) -> Records | None:
+        """Bind the blocks that are wholly written, in the right place; their record headers."""
+        task, family = run.task, run.task.batch.family
+        shards = family.shards
         # A block lies in one run, its shards one after another.
-        heads = np.unique(touched // shards) * shards
-        rows = run.owners[heads].tolist()
-        left = task.shards_left
-        good = [not left[row] and not task.settled(row) for row in rows]
-        rows = [row for row, kept in zip(rows, good, strict=True) if kept]
+        rows = run.owners[::shards].tolist()
+        task.shards_left[rows] = 0
+        good = [index for index, row in enumerate(rows) if not task.settled(row)]
+        rows = [rows[index] for index in good]
         task.settle(rows, Done())
-        heads = heads[np.array(good, np.bool_)]
+        keys = [task.batch.keys[row] for row in rows]
         if task.replacing is not None and rows:
-            now = self._index.find(
-                batch.family.namespace, batch.family.group, [batch.keys[row] for row in rows]
-            )
-            same = now == task.replacing[rows]
-            rows = [row for row, kept in zip(rows, same.tolist(), strict=True) if kept]
-            heads = heads[same]
-        if not rows:
+            now = self._index.find(family.namespace, family.group, keys)
+            same = np.flatnonzero(now == task.replacing[rows]).tolist()
+            good, keys = [good[index] for index in same], [keys[index] for index in same]
+        if not keys:
             return None
-        records = run.records[heads[:, None] + np.arange(shards)]
-        keys = [batch.keys[row] for row in rows]
-        family = batch.family
+        records = run.records.reshape(-1, shards)
+        if len(good) < len(records):
+            records = records[good]
         self._index.bind(family.namespace, family.group, keys, run.segment.number, rows_of(records))
         what = "carried" if task.replacing is not None else "stored"
-        self._counts.add(f"{what}_blocks", len(rows))
-        self._counts.add(f"{what}_bytes", len(rows) * shards * family.length)
+        self._counts.add(f"{what}_blocks", len(keys))
+        self._counts.add(f"{what}_bytes", len(keys) * shards * family.length)
         return records.reshape(-1)
 
     # -- loads -------------------------------------------------------------------------------------
@@ -275,7 +253,7 @@ class Transfers:
                     (position + 1) * PAGE_BYTES,
                     ((self._bases[region] + offset, padded),),
                     padded,
-                    ((view, bytes(sum_), 0),),
+                    ((view, bytes(sum_)),),
                     lambda job: self._read(job, task, row, number),
                     urgent=task.replacing is not None,
                 )

@@ -15,7 +15,7 @@ from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
-from kvhearth_server.transport.rpc.insights import key_reply, leases_reply
+from kvhearth_server.transport.rpc.insights import key_reply, leases_reply, ssd_stats
 
 ADMIN_TOKEN_KEY = "kvhearth-admin-token"
 
@@ -86,6 +86,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             groups=len(state.groups),
             pins=len(engine.core.pinning),
             books_error=books_error,
+            ssd=ssd_stats(engine),
         )
 
     async def ListSessions(

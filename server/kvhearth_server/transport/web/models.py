@@ -31,6 +31,37 @@ class SegmentStats(BaseModel):
     largest_free_bytes: int
 
 
+class SsdDirectory(BaseModel):
+    """One directory of the SSD tier."""
+
+    path: str
+    capacity_bytes: int
+    file_bytes: int = Field(description="Size of its segment files.")
+    segments: dict[str, int] = Field(description="Segment files by state.")
+    reasons: list[str] = Field(description="What is not as it should be.")
+
+
+class SsdStats(BaseModel):
+    """The SSD tier; counters since the start, by name."""
+
+    interface: str = Field(description="Kernel interface that disk I/O goes through.")
+    interface_broken: str = Field(description="What is wrong with it; empty for nothing.")
+    directories: list[SsdDirectory]
+    blocks: int = Field(description="What can be loaded.")
+    live_bytes: int = Field(description="Payload of it.")
+    recovering: bool = Field(description="The log of an earlier run is being read back.")
+    files_found: int
+    files_recovered: int
+    demoting_blocks: int = Field(description="They wait to be written, or are being written.")
+    promoting_blocks: int = Field(description="They are being loaded.")
+    queued_reads: int
+    queued_writes: int
+    read_latency_s: float
+    read_bytes_per_s: float
+    budget_left_bytes: int | None = Field(description="Of the daily budget; null without one.")
+    counters: dict[str, int]
+
+
 class Stats(BaseModel):
     """The daemon in numbers; counters since its start, by name."""
 
@@ -48,6 +79,7 @@ class Stats(BaseModel):
     namespaces: int
     adopt_s: float
     segments: list[SegmentStats]
+    ssd: SsdStats | None = Field(description="Null without an SSD tier.")
     counters: dict[str, int]
     client_counters: dict[str, int] = Field(description="What clients told, summed.")
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.snapshot import take_snapshot
+from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.transport.web import models, views
 
@@ -26,15 +26,15 @@ def probe_routes(engine: Engine) -> APIRouter:
         return "ok\n"
 
     async def ready(verbose: Verbose = None) -> PlainTextResponse:
-        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks, and the
-        memory that there is.
+        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks, the
+        memory that there is, and how the SSD tier is.
         """
         checks = readiness(engine)
         good = all(checks.values())
         lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
         told = "ok" if good else "not ready"
-        memory = [] if verbose is None else memory_lines(engine)
-        shown = [*lines, *memory, told] if verbose is not None or not good else [told]
+        more = [] if verbose is None else [*memory_lines(engine), *ssd_lines(engine)]
+        shown = [*lines, *more, told] if verbose is not None or not good else [told]
         return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
 
     for path in ("/readyz", "/healthz"):
@@ -79,3 +79,19 @@ def memory_lines(engine: Engine) -> list[str]:
         f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
         for each in segments
     ]
+
+
+def ssd_lines(engine: Engine) -> list[str]:
+    """How the SSD tier is, and what is not as it should be: the daemon serves all the same."""
+    now = take_ssd(engine)
+    if now is None:
+        return []
+    tier = now.tier
+    state = "degraded" if tier.reasons else "healthy"
+    lines = [
+        f"[i]ssd: {state}, {tier.blocks} blocks, {tier.file_bytes} of {tier.capacity_bytes} bytes "
+        f"in files, by {tier.interface}"
+    ]
+    if tier.recovering:
+        lines.append(f"[i]ssd: {tier.files_recovered} of {tier.files_found} files are read back")
+    return [*lines, *(f"[!]ssd: {reason}" for reason in tier.reasons)]

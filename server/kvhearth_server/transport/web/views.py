@@ -14,9 +14,11 @@ from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.config import Settings
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.snapshot import take_snapshot
+from kvhearth_server.engine.snapshot import SsdNow, take_snapshot
+from kvhearth_server.tiers.ssd.figures import SsdFigures
 from kvhearth_server.transport.web import models
 
+_OF_TIER = {each.name for each in dataclasses.fields(SsdFigures)} - {"directories", "counts"}
 _SECRET = re.compile(r"token|secret|password|credential|(^|_)key$")
 _MASK = "***"
 
@@ -44,8 +46,32 @@ def stats(engine: Engine) -> models.Stats:
         namespaces=now.namespace_count,
         adopt_s=now.adopt_s,
         segments=[models.SegmentStats(**dataclasses.asdict(each)) for each in now.segments],
+        ssd=_ssd(now.ssd),
         counters=engine.counters.snapshot(),
         client_counters=dict(now.reported),
+    )
+
+
+def _ssd(now: SsdNow | None) -> models.SsdStats | None:
+    if now is None:
+        return None
+    values = {name: getattr(now.tier, name) for name in _OF_TIER}
+    directories = [
+        models.SsdDirectory(
+            path=each.path,
+            capacity_bytes=each.capacity_bytes,
+            file_bytes=each.file_bytes,
+            segments=dict(each.segments),
+            reasons=[told for _, told in each.findings],
+        )
+        for each in now.tier.directories
+    ]
+    return models.SsdStats(
+        **values,
+        directories=directories,
+        demoting_blocks=now.demoting_blocks,
+        promoting_blocks=now.promoting_blocks,
+        counters=dict(now.tier.counts),
     )
 
 

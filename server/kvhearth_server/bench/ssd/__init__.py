@@ -1,0 +1,1 @@
+"""The SSD tier against its own drive: what ``kvhearth bench ssd`` measures."""

@@ -1,0 +1,32 @@
+"""What the core may ask of a slower tier: what is there, in memory, without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvhearth.contract import GroupSpec
+from kvhearth.model import Bools
+from kvhearth_server.core.namespaces import Namespace
+
+
+class Below(Protocol):
+    """The slower tiers, as a lookup sees them."""
+
+    def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
+        """Which keys of the namespace's current epoch could be loaded, shape (n,)."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Blocks on a slower tier that would lengthen a hit, root first.
+
+    ``parents`` are the keys before each in its chain, empty for none.
+    """
+
+    namespace: Namespace
+    kv_group: int
+    spec: GroupSpec
+    keys: list[bytes]
+    parents: list[bytes]

@@ -1,0 +1,110 @@
+"""Taking over what an earlier run left: in the arena, or beside the SSD tier's blocks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvhearth.errors import KVHearthError
+from kvhearth.model import I64
+from kvhearth_server.core.adoption import adopt
+from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.engine.catalogue import (
+    check_namespaces,
+    restore_groups,
+    restore_lineage,
+    restore_namespaces,
+)
+from kvhearth_server.engine.sessions import Peer, Session
+from kvhearth_server.memory.adopt import read_journal
+from kvhearth_server.observability.logs import get_logger
+
+if TYPE_CHECKING:
+    from kvhearth_server.engine.engine import Engine
+
+_log = get_logger("kvhearth.engine")
+
+
+def take_over(engine: Engine) -> None:
+    """Fill a fresh core with what an earlier run left, if the arena is one that it left."""
+    old = engine.arena.catalogue
+    state = engine.core.state
+    if old is None or engine.journal is None:
+        _start_cold(engine)
+        return
+    engine.lineage = restore_lineage(old)
+    engine.sessions.number_from(int(old.get("next_session", 1)))
+    restore_namespaces(state, old)
+    found = read_journal(engine.journal, engine.arena.plan.geometry, state.namespaces)
+    groups, ghosts = restore_groups(state, old)
+    if 0 in found.held or set(found.held) - set(groups):
+        _unknown_holders(engine, found.held, groups, ghosts)
+    adopt(state, found, groups)
+    engine.core.climbing.adopt(found.strays)
+    for ghost in ghosts:
+        engine.sessions.add(ghost)
+    engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
+    for part in found.blocks:
+        heads = part.slots[part.summed, 0]
+        engine.to_verify.append((heads, state.table.generation[heads].copy()))
+    for group in groups.values():
+        engine.call(engine.core.membership.settle, group)
+
+
+def _start_cold(engine: Engine) -> None:
+    """There is nothing to take over in the arena; the SSD tier's blocks are of use if their epochs
+    are known.
+    """
+    state = engine.core.state
+    if engine.tier is not None:
+        # Above the numbers that an earlier run gave to blocks that the tier may still have.
+        state.sequence = int(time.time()) << 16
+    below = engine.ssd_catalogue.read()
+    try:
+        if below is not None:
+            check_namespaces(below)
+    except KVHearthError as error:
+        _log.error("the namespaces beside the SSD tier are damaged", error=str(error))
+        below = None
+    if below is None:
+        # Epochs of an earlier run are forgotten, and so must not come again: an engine that
+        # still runs with old weights would share with one that has new ones.
+        state.namespaces.epoch_floor = int(time.time())
+        return
+    engine.lineage = restore_lineage(below)
+    engine.sessions.number_from(int(below["next_session"]))
+    restore_namespaces(state, below)
+
+
+def _unknown_holders(
+    engine: Engine, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
+) -> None:
+    """Slots whose writer the catalogue does not name wait for everybody who still maps the
+    arena.
+    """
+    state = engine.core.state
+    strays = [slots for number, slots in held.items() if number not in groups]
+    for number in [number for number in held if number not in groups]:
+        del held[number]
+    every = np.concatenate(strays)
+    segments = state.table.slab_segment[state.table.slabs_of(every)]
+    for segment in np.unique(segments).tolist():
+        tenant = state.table.geometry.segments[segment].tenant
+        number = 1 + max([*groups, *(g.number for g in state.groups), 0])
+        group = Group(number, tenant, segment, "", 0, 0, 0, ended=True)
+        mapped = engine.arena.segments[segment]
+        for index in range(4 * engine.limits.sessions_max):
+            if mapped.client_byte_held(index):
+                session = 1 + max([*(g.number for g in ghosts), engine.sessions.next_number])
+                group.members[session] = Member(session, -1, False, True, MemberState.GONE)
+                ghosts.append(_ghost(session, tenant, segment, index, number))
+        state.groups.restore(group)
+        groups[number] = group
+        held[number] = every[segments == segment]
+
+
+def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
+    peer = Peer(-1, 0, -1)
+    return Session(number, tenant, segment, "", peer, lock_byte, group, "", ghost=True, gone=True)

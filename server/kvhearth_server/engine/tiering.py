@@ -1,0 +1,167 @@
+"""Blocks between the arena and a slower tier: down before they are evicted, up when asked for.
+
+All calls come from the loop and none of them waits. ``turn`` does what is due: it takes what the
+tier has finished, writes what waits, begins what shall rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvhearth.model import I64, Bools
+from kvhearth_server.core.below import Wish
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.engine.lowering import Lowering
+from kvhearth_server.engine.raising import Ended, Raising
+from kvhearth_server.engine.tier_names import TierNames
+from kvhearth_server.tiers.base import Evicted, Family
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+
+class Tiering:
+    """One slower tier under the core.
+
+    Args:
+        core: its offers are written, its climbs are loaded.
+        tier: where to and where from.
+        lineage: of the epochs (docs/adr/0008): what another lineage stored is never found.
+        call: does a call of the core and what it asks for.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        tier: SsdTier,
+        lineage: str,
+        call: Callable[..., Any],
+        now: Callable[[], float],
+    ) -> None:
+        self.tier = tier
+        self._core = core
+        self._call = call
+        self._now = now
+        self._names = TierNames(core, lineage)
+        self._raising = Raising(core, tier, self._names, call)
+        self._lowering = Lowering(core, tier, self._names, call, now)
+        self._turning = False
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something for ``turn`` to do."""
+        core.state.offers.on = True
+        core.state.below = self
+
+    # -- what lookups ask --------------------------------------------------------------------------
+
+    def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
+        """Which keys could be loaded; see ``core.below.Below``."""
+        return self.tier.look_up(self.family(namespace, kv_group), keys).present
+
+    def eta_us(self, wishes: Iterable[Wish]) -> int:
+        """Until all wished blocks could be here, in microseconds; 0 for no wishes."""
+        seconds = [
+            self.tier.status.estimate_s(self.family(w.namespace, w.kv_group), len(w.keys))
+            for w in wishes
+        ]
+        return max(1, round(sum(seconds) * 1e6)) if seconds else 0
+
+    def family(self, namespace: Namespace, kv_group: int) -> Family:
+        """What the tier calls the blocks of a KV group."""
+        return self._names.family(namespace, kv_group)
+
+    # -- up ----------------------------------------------------------------------------------------
+
+    def raise_blocks(self, wishes: Iterable[Wish], group: int = 0, lease_id: int = 0) -> None:
+        """Let blocks climb, for a lookup of a group (0: for nobody in particular)."""
+        self._raising.ask(wishes, (group, lease_id))
+        if self._raising.waiting:
+            self.wake()
+
+    def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
+        """The requests behind these lookups went away."""
+        self._raising.cancel(group, lease_ids)
+
+    def group_ended(self, group: int) -> None:
+        """Nobody of this group waits for anything any more."""
+        self._raising.group_ended(group)
+
+    def verify_below(self, wish: Wish, ended: Ended) -> bool:
+        """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
+        row of what was read. False if there is no room for it now.
+        """
+        return self._raising.verify(wish, ended)
+
+    def repair(self, heads: I64) -> Callable[[], None]:
+        """For blocks that are about to be removed as wrong: what brings them back from below."""
+        state, wishes = self._core.state, list[Wish]()
+        for head in heads.tolist():
+            namespace = state.namespaces.get(int(state.table.namespace[head]))
+            kv_group = int(state.table.group[head])
+            key = state.index.key(head)
+            link = int(state.table.parent[head])
+            parent = state.index.key(link - 1) if link else b""
+            if int(state.table.epoch[head]) == namespace.epoch:
+                spec = namespace.contract.groups[kv_group]
+                if self.present(namespace, kv_group, [key])[0]:
+                    wishes.append(Wish(namespace, kv_group, spec, [key], [parent]))
+
+        def bring_back() -> None:
+            state.count("repaired_blocks", len(wishes), "dram")
+            self.raise_blocks(wishes)
+
+        return bring_back
+
+    # -- a turn ------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Everything that is due."""
+        self._turning = True
+        try:
+            self._turn()
+        finally:
+            self._turning = False
+        if self._raising.due or self.pause_s() <= 0:
+            self.wake()
+
+    def nudge(self) -> None:
+        """The core was called: there may be something to write."""
+        if self._core.state.offers.waiting and not self._turning and self.pause_s() <= 0:
+            self.wake()
+
+    def pause_s(self) -> float:
+        """Until a turn has something to write; infinity for not before something else happens."""
+        return self._lowering.due_at - self._now()
+
+    def _turn(self) -> None:
+        for completion in self.tier.poll():
+            if not self._lowering.completed(completion):
+                self._raising.completed(completion)
+        for evicted in self.tier.take_evicted():
+            self._evicted(evicted)
+        if len(self._core.climbing.strays) and not self.tier.status.locked_files:
+            self._call(self._core.climbing.free_strays)
+        self._raising.begin()
+        self._lowering.begin()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return self._raising.idle and not self._lowering.blocks
+
+    @property
+    def writing(self) -> int:
+        """Blocks that wait to be written or are being written."""
+        return self._lowering.blocks
+
+    @property
+    def rising(self) -> int:
+        """Blocks that are being loaded."""
+        return len(self._core.climbing)
+
+    def _evicted(self, evicted: Evicted) -> None:
+        """The tier made room."""
+        namespace = self._names.namespace(evicted.namespace)
+        if namespace is not None:
+            self._core.sinking.lost(namespace, evicted.group, evicted.keys)
+            self._names.tell_lost(namespace, evicted.group, evicted.keys, "space")

@@ -1,0 +1,352 @@
+"""The metrics of the SSD tier itself; none of them has a series without such a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvhearth_server.engine.snapshot import SsdNow
+from kvhearth_server.observability.metrics.metric import Metric, Read, Samples, of_ssd
+from kvhearth_server.tiers.ssd.disk.choose import NAMES
+from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.ssd.format import Doubt
+from kvhearth_server.tiers.ssd.health import WORDS
+
+_DROPPED = (*(doubt.value for doubt in Doubt), "namespaces")
+_STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
+_LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}
+_REFUSED = {
+    "store": (
+        *("admission", "budget", "degraded", "draining", "full", "queue", "recovering"),
+        "too_large",
+    ),
+    "load": ("degraded", "draining", "queue"),
+}
+_TROUBLE = (
+    *("carries_without_place", "footers_failed", "read_errors", "segments_lost"),
+    *("segments_not_made", "slow_requests", "stuck_batches", "write_errors"),
+)
+
+
+def _gauge(get: Callable[[SsdFigures], float]) -> Read:
+    return of_ssd(lambda now: [((), get(now.tier))])
+
+
+def _count(name: str) -> Read:
+    return of_ssd(lambda now: [((), now.tier.count(name))])
+
+
+def _counts(names: Mapping[str, str]) -> Read:
+    """Counters of the tier by label value."""
+    return of_ssd(lambda now: [((word,), now.tier.count(name)) for word, name in names.items()])
+
+
+def _directories(get: Callable[[DirectoryFigures], float]) -> Read:
+    return of_ssd(lambda now: [((each.path,), get(each)) for each in now.tier.directories])
+
+
+def _segments(now: SsdNow) -> Samples:
+    for each in now.tier.directories:
+        for state, count in each.segments.items():
+            yield (each.path, state), count
+
+
+def _degraded(now: SsdNow) -> Samples:
+    for each in now.tier.directories:
+        found = {word for word, _ in each.findings}
+        for word in sorted(WORDS):
+            yield (each.path, word), word in found
+
+
+def _refused(now: SsdNow) -> Samples:
+    for direction, usual in _REFUSED.items():
+        prefix = f"{direction}s_refused_"
+        told = {name.removeprefix(prefix) for name in now.tier.counts if name.startswith(prefix)}
+        for reason in sorted(told.union(usual)):
+            yield (direction, reason), now.tier.count(prefix + reason)
+
+
+def _budget(now: SsdNow) -> Samples:
+    left = now.tier.budget_left_bytes
+    return [] if left is None else [((), left)]
+
+
+SSD: tuple[Metric, ...] = (
+    Metric(
+        "kvhearth_ssd_interface_info",
+        "gauge",
+        "1",
+        "1 for the kernel interface that disk I/O goes through, 0 for the others.",
+        "A daemon that had to step down from io_uring.",
+        of_ssd(lambda now: [((name,), name == now.tier.interface) for name in NAMES]),
+        ("interface",),
+    ),
+    Metric(
+        "kvhearth_ssd_interface_broken",
+        "gauge",
+        "bool",
+        "1 if the thread or the kernel queue that drives the disks has failed.",
+        "Alert: nothing is written to or read from SSD until a restart.",
+        _gauge(lambda tier: bool(tier.interface_broken)),
+    ),
+    Metric(
+        "kvhearth_ssd_degraded",
+        "gauge",
+        "bool",
+        "1 while something is not as it should be with a directory, by what it is: buffered (no "
+        "O_DIRECT), io, no_space, not_writable, read_only, short, slow, stuck, unusable (it could "
+        "not be opened).",
+        "Alert: any 1; /readyz?verbose says it in a sentence.",
+        of_ssd(_degraded),
+        (
+            "directory",
+            "reason",
+        ),
+    ),
+    Metric(
+        "kvhearth_ssd_capacity_bytes",
+        "gauge",
+        "bytes",
+        "Most that the blocks of a directory may take, by the file system's own count: its size as "
+        "it was given, less 10 MiB for the namespaces' catalogue.",
+        "The whole that file_bytes is a part of.",
+        _directories(lambda each: each.capacity_bytes),
+        ("directory",),
+    ),
+    Metric(
+        "kvhearth_ssd_file_bytes",
+        "gauge",
+        "bytes",
+        "Size of a directory's segment files, which are allocated in whole before use.",
+        "It grows to the capacity and stays there.",
+        _directories(lambda each: each.file_bytes),
+        ("directory",),
+    ),
+    Metric(
+        "kvhearth_ssd_segments",
+        "gauge",
+        "segments",
+        "Segment files of a directory by state: busy (not read back yet), free, heading, open, "
+        "sealing, sealed, reclaiming, lost (its device failed it).",
+        "Alert: any that is lost; none free and none open: nothing can be written.",
+        of_ssd(_segments),
+        (
+            "directory",
+            "state",
+        ),
+    ),
+    Metric(
+        "kvhearth_ssd_blocks",
+        "gauge",
+        "blocks",
+        "Blocks that can be loaded from SSD.",
+        "How much SSD holds.",
+        _gauge(lambda tier: tier.blocks),
+    ),
+    Metric(
+        "kvhearth_ssd_live_bytes",
+        "gauge",
+        "bytes",
+        "Payload of those blocks.",
+        "With file_bytes: how much of the files is of use.",
+        _gauge(lambda tier: tier.live_bytes),
+    ),
+    Metric(
+        "kvhearth_ssd_store_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks given to SSD, by outcome: stored, present (they were there already), corrupt (the "
+        "bytes in memory were not those of the checksum).",
+        "Write rate of blocks.",
+        _counts(_STORES),
+        ("outcome",),
+    ),
+    Metric(
+        "kvhearth_ssd_load_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks read from SSD, to be promoted, scrubbed or carried over, by outcome: loaded, "
+        "corrupt.",
+        "Alert: any corrupt one means a drive that changes bytes.",
+        _counts(_LOADS),
+        ("outcome",),
+    ),
+    Metric(
+        "kvhearth_ssd_refused_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that SSD did not take or give at once, by direction and reason; one that is "
+        "offered again is counted again.",
+        "Back-pressure: queue and full mean that the drive is what is waited for.",
+        of_ssd(_refused),
+        (
+            "direction",
+            "reason",
+        ),
+    ),
+    Metric(
+        "kvhearth_ssd_stored_bytes_total",
+        "counter",
+        "bytes",
+        "Payload of blocks that were stored.",
+        "Below written_bytes by the write amplification.",
+        _count("stored_bytes"),
+    ),
+    Metric(
+        "kvhearth_ssd_written_bytes_total",
+        "counter",
+        "bytes",
+        "Everything written to drives: payload, padding, headers, footers, what is carried over.",
+        "Wear; divided by stored_bytes: the write amplification.",
+        _count("written_bytes"),
+    ),
+    Metric(
+        "kvhearth_ssd_loaded_bytes_total",
+        "counter",
+        "bytes",
+        "Payload of shards that were read and verified.",
+        "Read bandwidth.",
+        _count("loaded_bytes"),
+    ),
+    Metric(
+        "kvhearth_ssd_carried_blocks_total",
+        "counter",
+        "blocks",
+        "Hot blocks written anew when their segment was reclaimed.",
+        "With evicted_blocks: how much of a segment is worth keeping.",
+        _count("carried_blocks"),
+    ),
+    Metric(
+        "kvhearth_ssd_carried_bytes_total",
+        "counter",
+        "bytes",
+        "Payload of those blocks.",
+        "The part of the wear that carrying costs.",
+        _count("carried_bytes"),
+    ),
+    Metric(
+        "kvhearth_ssd_evicted_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks that SSD let go of to make room.",
+        "Churn: more capacity would keep them.",
+        _count("evicted_blocks"),
+    ),
+    Metric(
+        "kvhearth_ssd_segments_sealed_total",
+        "counter",
+        "segments",
+        "Segments that were filled and got their footer.",
+        "How fast the log goes round.",
+        _count("segments_sealed"),
+    ),
+    Metric(
+        "kvhearth_ssd_segments_reclaimed_total",
+        "counter",
+        "segments",
+        "Segments that were emptied to be filled anew.",
+        "The capacity divided by its rate is the age of what is evicted.",
+        _count("segments_reclaimed"),
+    ),
+    Metric(
+        "kvhearth_ssd_trouble_total",
+        "counter",
+        "events",
+        "What went wrong with drives, by kind.",
+        "Alert: read_errors, write_errors, segments_lost.",
+        _counts({name: name for name in _TROUBLE}),
+        ("kind",),
+    ),
+    Metric(
+        "kvhearth_ssd_queued_requests",
+        "gauge",
+        "requests",
+        "Requests that wait for a drive or are under way, by direction.",
+        "Back-pressure.",
+        of_ssd(
+            lambda now: [
+                (("read",), now.tier.queued_reads),
+                (("write",), now.tier.queued_writes),
+            ]
+        ),
+        ("direction",),
+    ),
+    Metric(
+        "kvhearth_ssd_running_requests",
+        "gauge",
+        "requests",
+        "Requests in the kernel; at most ssd_depth.",
+        "At its bound for long: the drive is saturated.",
+        _gauge(lambda tier: tier.running_requests),
+    ),
+    Metric(
+        "kvhearth_ssd_read_latency_seconds",
+        "gauge",
+        "seconds",
+        "Moving average of how long a read takes in the kernel and on the drive.",
+        "What lookups' estimates are made of.",
+        _gauge(lambda tier: tier.read_latency_s),
+    ),
+    Metric(
+        "kvhearth_ssd_read_bytes_per_second",
+        "gauge",
+        "bytes a second",
+        "Moving average of the read bandwidth while reads run.",
+        "What lookups' estimates are made of.",
+        _gauge(lambda tier: tier.read_bytes_per_s),
+    ),
+    Metric(
+        "kvhearth_ssd_budget_left_bytes",
+        "gauge",
+        "bytes",
+        "What ssd_bytes_per_day lets through now; no series without such a budget.",
+        "At 0: blocks are not written for the drive's sake.",
+        of_ssd(_budget),
+    ),
+    Metric(
+        "kvhearth_ssd_recovering",
+        "gauge",
+        "bool",
+        "1 while the log of an earlier run is read back: absent blocks may yet appear.",
+        "Hits right after a restart.",
+        _gauge(lambda tier: tier.recovering),
+    ),
+    Metric(
+        "kvhearth_ssd_recovery_files",
+        "gauge",
+        "files",
+        "Segment files that were there at the start (found), and those of them read back (read).",
+        "How far recovery is.",
+        of_ssd(
+            lambda now: [
+                (("found",), now.tier.files_found),
+                (("read",), now.tier.files_recovered),
+            ]
+        ),
+        ("state",),
+    ),
+    Metric(
+        "kvhearth_ssd_recovered_blocks_total",
+        "counter",
+        "blocks",
+        "Blocks of an earlier run that were taken over.",
+        "What a restart has saved.",
+        _count("recovered_blocks"),
+    ),
+    Metric(
+        "kvhearth_ssd_recovery_dropped_total",
+        "counter",
+        "records",
+        "Records of an earlier run that were not taken over, by reason.",
+        "What a crash has cost; damaged ones without a crash: a drive that changes bytes.",
+        _counts({reason: f"dropped_{reason}" for reason in _DROPPED}),
+        ("reason",),
+    ),
+    Metric(
+        "kvhearth_ssd_locked_files",
+        "gauge",
+        "files",
+        "Files that requests of a dead daemon still hold; while recovering, 1 more.",
+        "Alert: above 0 for minutes, a device does not give requests back.",
+        _gauge(lambda tier: tier.locked_files),
+    ),
+)

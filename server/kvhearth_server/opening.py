@@ -1,0 +1,129 @@
+"""The SSD tier at the daemon's start: from its settings to directories that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config import Settings
+from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.memory.arena import Arena
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.observability.progress import StartBar
+from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll, SeenTwice
+from kvhearth_server.tiers.ssd.directory import DirectoryError
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+_LOOK_S = 0.1
+_TELL_S = 5.0
+_log = get_logger("kvhearth.ssd")
+
+
+def open_tier(settings: Settings, arena: Arena) -> SsdTier | None:
+    """The tier of these settings; None without ``ssd_dirs``.
+
+    Directories are made where their parent exists. One that cannot be used makes the tier
+    degraded. The log is read back from now on, at each ``poll``; ``follow_recovery`` tells how far
+    it is.
+
+    Raises:
+        KVHearthError: ``ssd_unusable`` if no directory or no kind of disk I/O can be used,
+            ``config_invalid`` if two names stand for one directory.
+    """
+    if not settings.ssd_dirs:
+        return None
+    unmade = {each.path: told for each in settings.ssd_dirs if (told := _make(each.path))}
+    for told in unmade.values():
+        _log.warning("an SSD directory cannot be made", reason=told)
+    if len(unmade) == len(settings.ssd_dirs):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unmade.values()))
+    regions = [segment.view for segment in arena.segments]
+    try:
+        tier = SsdTier(tier_settings(settings), regions, admission=admission(settings))
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+    except DirectoryError as error:
+        raise KVHearthError(Reason.SSD_UNUSABLE, str(error)) from None
+    except OSError as error:
+        raise KVHearthError(
+            Reason.SSD_UNUSABLE,
+            f"no disk I/O with --ssd-interface {settings.ssd_interface} ({error.strerror}); use "
+            "auto, and see kvhearth doctor",
+        ) from None
+    _log.info(
+        "SSD tier",
+        directories=[str(each) for each in settings.ssd_dirs],
+        interface=tier.status.interface,
+        not_working={each.name: each.reason for each in tier.status.verdicts if each.reason},
+        segment_files=tier.status.files_found,
+    )
+    for reason in tier.health().reasons:
+        _log.warning("the SSD tier is degraded", reason=reason)
+    return tier
+
+
+def tier_settings(settings: Settings) -> SsdSettings:
+    """The tier's own settings.
+
+    Raises:
+        ValueError: two names stand for one directory.
+    """
+    return SsdSettings(
+        places=tuple(Place(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs),
+        segment_bytes=settings.ssd_segment_bytes,
+        interface=settings.ssd_interface,
+        depth=settings.ssd_depth,
+        flush=settings.ssd_flush,
+        prewrite=settings.ssd_prewrite,
+        bytes_per_day=settings.ssd_bytes_per_day,
+    )
+
+
+def admission(settings: Settings) -> Admission:
+    """The rule that says what is worth a write."""
+    return SeenTwice() if settings.ssd_admission == "seen_twice" else AdmitAll()
+
+
+async def follow_recovery(tier: SsdTier) -> None:
+    """Tell how far the reading back of the log is until it is done: a bar on a terminal, and a
+    line in the log now and then.
+    """
+    status = tier.status
+    began = told_at = time.monotonic()
+    with StartBar("reading back") as bar:
+        while status.recovering:
+            bar.note("SSD log files", status.files_recovered, max(1, status.files_found))
+            if time.monotonic() - told_at >= _TELL_S:
+                told_at = time.monotonic()
+                _log.info("reading the SSD log back", **_progress(tier))
+            await asyncio.sleep(_LOOK_S)
+    took = round(time.monotonic() - began, 3)
+    dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
+    _log.info("the SSD log is read back", seconds=took, **_progress(tier), **dropped)
+
+
+def _progress(tier: SsdTier) -> dict[str, int]:
+    status = tier.status
+    blocks = tier.counts["recovered_blocks"]
+    return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
+
+
+def _make(path: Path) -> str:
+    """Make a directory if it is not there; why it cannot be made, empty if it is there now."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        return (
+            f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
+        )
+    except FileExistsError:
+        return f"--ssd-dir {path} is a file; name a directory"
+    except OSError as error:
+        return (
+            f"--ssd-dir {path} cannot be made ({error.strerror}); name a directory where the "
+            "daemon may write"
+        )
+    return ""

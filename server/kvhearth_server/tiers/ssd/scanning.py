@@ -1,0 +1,205 @@
+"""Reading a segment without a footer: every page is looked at, every payload is verified."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import xxhash
+
+from kvhearth.model import U8, Records
+from kvhearth_server.tiers.ssd.directory import Segment
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    RECORD_MAGIC,
+    Doubt,
+    SegmentHead,
+    doubts_of,
+    pages_of,
+    record_pages,
+)
+from kvhearth_server.tiers.ssd.recovered import Recovered, whole_blocks
+
+SCAN_BYTES = 8 << 20
+"""Read at once."""
+
+_DOUBTS = (Doubt.DAMAGED, Doubt.FOREIGN, Doubt.MISPLACED)
+
+
+class Reader:
+    """Aligned reads into memory that is used again and again."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def read(self, fd: int, offset: int, size: int) -> U8:
+        """Up to ``size`` bytes, fewer at the end of the file, as a copy.
+
+        Raises:
+            OSError: the device failed.
+        """
+        return self.lend(fd, offset, size).copy()
+
+    def lend(self, fd: int, offset: int, size: int) -> U8:
+        """The same without a copy: valid until the next call."""
+        if size > len(self._memory):
+            self._memory = mmap.mmap(-1, size)
+        done = 0
+        while done < size:
+            step = min(size - done, SCAN_BYTES)
+            with memoryview(self._memory)[done : done + step] as piece:
+                count = os.preadv(fd, [piece], offset + done)
+            done += count
+            if count < step:
+                break
+        return np.frombuffer(self._memory, np.uint8, done)
+
+
+class _Window:
+    """Pages that are read at once, and the records that seem to begin in them."""
+
+    def __init__(self, segment: Segment, reader: Reader, first: int, size: int) -> None:
+        wanted = pages_of(min(SCAN_BYTES, size - first * PAGE_BYTES)) * PAGE_BYTES
+        data = reader.lend(segment.fd, first * PAGE_BYTES, wanted)
+        self.first, self.pages = first, len(data) // PAGE_BYTES
+        self._pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        self.rows: Records = self._pages[:, :RECORD_BYTES].copy().view(RECORD_DTYPE).reshape(-1)
+
+    def candidates(self, head: SegmentHead, end_bytes: int) -> Iterator[tuple[int, Doubt | None]]:
+        """(index, why it is not believed) of pages that look like a header, in order; but for
+        those of an earlier life.
+        """
+        places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
+        rows = self.rows[places]
+        doubts: list[Doubt | None] = [None] * len(rows)
+        whole = np.array(_whole(rows), np.bool_)
+        ours = rows["log_id"] == head.log_id
+        late = rows["segment_sequence"] >= head.sequence
+        right = rows["position"] == self.first + places
+        for index, row in enumerate(np.column_stack([whole, ours, right]).tolist()):
+            doubts[index] = next(
+                (why for why, good in zip(_DOUBTS, row, strict=True) if not good), None
+            )
+        rest = np.flatnonzero(whole & ours & right)
+        for doubt, which in doubts_of(rows[rest], head, end_bytes).items():
+            for index in rest[which].tolist():
+                doubts[index] = doubt
+        for index in np.flatnonzero(~whole | ~ours | late).tolist():
+            yield int(places[index]), doubts[index]
+
+    def youngest_life(self, log_id: int) -> int:
+        """The greatest segment sequence of a header that is right otherwise; 0 for none."""
+        places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
+        rows = self.rows[places]
+        good = np.array(_whole(rows), np.bool_) & (rows["log_id"] == log_id)
+        good &= rows["position"] == self.first + places
+        return int(rows["segment_sequence"][good].max(initial=0))
+
+    def payload_good(self, index: int) -> bool:
+        """Whether the bytes behind a header have its checksum; they must be in the window."""
+        row = self.rows[index]
+        payload = self._pages[index + 1 :].reshape(-1)[: int(row["length"])]
+        return bool(xxhash.xxh3_128_digest(payload.data) == row["checksum"].tobytes())
+
+
+def scan(
+    segment: Segment,
+    reader: Reader,
+    found: Recovered,
+    size: int,
+    stopped: Callable[[], bool],
+) -> None:
+    """Find records by their headers, on any page that is not inside a believed one, and sum their
+    payloads: the last ones may be torn. The file is gone through once, in large reads.
+    """
+    closed = not found.head.sequence
+    if closed:
+        # The segment's own page is lost: the youngest life among its records is the one.
+        last = _youngest_life(segment, reader, found.head, size, stopped)
+        found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
+    good: list[Records] = []
+    page = found.end
+    while page * PAGE_BYTES < size:
+        window = _Window(segment, reader, page, size)
+        if stopped():
+            return
+        if not window.pages:
+            break
+        page = _go_through(window, segment, reader, found, good, size)
+    lines = np.array(good, RECORD_DTYPE) if good else np.zeros(0, RECORD_DTYPE)
+    found.records = whole_blocks(lines, found.doubts)
+    found.empty = not len(found.records)
+    # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
+    found.resume = not closed and not segment.damaged and not found.empty
+
+
+def _go_through(
+    window: _Window,
+    segment: Segment,
+    reader: Reader,
+    found: Recovered,
+    good: list[Records],
+    size: int,
+) -> int:
+    """Add what is good; the page with which the next window begins."""
+    window_end = window.first + window.pages
+    for index, doubt in window.candidates(found.head, min(size, found.head.segment_bytes)):
+        at = window.first + index
+        if at < found.end:
+            continue  # inside of one that is believed: its payload only looks like a header
+        if doubt is not None:
+            found.doubts[doubt] += 1
+            continue
+        row = window.rows[index]
+        after = at + record_pages(int(row["length"]))
+        if after > window_end and index:
+            return at
+        inside = after <= window_end
+        if window.payload_good(index) if inside else _long_payload_good(segment, reader, row):
+            good.append(row)
+            found.end = after
+        else:
+            found.doubts[Doubt.TORN] += 1
+        if not inside:
+            return max(found.end, at + 1)  # the window's memory was needed for the payload
+    return max(found.end, window_end)
+
+
+def _youngest_life(
+    segment: Segment, reader: Reader, head: SegmentHead, size: int, stopped: Callable[[], bool]
+) -> int:
+    last, page = 0, 1
+    while page * PAGE_BYTES < size and not stopped():
+        window = _Window(segment, reader, page, size)
+        if not window.pages:
+            break
+        last = max(last, window.youngest_life(head.log_id))
+        page += window.pages
+    return last
+
+
+def _whole(rows: Records) -> list[bool]:
+    """Which headers are as they were written."""
+    data, step = rows.tobytes(), RECORD_BYTES
+    crcs = enumerate(rows["crc"].tolist())
+    return [zlib.crc32(data[index * step : (index + 1) * step - 4]) == crc for index, crc in crcs]
+
+
+def _long_payload_good(segment: Segment, reader: Reader, row: Records) -> bool:
+    """As ``_Window.payload_good``, of one that is longer than a window."""
+    left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
+    digest = xxhash.xxh3_128()
+    while left:
+        step = min(left, SCAN_BYTES)
+        data = reader.lend(segment.fd, at, pages_of(step) * PAGE_BYTES)
+        if len(data) < step:
+            return False
+        digest.update(data[:step].data)
+        left -= step
+        at += step
+    return digest.digest() == row["checksum"].tobytes()

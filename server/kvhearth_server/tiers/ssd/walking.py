@@ -1,0 +1,53 @@
+"""Going through all that is stored, a little at a time, in the order in which it lies on disk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.tiers.base import Family
+from kvhearth_server.tiers.ssd.index import SEGMENT_ENTRIES, SegmentRows, SsdIndex
+
+_ROWS_A_STEP = 1 << 15
+"""Most rows that are looked at for one step, so that none takes long where most of them are dead.
+"""
+
+
+def walk(index: SsdIndex, cursor: int, count: int) -> tuple[int, list[tuple[Family, list[bytes]]]]:
+    """One step: see ``SsdTier.walk``.
+
+    A cursor is the entry at which the next step begins: the segment's number and a row in it. Both
+    stay what they are while blocks come and go; only a segment that was filled anew meanwhile is
+    gone through from the middle.
+    """
+    number, row = divmod(cursor, SEGMENT_ENTRIES)
+    found: dict[Family, list[bytes]] = {}
+    looked = 0
+    for segment in sorted(index.segments):
+        if segment < number:
+            continue
+        if segment > number:
+            number, row = segment, 0
+        table = index.segments[segment]
+        while row < len(table):
+            if count <= 0 or looked >= _ROWS_A_STEP:
+                return number * SEGMENT_ENTRIES + row, list(found.items())
+            end = min(len(table), row + _ROWS_A_STEP - looked)
+            heads = table.live_heads(row, end)[:count]
+            _gather(index, table, heads, found)
+            looked += end - row
+            count -= len(heads)
+            row = int(heads[-1]) + 1 if count <= 0 else end
+    return 0, list(found.items())
+
+
+def _gather(
+    index: SsdIndex, table: SegmentRows, heads: I64, found: dict[Family, list[bytes]]
+) -> None:
+    """Add keys of blocks that begin at ``heads`` to their families'."""
+    names = table.rows[["family", "epoch", "length", "shards"]][heads]
+    for name in np.unique(names):
+        namespace, group = index.of_family(int(name["family"]))
+        epoch, length, shards = (int(name[field]) for field in ("epoch", "length", "shards"))
+        keys = [table.keys[head] or b"" for head in heads[names == name].tolist()]
+        found.setdefault(Family(namespace, group, epoch, length, shards), []).extend(keys)

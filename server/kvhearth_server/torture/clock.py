@@ -1,0 +1,56 @@
+"""A daemon whose clocks jump: ``python -m kvhearth_server.torture.clock FILE serve ...``.
+
+The machine's clock is everybody's and must not be set. So the daemon runs unchanged, and only its
+``time.time`` and ``time.monotonic`` add what is written in a file: two numbers of seconds, for the
+wall clock (either sign) and for the monotonic one (never less than before, as the kernel promises).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_FIELDS = struct.Struct("<dd")
+
+
+def set_offsets(path: Path, wall_s: float, monotonic_s: float) -> None:
+    """Write what a daemon's clocks are ahead; a running one follows at once."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, _FIELDS.pack(wall_s, monotonic_s), 0)
+    finally:
+        os.close(descriptor)
+
+
+def follow(path: Path) -> None:
+    """Let this process's clocks follow the file from now on; before anything else is imported."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    page = mmap.mmap(descriptor, _FIELDS.size, prot=mmap.PROT_READ)
+    os.close(descriptor)
+    wall, monotonic = time.time, time.monotonic
+
+    def skewed_wall() -> float:
+        return wall() + float(_FIELDS.unpack_from(page)[0])
+
+    def skewed_monotonic() -> float:
+        return monotonic() + float(_FIELDS.unpack_from(page)[1])
+
+    time.time, time.monotonic = skewed_wall, skewed_monotonic
+
+
+def main(words: Sequence[str]) -> int:
+    """Follow the file, then be ``kvhearth`` with the words that are left."""
+    follow(Path(words[0]))
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
+    from kvhearth_server.cli.app import run
+
+    return run(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

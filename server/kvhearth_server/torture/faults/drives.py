@@ -1,0 +1,131 @@
+"""Drives that fail, fill up, hang or are slow, on command (``tiers/ssd/disk/commanded``)."""
+
+from __future__ import annotations
+
+import errno
+import random
+from typing import TYPE_CHECKING
+
+from kvhearth_server.torture.faults.base import Fault, Parameters
+from kvhearth_server.torture.shape import ROOMY, Shape
+
+if TYPE_CHECKING:
+    from kvhearth_server.torture.world import World
+
+
+class _Drive(Fault):
+    """For a while the drive does as ``orders`` say.
+
+    Blocks that were not on it when that ends may be gone from then on: what cannot be written is
+    given up at last, and is evicted as if there were no drive. ``reads`` fail, too: then what was
+    on it may have been forgotten.
+    """
+
+    reads = False
+
+    def fits(self, shape: Shape) -> bool:
+        return bool(shape.ssd_bytes)
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": round(dice.uniform(0.3, 1.5), 3), "orders": self.orders(dice)}
+
+    def orders(self, dice: random.Random) -> Parameters:
+        """What the drive does."""
+        raise NotImplementedError
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.drive_faulted()
+        world.orders(**parameters["orders"])
+        world.store_more()
+        try:
+            world.traffic(parameters["for_s"])
+        finally:
+            world.orders()
+        with world.paused():
+            if world.shape.kind != ROOMY:
+                if self.reads:
+                    world.excuse_all(self.name)
+                else:
+                    world.excuse_not_on_disk(self.name)
+        world.traffic(0.2)
+
+
+class ReadErrors(_Drive):
+    """EIO and short reads."""
+
+    name = "read_errors"
+    help = "reads of the drive end with EIO or move fewer bytes"
+    reads = True
+
+    def orders(self, dice: random.Random) -> Parameters:
+        rate = dice.choice([0.2, 1.0])
+        if dice.random() < 0.3:
+            return {"short": ["read"], "rate": rate}
+        return {"errors": {"read": errno.EIO}, "rate": rate}
+
+
+class WriteErrors(_Drive):
+    """EIO, EROFS, short writes, failed flushes."""
+
+    name = "write_errors"
+    help = "writes to the drive end with EIO or EROFS, or move fewer bytes; flushes fail"
+
+    def orders(self, dice: random.Random) -> Parameters:
+        rate = dice.choice([0.2, 1.0])
+        if dice.random() < 0.3:
+            return {"short": ["write"], "rate": rate}
+        errors = {dice.choice(["write", "write", "sync"]): dice.choice([errno.EIO, errno.EROFS])}
+        return {"errors": errors, "rate": rate}
+
+
+class NoSpace(_Drive):
+    """ENOSPC for writes and for new segment files.
+
+    A tier that gets no new file makes room among those it has, and asks again a minute later: from
+    then on any block may be evicted.
+    """
+
+    name = "no_space"
+    help = "ENOSPC: no new segment file can be made, and perhaps no page written"
+
+    def orders(self, dice: random.Random) -> Parameters:
+        errors = {"write": errno.ENOSPC} if dice.random() < 0.5 else {}
+        return {"make": errno.ENOSPC, "errors": errors}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        if world.shape.kind != ROOMY:
+            world.stop_keeping(self.name)
+        super().run(world, parameters)
+
+
+class SlowDrive(_Drive):
+    """Each request takes long."""
+
+    name = "slow_drive"
+    help = "each request of the drive takes up to 1.5 s"
+
+    def orders(self, dice: random.Random) -> Parameters:
+        return {"delay_s": round(dice.uniform(0.05, 1.5), 3)}
+
+
+class HangingDrive(_Drive):
+    """Requests do not come back for longer than the tier waits for them."""
+
+    name = "hanging_drive"
+    help = "requests of the drive do not come back for 6 s"
+    reads = True
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": 6.0, "orders": self.orders(dice)}
+
+    def orders(self, dice: random.Random) -> Parameters:
+        return {"held": dice.choice([["write"], ["read", "write"], ["read"]])}
+
+
+DRIVES: tuple[Fault, ...] = (
+    ReadErrors(),
+    WriteErrors(),
+    NoSpace(),
+    SlowDrive(),
+    HangingDrive(),
+)

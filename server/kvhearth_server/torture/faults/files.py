@@ -1,0 +1,185 @@
+"""Bits that flip in the arena, its journal and on drives, and writes that were torn."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from kvhearth_server.memory.journal import HEADER_BYTES, journal_path
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_BYTES
+from kvhearth_server.torture import damage
+from kvhearth_server.torture.damage import SECTOR_BYTES, OnDisk
+from kvhearth_server.torture.faults.base import Fault, Parameters
+from kvhearth_server.torture.shape import ROOMY, Shape
+
+if TYPE_CHECKING:
+    from kvhearth_server.torture.world import World
+
+_BITS = 4
+_QUIET_S = 0.2
+_HEARD_S = 0.05
+_HELD_S = 0.6
+T = TypeVar("T")
+
+
+def _some(dice: random.Random, things: Sequence[T], count: int) -> list[T]:
+    return dice.sample(list(things), min(count, len(things)))
+
+
+def _plan(dice: random.Random) -> Parameters:
+    return {"seed": dice.randrange(1 << 32), "bits": dice.randint(1, _BITS)}
+
+
+class _Flip(Fault):
+    """Flips bits while the daemon is dead, or under it while clients pause."""
+
+    dead_only = False
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {**_plan(dice), "dead": self.dead_only or dice.random() < 0.5}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        dice = random.Random(parameters["seed"])
+        with world.paused():
+            if parameters["dead"]:
+                world.kill_daemon()
+            self.flip(world, dice, parameters["bits"])
+            if parameters["dead"]:
+                world.start_daemon()
+        world.traffic(0.3)
+
+    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+        """Flip so many bits, and say whose blocks may be gone."""
+        raise NotImplementedError
+
+
+class FlipArena(_Flip):
+    """In the bytes of blocks in memory."""
+
+    name = "flip_arena"
+    help = "bits flip in blocks in memory: served never; from a drive's copy they come back"
+
+    def fits(self, shape: Shape) -> bool:
+        return shape.arena_stays
+
+    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+        world.expect_checksum_failures()
+        found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
+        for each in _some(dice, found, bits):
+            damage.flip_bit(each.path, each.offset + dice.randrange(each.length), dice.randrange(8))
+            world.excuse_unless_on_disk([each.key], self.name)
+
+
+class FlipJournal(_Flip):
+    """In headers of the journal."""
+
+    name = "flip_journal"
+    help = "bits flip in the arena's journal while the daemon is dead"
+    dead_only = True
+
+    def fits(self, shape: Shape) -> bool:
+        return shape.arena_stays
+
+    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+        found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
+        path = journal_path(world.arena_dir)
+        for each in _some(dice, found, bits):
+            damage.flip_bit(path, each.header_at + dice.randrange(HEADER_BYTES), dice.randrange(8))
+            world.excuse_unless_on_disk([each.key], self.name)
+
+
+class FlipRecord(_Flip):
+    """In records on a drive: header or payload."""
+
+    name = "flip_record"
+    help = "bits flip in records on a drive, in headers and payloads"
+
+    def fits(self, shape: Shape) -> bool:
+        return bool(shape.ssd_bytes)
+
+    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+        world.expect_checksum_failures()
+        for each in _some(dice, damage.on_disk(world.ssd_dir), bits):
+            in_head = dice.random() < 0.4
+            span = RECORD_BYTES if in_head else each.length
+            start = each.offset if in_head else each.offset + PAGE_BYTES
+            damage.flip_bit(each.path, start + dice.randrange(span), dice.randrange(8))
+            if world.shape.kind != ROOMY:
+                world.excuse([each.key], self.name)
+
+
+class FlipFooter(_Flip):
+    """In footers and first pages of segments; nothing may be lost by it."""
+
+    name = "flip_footer"
+    help = "bits flip in footers and first pages of segment files: records are found without them"
+    dead_only = True
+
+    def fits(self, shape: Shape) -> bool:
+        return bool(shape.ssd_bytes)
+
+    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+        # (file, first byte, bytes): the footer's page, its lines, the first page.
+        spans = [(path, 0, 64) for path in damage.segment_files(world.ssd_dir)]
+        for path in damage.footers(world.ssd_dir):
+            last = path.stat().st_size - PAGE_BYTES
+            spans += [(path, last, 64), (path, last - RECORD_BYTES, RECORD_BYTES)]
+        for path, first, size in _some(dice, spans, bits):
+            damage.flip_bit(path, first + dice.randrange(size), dice.randrange(8))
+
+
+class TornRecords(Fault):
+    """Records whose writes were not acknowledged end at a sector boundary.
+
+    The drive keeps back that it has written (``disk/commanded``), the daemon is killed, and each of
+    the records that came in that time is cut at the next boundary in turn, so that a run goes
+    through all of them.
+    """
+
+    name = "torn_records"
+    help = "the daemon dies while it writes: each such record ends at another sector boundary"
+    weight = 2
+
+    def fits(self, shape: Shape) -> bool:
+        return bool(shape.ssd_bytes)
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"seed": dice.randrange(1 << 32)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        dice = random.Random(parameters["seed"])
+        with world.paused():
+            time.sleep(_QUIET_S)
+            world.orders(held=["write"])
+            time.sleep(_HEARD_S)
+            # What is there now may have been acknowledged before the drive heard of it.
+            before = {(r.path, r.page, r.key) for r in damage.on_disk(world.ssd_dir)}
+        world.traffic(_HELD_S)
+        with world.paused():
+            world.kill_daemon(settled=False)
+            world.orders()
+            torn = [
+                record
+                for record in damage.on_disk(world.ssd_dir)
+                if (record.path, record.page, record.key) not in before
+            ]
+            for record in torn:
+                self._tear(world, record, dice)
+            world.settle_memory()
+            world.start_daemon()
+        world.traffic(0.2)
+
+    def _tear(self, world: World, record: OnDisk, dice: random.Random) -> None:
+        boundary = world.report.next_boundary(record.bytes // SECTOR_BYTES)
+        damage.tear(record, boundary, dice)
+
+
+FILES: tuple[Fault, ...] = (
+    FlipArena(),
+    FlipJournal(),
+    FlipRecord(),
+    FlipFooter(),
+    TornRecords(),
+)

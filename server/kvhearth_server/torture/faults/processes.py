@@ -1,0 +1,244 @@
+"""Deaths and pauses of the daemon and of clients."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvhearth
+import kvhearth_server
+from kvhearth_server.tiers.ssd.disk.base import Op
+from kvhearth_server.torture.faults.base import Fault, Parameters
+from kvhearth_server.torture.shape import Shape
+
+if TYPE_CHECKING:
+    from kvhearth_server.torture.world import World
+
+_POINT_S = 2.5
+_POINT = re.compile(r'\bhit\("([a-z_.]+)"\)')
+_AT_START = ("catalogue", "durable")
+
+
+@functools.cache
+def daemon_points() -> tuple[str, ...]:
+    """Every fault point of the daemon's sources."""
+    folder = Path(kvhearth_server.__path__[0])
+    texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    found = {name for text in texts for name in _POINT.findall(text)}
+    # The driver of the disk makes the names of its points.
+    found |= {f"ssd.{when}_{op.name.lower()}" for when in ("before", "after") for op in Op}
+    return tuple(sorted(found))
+
+
+@functools.cache
+def client_points() -> tuple[str, ...]:
+    """Every fault point of the host copier."""
+    path = Path(kvhearth.__path__[0]) / "copiers" / "host.py"
+    return tuple(sorted(set(_POINT.findall(path.read_text(encoding="utf-8")))))
+
+
+class KillDaemon(Fault):
+    """At a random moment."""
+
+    name = "kill_daemon"
+    help = "kill -9 of the daemon at a random moment of its work"
+    weight = 2
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"after_s": round(dice.uniform(0.0, 0.8), 3)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.store_more()
+        world.traffic(parameters["after_s"])
+        world.kill_daemon()
+        world.start_daemon()
+
+
+class KillDaemonAtPoint(Fault):
+    """At a fault point of its sources."""
+
+    name = "kill_daemon_at_point"
+    help = "kill -9 of the daemon at a fault point, such as between a write and its acknowledgement"
+    weight = 4
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        points = [
+            each
+            for each in daemon_points()
+            if (shape.ssd_bytes or not each.startswith("ssd."))
+            and (shape.arena_stays or not each.startswith("journal."))
+            and (shape.flush or not each.endswith("_sync"))
+        ]
+        point = dice.choice(points)
+        return {"point": point, "count": dice.randint(1, 4 if point.startswith(_AT_START) else 12)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.kill_daemon()
+        point = str(parameters["point"])
+        if world.start_daemon(f"{point}:{parameters['count']}"):
+            world.store_more()
+            end = time.monotonic() + _POINT_S
+            while world.daemon.alive and time.monotonic() < end:
+                world.traffic(0.02)
+        world.note_point(point, reached=not world.daemon.alive)
+        world.kill_daemon()
+        world.start_daemon()
+
+
+class KillDaemonStarting(Fault):
+    """While it starts."""
+
+    name = "kill_daemon_starting"
+    help = "kill -9 of the daemon while it starts, reads the arena or the log back"
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"after_s": [round(dice.uniform(0.2, 1.2), 3) for _ in range(dice.randint(1, 2))]}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.kill_daemon()
+        for after_s in parameters["after_s"]:
+            world.launch_daemon()
+            time.sleep(after_s)
+            world.kill_daemon()
+        world.start_daemon()
+
+
+class RestartDaemon(Fault):
+    """In good order."""
+
+    name = "restart_daemon"
+    help = "SIGTERM and a new start: an orderly restart under traffic"
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"after_s": round(dice.uniform(0.0, 0.5), 3)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.traffic(parameters["after_s"])
+        world.terminate_daemon()
+        world.start_daemon()
+
+
+class StopDaemon(Fault):
+    """SIGSTOP, then it goes on or is killed."""
+
+    name = "stop_daemon"
+    help = "SIGSTOP of the daemon, then SIGCONT or kill -9"
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": round(dice.uniform(0.2, 1.5), 3), "kill": dice.random() < 0.3}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        with world.window("daemon stopped"):
+            world.daemon.stop()
+            time.sleep(parameters["for_s"])
+            if parameters["kill"]:
+                world.kill_daemon()
+            else:
+                world.daemon.go_on()
+        if parameters["kill"]:
+            world.start_daemon()
+        world.traffic(0.2)
+
+
+class KillClient(Fault):
+    """At a random moment."""
+
+    name = "kill_client"
+    help = "kill -9 of a client at a random moment of its work"
+    weight = 2
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"client": dice.randrange(99), "after_s": round(dice.uniform(0.0, 0.5), 3)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.traffic(parameters["after_s"])
+        world.replace(world.client(parameters["client"]), kill=True)
+        world.traffic(0.2)
+
+
+class KillClientAtPoint(Fault):
+    """At a fault point of its copier."""
+
+    name = "kill_client_at_point"
+    help = "kill -9 of a client at a fault point: in the middle of a copy, right after it"
+    weight = 2
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {
+            "client": dice.randrange(99),
+            "fault": f"{dice.choice(client_points())}:{dice.randint(1, 40)}",
+        }
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        victim = world.client(parameters["client"])
+        victim.expected_end = True
+        victim.ask("arm", fault=parameters["fault"])
+        world.store_more()
+        end = time.monotonic() + _POINT_S
+        while victim.alive and time.monotonic() < end:
+            world.traffic(0.02)
+        world.replace(victim, kill=True)
+
+
+class StopClient(Fault):
+    """SIGSTOP of a client, perhaps over the daemon's death."""
+
+    name = "stop_client"
+    help = "SIGSTOP of a client for a while, perhaps while the daemon is killed and comes back"
+    weight = 2
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {
+            "client": dice.randrange(99),
+            "for_s": round(dice.uniform(0.2, 1.5), 3),
+            "restart": dice.random() < 0.5,
+        }
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        victim = world.client(parameters["client"])
+        with world.window("client stopped"):
+            victim.signal(signal.SIGSTOP)
+            try:
+                if parameters["restart"]:
+                    world.kill_daemon()
+                    world.start_daemon()
+                world.traffic(parameters["for_s"])
+            finally:
+                victim.signal(signal.SIGCONT)
+        world.traffic(0.3)
+
+
+class BumpWeights(Fault):
+    """New weights: all old blocks are void from now on, in memory and on drives."""
+
+    name = "bump_weights"
+    help = "an engine gets new weights: no block of the old ones may ever be served again"
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"client": dice.randrange(99), "kill": dice.random() < 0.5}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.bump(world.client(parameters["client"]))
+        if parameters["kill"]:
+            world.traffic(0.1)
+            world.kill_daemon()
+            world.start_daemon()
+        world.traffic(0.3)
+
+
+PROCESSES: tuple[Fault, ...] = (
+    KillDaemon(),
+    KillDaemonAtPoint(),
+    KillDaemonStarting(),
+    RestartDaemon(),
+    StopDaemon(),
+    KillClient(),
+    KillClientAtPoint(),
+    StopClient(),
+    BumpWeights(),
+)

@@ -1,0 +1,137 @@
+"""Where worlds and steps come from: the dice of a seed, or the log of an earlier run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.torture.faults import TABLE, Fault
+from kvhearth_server.torture.shape import Shape, shape_of
+
+STEPS_MAX = 10
+VERSION = 1
+
+
+@dataclass
+class Step:
+    """One fault with its parameters."""
+
+    fault: str
+    parameters: dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """One world: its number, shape, its own dice, and its steps."""
+
+    number: int
+    seed: int
+    shape: Shape
+    steps: Iterator[Step]
+
+
+@dataclass
+class Dice:
+    """Worlds without end from a seed.
+
+    A world's shape and steps depend on the seed and its number alone, so that one world can be
+    repeated without those before it. Faults are dealt from a shuffled deck, each as often.
+    """
+
+    seed: int
+    faults: Sequence[str]
+    ssd: bool
+    first: int = 0
+
+    def plans(self) -> Iterator[Plan]:
+        """Worlds from ``first`` on."""
+        number = self.first
+        while True:
+            dice = random.Random(f"{self.seed}/{number}")
+            shape = shape_of(dice, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
+            yield Plan(number, self.seed, shape, self._steps(dice, shape))
+            number += 1
+
+    def _steps(self, dice: random.Random, shape: Shape) -> Iterator[Step]:
+        chosen = [TABLE[name] for name in self.faults if TABLE[name].fits(shape)]
+        fitting = [fault for fault in chosen for _ in range(fault.weight)]
+        deck: list[Fault] = []
+        for _ in range(dice.randint(STEPS_MAX // 2, STEPS_MAX)):
+            if not deck:
+                deck = list(fitting)
+                dice.shuffle(deck)
+            if not deck:
+                return
+            fault = deck.pop()
+            yield Step(fault.name, fault.plan(dice, shape))
+
+
+def recorded(path: Path) -> Iterator[Plan]:
+    """The worlds of a log.
+
+    Raises:
+        KVHearthError: ``config_invalid`` for a file that is no such log.
+    """
+    worlds: dict[int, tuple[dict[str, Any], list[Step]]] = {}
+    try:
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            if "shape" in line:
+                worlds[line["world"]] = (line, [])
+            elif "fault" in line:
+                worlds[line["world"]][1].append(Step(line["fault"], line["parameters"]))
+        for number, (line, steps) in worlds.items():
+            if line["version"] != VERSION or {each.fault for each in steps} - TABLE.keys():
+                raise ValueError("written by another version")
+            yield Plan(number, int(line["seed"]), Shape.from_json(line["shape"]), iter(steps))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"--replay {path}: {error}") from None
+
+
+class StepLog:
+    """Writes what is done, one JSON object a line, before it is done."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: IO[str] | None = None if path is None else path.open("w")
+
+    def world(self, plan: Plan) -> None:
+        """A world begins."""
+        self._write(
+            {
+                "world": plan.number,
+                "version": VERSION,
+                "seed": plan.seed,
+                "shape": plan.shape.as_json(),
+            }
+        )
+
+    def step(self, world: int, number: int, step: Step, at_s: float) -> None:
+        """A step begins."""
+        self._write(
+            {
+                "world": world,
+                "step": number,
+                "fault": step.fault,
+                "parameters": step.parameters,
+                "at_s": round(at_s, 3),
+            }
+        )
+
+    def note(self, world: int, step: int, **facts: Any) -> None:
+        """What came of it."""
+        self._write({"world": world, "step": step, **facts})
+
+    def close(self) -> None:
+        """End the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()

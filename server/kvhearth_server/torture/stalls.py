@@ -1,0 +1,105 @@
+"""What stood still, and how much of it a fault or the machine explains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_TICK_S = 0.01
+_LATE_S = 0.05
+_KEEP_S = 120.0
+_WINDOWS_MAX = 1000
+AFTER_S = 0.25
+"""A fault's effect goes on for so long after its end: what queued up behind it is worked off."""
+
+
+class Metronome(threading.Thread):
+    """Notices when this process could not run: stopped, or the processors were taken by others.
+
+    ``told(begin, end)`` is called for each such time, by ``time.monotonic``.
+    """
+
+    def __init__(self, told: Callable[[float, float], None]) -> None:
+        super().__init__(name="kvhearth-metronome", daemon=True)
+        self._told = told
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(_TICK_S):
+            now = time.monotonic()
+            if now - before > _TICK_S + _LATE_S:
+                self._told(before, now)
+            before = now
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+
+@dataclass(eq=False)
+class Window:
+    """A time in which something was broken on purpose; open until ``end`` is set.
+
+    ``whose``: the one process that it concerns; empty for all.
+    """
+
+    why: str
+    begin: float
+    end: float | None = None
+    whose: str = ""
+
+
+class Stalls:
+    """What explains that operations take long: windows. Any thread.
+
+    Attributes:
+        late_s: time in which the kit itself could not run.
+    """
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+        self._windows: list[Window] = []
+        self._lock = threading.Lock()
+
+    def open(self, why: str) -> Window:
+        """A fault begins."""
+        window = Window(why, time.monotonic())
+        self._add(window)
+        return window
+
+    def close(self, window: Window) -> None:
+        """It is over."""
+        window.end = time.monotonic()
+
+    def late(self, begin: float, end: float, whose: str = "") -> None:
+        """Nobody could run, or one process could not."""
+        self._add(Window("machine", begin, end, whose))
+        if not whose:
+            self.late_s += end - begin
+
+    def explained_s(self, begin: float, end: float, whose: str) -> float:
+        """How much of a time lies in windows that concern ``whose``."""
+        with self._lock:
+            spans = sorted(
+                (max(begin, each.begin), min(end, (each.end or end) + AFTER_S))
+                for each in self._windows
+                if each.whose in ("", whose)
+                and each.begin < end
+                and (each.end is None or each.end + AFTER_S > begin)
+            )
+        total, at = 0.0, begin
+        for first, last in spans:
+            if last > at:
+                total += last - max(first, at)
+                at = last
+        return total
+
+    def _add(self, window: Window) -> None:
+        old = time.monotonic() - _KEEP_S
+        with self._lock:
+            if len(self._windows) > _WINDOWS_MAX:
+                self._windows = [w for w in self._windows if w.end is None or w.end > old]
+            self._windows.append(window)

@@ -1,0 +1,332 @@
+"""A daemon with an SSD tier: what it shows of it, what it says at the start, and the scrub."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as families
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import Engine, content, contract_of, engine_of
+from support.http_door import ask
+
+from kvhearth_server.cli import app
+from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+
+PAGE = 64 << 10
+CONTRACT = contract_of(PAGE, shards=2)
+MEMORY, CONFIG = 3, 2
+EXIT_S = 30.0
+CAPACITY = (64 << 20) - RESERVE_BYTES
+Run = Callable[..., tuple[int, str, str]]
+
+
+def new_keys(count: int) -> list[bytes]:
+    """Keys that nobody knows."""
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def ssd(*folders: Path, size: str = "64MiB", **more: object) -> dict[str, object]:
+    """Settings of a tier of small segments."""
+    dirs = [f"{folder}={size}" for folder in folders]
+    return {"ssd_dirs": dirs, "ssd_segment_bytes": "1MiB", **more}
+
+
+def on_ssd(daemon: Daemon, count: int) -> None:
+    """Wait until so many blocks are written."""
+    until(lambda: daemon.stats().ssd.blocks >= count, f"{count} blocks are on SSD")
+
+
+def metrics(daemon: Daemon) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What is scraped, by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families(ask(daemon, "/metrics").body.decode())
+        for sample in family.samples
+    }
+
+
+def value(daemon: Daemon, name: str, **labels: str) -> float:
+    return metrics(daemon)["kvhearth_" + name, frozenset(labels.items())]
+
+
+# -- what it shows ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ssd") / "log"
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running_daemon(http="127.0.0.1:0", **ssd(folder, ssd_bytes_per_day="1TiB")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    with engine_of(daemon.url(), CONTRACT) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def keys(daemon: Daemon, engine: Engine) -> list[bytes]:
+    keys = new_keys(8)
+    assert engine.store(keys).bound == keys
+    on_ssd(daemon, 8)
+    return keys
+
+
+@pytest.fixture
+def run(daemon: Daemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command in this process, for the module's daemon: exit code, stdout, stderr."""
+    monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = app.run(words)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_readiness_tells_of_the_tier(daemon: Daemon, keys: list[bytes]) -> None:
+    reply = ask(daemon, "/readyz?verbose")
+    assert reply.status == 200
+    lines = reply.body.decode().splitlines()
+    (line,) = [line for line in lines if "ssd" in line]
+    assert line.startswith(f"[i]ssd: healthy, {len(keys)} blocks, ")
+    assert lines[-1] == "ok"
+    assert ask(daemon, "/readyz").body.decode() == "ok\n"
+
+
+def test_statistics_by_http(daemon: Daemon, keys: list[bytes], folder: Path) -> None:
+    found = ask(daemon, "/v1/stats").json["ssd"]
+    assert (found["blocks"], found["live_bytes"]) == (len(keys), len(keys) * 2 * PAGE)
+    (place,) = found["directories"]
+    assert (place["path"], place["capacity_bytes"], place["reasons"]) == (str(folder), CAPACITY, [])
+    assert place["file_bytes"] == sum(place["segments"].values()) << 20
+    assert found["interface"] in ("io_uring", "libaio", "threads")
+    assert 0 < found["budget_left_bytes"] < 1 << 40
+    assert found["counters"]["stored_blocks"] == len(keys)
+
+
+def test_metrics_of_the_tier(daemon: Daemon, keys: list[bytes], folder: Path) -> None:
+    assert value(daemon, "ssd_blocks") == len(keys)
+    assert value(daemon, "ssd_store_blocks_total", outcome="stored") == len(keys)
+    assert value(daemon, "demoted_blocks_total") == len(keys)
+    assert value(daemon, "ssd_written_bytes_total") > value(daemon, "ssd_stored_bytes_total") > 0
+    assert value(daemon, "ssd_capacity_bytes", directory=str(folder)) == CAPACITY
+    assert value(daemon, "ssd_degraded", directory=str(folder), reason="io") == 0
+    assert value(daemon, "ssd_recovering") == 0
+
+
+def test_verbs_tell_of_the_tier(run: Run, keys: list[bytes], folder: Path) -> None:
+    code, out, _ = run("stat")
+    assert code == 0
+    assert f"blocks on SSD   {len(keys)} of 1 MiB" in out
+    assert str(folder) in out
+    found = json.loads(run("stat", "--json")[1])
+    assert found["ssd"]["blocks"] == len(keys)
+    code, out, _ = run("top", "--once")
+    assert code == 0
+    assert f"SSD healthy, {len(keys)} blocks" in out
+    assert "blocks to SSD" in out
+    assert run("health") == (0, "serving\n", "")
+    assert json.loads(run("health", "--json")[1])["degraded"] == []
+
+
+def test_explain_a_key_that_is_on_ssd_too(run: Run, keys: list[bytes]) -> None:
+    found = json.loads(run("explain", keys[0].hex(), "--json")[1])
+    assert [(place["tier"], place["served"]) for place in found["places"]] == [
+        ("dram", True),
+        ("ssd", False),
+    ]
+    assert "this is a copy" in run("explain", keys[0].hex())[1]
+
+
+def test_without_a_tier_nothing_is_said_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_daemon(arena=False, http="127.0.0.1:0") as daemon:
+        assert "ssd" not in ask(daemon, "/readyz?verbose").body.decode()
+        assert ask(daemon, "/v1/stats").json["ssd"] is None
+        assert [name for name, _ in metrics(daemon) if "_ssd_" in name or "demot" in name] == []
+        monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+        assert app.run(["stat", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ssd"] is None
+
+
+# -- the start -------------------------------------------------------------------------------------
+
+
+def last_words(daemon: Daemon, status: int) -> str:
+    """The one line with which a start fails."""
+    assert daemon.launch().wait(EXIT_S) == status, daemon.log_tail()
+    assert "Traceback" not in daemon.log_text(), daemon.log_tail()
+    return daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
+
+
+@pytest.mark.parametrize("name", ["not/there", "file", "foreign", "small"])
+def test_a_tier_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
+    place, size = tmp_path / name, "64MiB"
+    wanted = {
+        "not/there": f"--ssd-dir {place}: {place.parent} does not exist; mount the drive there",
+        "file": f"--ssd-dir {place} is a file; name a directory",
+        "foreign": f"{place}/kvhearth.log cannot be understood",
+        "small": f"ssd_dirs: {place} has 1MiB, too little for the log's files; give it 15MiB",
+    }[name]
+    if name == "file":
+        place.touch()
+    elif name == "foreign":
+        place.mkdir()
+        (place / "kvhearth.log").write_bytes(b"?" * 4096)
+    elif name == "small":
+        size = "1MiB"
+    with stopped_daemon(arena=False, **ssd(place, size=size)) as daemon:
+        words = last_words(daemon, CONFIG if name == "small" else MEMORY)
+        assert words.startswith(wanted)
+
+
+def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
+    with (
+        running_daemon(arena=False, **ssd(tmp_path / "log")),
+        stopped_daemon(arena=False, **ssd(tmp_path / "log")) as second,
+    ):
+        words = last_words(second, MEMORY)
+        assert words.startswith(f"{tmp_path}/log is used by another daemon; stop it")
+
+
+def test_one_of_two_directories_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.mkdir()
+    (bad / "kvhearth.log").write_bytes(b"?" * 4096)
+    with running_daemon(arena=False, http="127.0.0.1:0", **ssd(bad, good)) as daemon:
+        reply = ask(daemon, "/readyz?verbose")
+        assert reply.status == 200, "it serves all the same"
+        assert "[i]ssd: degraded" in reply.body.decode()
+        assert f"[!]ssd: {bad}/kvhearth.log cannot be understood" in reply.body.decode()
+        assert value(daemon, "ssd_degraded", directory=str(bad), reason="unusable") == 1
+        assert value(daemon, "ssd_degraded", directory=str(good), reason="unusable") == 0
+        assert "the SSD tier is degraded" in daemon.log_text()
+        monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+        assert app.run(["health"]) == 0
+        out, err = capsys.readouterr()
+        assert out == "serving\n"
+        assert "the SSD tier is degraded" in err
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            keys = new_keys(4)
+            assert engine.store(keys).bound == keys
+            on_ssd(daemon, 4)
+
+
+def test_recovery_is_told(tmp_path: Path) -> None:
+    with running_daemon(http="127.0.0.1:0", **ssd(tmp_path / "log")) as daemon:
+        until(lambda: _read_back(daemon), "the empty log is read back")
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert engine.store(new_keys(30)).bound
+            on_ssd(daemon, 30)
+        daemon.restart()
+        until(lambda: len(_read_back(daemon)) == 2, "the log is read back")
+        assert value(daemon, "ssd_recovering") == 0
+        assert value(daemon, "ssd_recovered_blocks_total") == 30
+        assert value(daemon, "ssd_recovery_files", state="read") > 0
+        assert value(daemon, "ssd_recovery_dropped_total", reason="torn") == 0
+        assert _read_back(daemon) == [0, 30]
+        assert daemon.terminate() == 0
+
+
+def _read_back(daemon: Daemon) -> list[int]:
+    """Blocks that each start says it has taken over."""
+    lines = [line for line in daemon.log_text().splitlines() if "the SSD log is read back" in line]
+    return [json.loads(line)["blocks"] for line in lines]
+
+
+# -- the scrub -------------------------------------------------------------------------------------
+
+
+def damage(path: Path, key: bytes, epoch: int, shard: int = 1) -> None:
+    """Flip one bit in the middle of a block's shard, wherever in the file it is."""
+    wanted = bytes(content(key, shard, epoch, PAGE))
+    with path.open("r+b") as file:
+        at = file.read().find(wanted)
+        assert at >= 0
+        file.seek(at + PAGE // 2)
+        file.write(bytes([wanted[PAGE // 2] ^ 4]))
+
+
+def test_the_scrub_finds_a_bit_that_flipped_in_memory() -> None:
+    with (
+        running_daemon(scrub_rate="1GiB") as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        assert daemon.arena_dir is not None
+        damage(daemon.arena_dir / "segment-0", keys[7], engine.client.epoch)
+        until(lambda: daemon.stats().blocks == 19, "the block is removed")
+        counters = daemon.counters()
+        assert counters["checksum_failures{scrub}"] == 1
+        assert counters["removed_blocks{checksum}"] == 1
+        assert counters["scrubbed_blocks{dram}"] >= 20
+        seen = engine.check(keys)
+        assert (seen.absent, seen.bad) == ([keys[7]], [])
+        rounds = counters["scrub_rounds{dram}"]
+        until(lambda: daemon.counters()["scrub_rounds{dram}"] > rounds + 1, "it goes on")
+        assert daemon.counters()["checksum_failures{scrub}"] == 1
+
+
+def test_what_rots_in_memory_comes_back_from_ssd(tmp_path: Path) -> None:
+    with (
+        running_daemon(scrub_rate="1GiB", **ssd(tmp_path / "log")) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        on_ssd(daemon, 20)
+        assert daemon.arena_dir is not None
+        damage(daemon.arena_dir / "segment-0", keys[7], engine.client.epoch)
+        until(lambda: daemon.counters().get("repaired_blocks{dram}", 0) == 1, "it is repaired")
+        until(lambda: len(engine.check(keys).right) == 20, "all are served")
+        assert engine.check(keys).bad == []
+        assert daemon.counters()["checksum_failures{scrub}"] == 1
+
+
+def test_what_rots_on_ssd_is_written_again(tmp_path: Path) -> None:
+    with (
+        running_daemon(scrub_rate="1GiB", **ssd(tmp_path / "log")) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        on_ssd(daemon, 20)
+        (file,) = _files_with(tmp_path / "log", keys[7], engine.client.epoch)
+        damage(file, keys[7], engine.client.epoch)
+        until(lambda: daemon.counters().get("repaired_blocks{ssd}", 0) == 1, "it is repaired")
+        counters = daemon.counters()
+        assert counters["checksum_failures{ssd}"] == 1
+        on_ssd(daemon, 20)
+        rounds = counters.get("scrub_rounds{ssd}", 0)
+        until(lambda: daemon.counters()["scrub_rounds{ssd}"] > rounds + 1, "all is read again")
+        after = daemon.counters()
+        assert after["checksum_failures{ssd}"] == 1
+        assert after["scrubbed_blocks{ssd}"] >= 20
+        assert after["promoted_blocks"] == 0, "the scrub keeps nothing in memory"
+        assert engine.check(keys).right == keys
+
+
+def _files_with(folder: Path, key: bytes, epoch: int) -> list[Path]:
+    wanted = bytes(content(key, 1, epoch, PAGE))
+    return [path for path in folder.glob("*.segment") if wanted in path.read_bytes()]
+
+
+def test_the_scrub_can_be_off(tmp_path: Path) -> None:
+    with running_daemon(http="127.0.0.1:0", scrub_rate="0", **ssd(tmp_path / "log")) as daemon:
+        found: Any = [name for name, _ in metrics(daemon) if name == "kvhearth_scrub_round_ratio"]
+        assert found == []

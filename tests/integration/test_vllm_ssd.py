@@ -1,0 +1,132 @@
+"""The vLLM connector's halves on a daemon whose memory is small and whose SSD is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, running_daemon, until
+from support.vllm_fake import BLOCK_TOKENS, FULL, PAGE_BYTES, FakeEngine, fake_engine
+
+from kvhearth.contract import GroupKind, GroupSpec
+
+SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
+TOKENS = 320
+PROMPTS = 80
+"""Each of 20 blocks: more than 16 MiB of memory hold (51)."""
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("ssd")
+    with running_daemon(arena=False, ssd_dirs=[f"{folder}/ssd=512MiB"], **SSD) as found:
+        yield found
+
+
+def fill(engine: FakeEngine, daemon: Daemon, name: str) -> None:
+    """Prompts ``name 0`` and so on; the first of them are on SSD only then."""
+    before = daemon.counters()["demoted_blocks"]
+    blocks = TOKENS // BLOCK_TOKENS * len(engine.contract.groups)
+    for number in range(PROMPTS):
+        assert engine.run(f"{name}{number}", f"{name} {number}", TOKENS) == 0
+    saved = before + int(PROMPTS * blocks * 0.9)
+    until(lambda: daemon.counters()["demoted_blocks"] >= saved, "prompts are saved")
+
+
+def test_a_prompt_that_sank_is_loaded(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="sunk") as engine:
+        fill(engine, daemon, "sunk")
+        for number in range(20):
+            assert engine.run(f"again{number}", f"sunk {number}", TOKENS) == TOKENS
+        counts = engine.counts
+        assert counts["hit_ssd_tokens"] > 10 * TOKENS
+        assert counts["hit_ssd_tokens"] + counts.get("hit_dram_tokens", 0) == 20 * TOKENS
+        assert counts["climb_waits"] >= 10
+        assert counts["load_bytes"] == 20 * TOKENS // BLOCK_TOKENS * PAGE_BYTES
+        # They are in memory now.
+        assert engine.run("third", "sunk 19", TOKENS) == TOKENS
+        assert engine.counts["climb_waits"] == counts["climb_waits"]
+    daemon.wait_quiet()
+
+
+def test_a_prompt_of_which_a_part_sank(daemon: Daemon) -> None:
+    """Its beginning was used again, its end was not."""
+    with fake_engine(daemon.url(), engine_id="part") as engine:
+        fill(engine, daemon, "part")
+        params = {"max_load_tokens": 160}
+        assert engine.run("head", "part 0", TOKENS, kv_transfer_params=params) == 160
+        assert engine.run("all", "part 0", TOKENS) == TOKENS
+    daemon.wait_quiet()
+
+
+def test_a_window_that_sank(daemon: Daemon) -> None:
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, PAGE_BYTES, window_tokens=40)
+    with fake_engine(daemon.url(), groups=(FULL, window), engine_id="window") as engine:
+        fill(engine, daemon, "window")
+        for number in range(4):
+            request = engine.add(f"b{number}", f"window {number}", TOKENS)
+            assert engine.admit(request) == TOKENS - BLOCK_TOKENS
+            assert engine.wait_loaded(request)
+            last = TOKENS // BLOCK_TOKENS - 1
+            assert all(engine.holds(request, 0, at) for at in range(last))
+            assert all(engine.holds(request, 1, at) for at in range(last - 3, last))
+            engine.finish(request)
+    daemon.wait_quiet()
+
+
+def test_requests_that_go_away_while_blocks_climb_leave_nothing(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="gone") as engine:
+        fill(engine, daemon, "gone")
+        for number in range(40):
+            request = engine.add(f"b{number}", f"gone {number}", TOKENS)
+            if number % 2:
+                engine.half.matched(request, 0)
+            engine.finish(request)
+        until(lambda: not daemon.stats().leases, "no lease is left")
+        assert engine.run("c", "gone 0", TOKENS) == TOKENS
+    daemon.wait_quiet()
+
+
+def test_requests_with_the_same_prompt_climb_and_load_together(daemon: Daemon) -> None:
+    with fake_engine(daemon.url(), engine_id="same", blocks=512) as engine:
+        fill(engine, daemon, "same")
+        requests = [engine.add(f"b{number}", "same 0", TOKENS) for number in range(8)]
+        for request in requests:
+            assert engine.admit(request) == TOKENS
+        for request in requests:
+            assert engine.wait_loaded(request)
+            assert all(engine.holds(request, 0, at) for at in range(TOKENS // BLOCK_TOKENS))
+            engine.finish(request)
+    daemon.wait_quiet()
+
+
+def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
+    """What sank is found again, though the memory is empty."""
+    with running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own:
+        with fake_engine(own.url(), engine_id="first") as engine:
+            fill(engine, own, "kept")
+        own.kill()
+        own.start()
+        until(lambda: "the SSD log is read back" in own.log_text(), "the log is read back")
+        with fake_engine(own.url(), engine_id="second") as engine:
+            for number in range(4):
+                assert engine.run(f"b{number}", f"kept {number}", TOKENS) == TOKENS
+            assert engine.counts["hit_ssd_tokens"] == 4 * TOKENS
+
+
+def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
+    with (
+        running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
+        fake_engine(own.url(), engine_id="killed") as engine,
+    ):
+        fill(engine, own, "killed")
+        requests = [engine.add(f"b{number}", f"killed {number}", TOKENS) for number in range(8)]
+        own.kill()
+        began = time.monotonic()
+        for request in requests:
+            if engine.admit(request):
+                engine.wait_loaded(request)
+            engine.finish(request)
+        assert time.monotonic() - began < 15

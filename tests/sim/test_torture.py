@@ -1,0 +1,355 @@
+"""The chaos kit: a short run finds nothing, and what is planted is found.
+
+``KVHEARTH_SEED`` repeats a run's choices (not its timing), ``KVHEARTH_SOAK_S`` is the length of the
+slow one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvhearth.errors import KVHearthError
+from kvhearth.session import attach
+from kvhearth.url import parse_url
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire import Hello
+from kvhearth_server.memory.journal import HEADER_BYTES, HEADER_DTYPE, journal_path, sum_check
+from kvhearth_server.torture import damage
+from kvhearth_server.torture.checks import capacity, check, nothing_is_left
+from kvhearth_server.torture.content import content, contract_of, key_of
+from kvhearth_server.torture.faults import TABLE
+from kvhearth_server.torture.faults.processes import client_points, daemon_points
+from kvhearth_server.torture.oracle import Oracle
+from kvhearth_server.torture.places import CapacityWatch, Roots, places
+from kvhearth_server.torture.report import (
+    CAUGHT,
+    CRASH,
+    KINDS,
+    LEAK,
+    LOST,
+    OVER,
+    STALL,
+    WRONG,
+    Report,
+)
+from kvhearth_server.torture.run import Options
+from kvhearth_server.torture.script import Plan, StepLog
+from kvhearth_server.torture.shape import FLEETING, PRESSED, ROOMY, SINKING, Shape
+from kvhearth_server.torture.stalls import AFTER_S, Metronome, Stalls
+from kvhearth_server.torture.world import World
+
+ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
+SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
+MIB = 1 << 20
+PAGE_BYTES = 16384
+
+
+def run_kit(tmp_path: Path, seconds: float, *words: str) -> tuple[dict[str, object], str]:
+    """``kvhearth torture`` with a seed; its object and what it printed on stderr."""
+    seed = os.environ.get("KVHEARTH_SEED") or str(secrets.randbelow(1 << 32))
+    print(f"\nKVHEARTH_SEED={seed}")
+    command = [sys.executable, "-m", "kvhearth_server.cli.app", "torture", "--json"]
+    command += ["--seed", seed, "--seconds", str(seconds), "--dir", str(tmp_path)]
+    command += ["--arena-root", str(ARENA_ROOT), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds + 100, check=False
+    )
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode == 0) == found["passed"], done.stderr
+    return found, done.stderr
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    found, told = run_kit(tmp_path, 9, "--log", str(log))
+    assert found["passed"], told
+    wanted = {"seed", "seconds", "faults", "operations", "longest_stall_s", *KINDS}
+    assert wanted <= found.keys()
+    assert found["compared_blocks"]
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum("fault" in line for line in steps) == found["faults"] >= 2
+    assert list(tmp_path.iterdir()) == [log], "directories are left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 200)
+def test_minutes_of_faults_find_nothing(tmp_path: Path) -> None:
+    found, told = run_kit(tmp_path, SOAK_S)
+    assert found["passed"], told
+    assert len(found["faults_by_name"]) > len(TABLE) / 2  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    roots = Roots(ARENA_ROOT, tmp_path)
+    with pytest.raises(KVHearthError, match=r"no such, thing; known: kill_daemon"):
+        Options(1, 1, roots, faults=("such", "thing")).plans()
+    with pytest.raises(KVHearthError, match=r"--dir .* is no directory"):
+        Roots(ARENA_ROOT, tmp_path / "absent").check()
+    odd = tmp_path / "odd"
+    odd.write_text('{"world": 0, "version": 0, "seed": 1, "shape": {}}\n')
+    with pytest.raises(KVHearthError, match="another version"):
+        list(Options(1, 1, roots, replay=odd).plans())
+
+
+def test_a_seed_and_a_log_repeat_the_choices(tmp_path: Path) -> None:
+    roots = Roots(ARENA_ROOT, tmp_path)
+    log = StepLog(tmp_path / "log")
+    first = []
+    for plan in itertools.islice(Options(5, 1, roots).plans(), 6):
+        steps = list(plan.steps)
+        first.append((plan.number, plan.shape, steps))
+        log.world(plan)
+        for number, step in enumerate(steps):
+            log.step(plan.number, number, step, 0.0)
+    log.close()
+    again = Options(5, 1, roots, replay=tmp_path / "log").plans()
+    assert [(p.number, p.shape, list(p.steps)) for p in again] == first
+    alone = next(iter(Options(5, 1, roots, first=4).plans()))
+    assert (alone.number, alone.shape, list(alone.steps)) == first[4]
+    assert {shape.kind for _, shape, _ in first} == {ROOMY, SINKING, FLEETING, PRESSED}
+
+
+def test_all_fault_points_are_known() -> None:
+    wanted = {"commit.after", "journal.bind_half", "durable.payload_written", "ssd.after_write"}
+    assert wanted <= set(daemon_points())
+    assert set(client_points()) == {
+        f"copier.{kind}_{what}" for kind in ("store", "load") for what in ("block", "done")
+    }
+
+
+# -- what is planted is found ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_world(
+    tmp_path: Path, kind: str, *, memory: int = 64 * MIB, ssd: int = 0
+) -> Iterator[tuple[World, Report]]:
+    """A world with a daemon and two clients at work, no faults of its own."""
+    if not os.access(ARENA_ROOT, os.W_OK):
+        pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
+    shape = Shape(
+        kind=kind,
+        memory_bytes=memory,
+        ssd_bytes=ssd,
+        segment_bytes=MIB,
+        models=((PAGE_BYTES, 1), (4096, 1)),
+        clients=((0, True), (1, False)),
+        blocks_max=200,
+        flush=False,
+        interface="auto",
+        verify_adopted=True,
+        skewed=False,
+    )
+    report, stalls = Report(), Stalls()
+    metronome = Metronome(stalls.late)
+    metronome.start()
+    with places(Roots(ARENA_ROOT, tmp_path), []) as where:
+        world = World(Plan(0, 1, shape, iter(())), where, report, stalls)
+        try:
+            world.start_daemon()
+            world.start_clients()
+            until_sealed(world, 20)
+            world.patience_s = 3.0
+            yield world, report
+        finally:
+            for client in world.clients:
+                client.kill()
+            world.daemon.kill()
+            metronome.stop()
+
+
+def until_sealed(world: World, blocks: int) -> None:
+    """Wait until so many blocks of each model were acknowledged."""
+    end = time.monotonic() + 20
+    while any(len(world.oracle.known(client.model)) < blocks for client in world.clients):
+        world.store_more()
+        time.sleep(0.05)
+        assert time.monotonic() < end, "clients store nothing"
+
+
+def found_of(report: Report) -> dict[str, int]:
+    """What was found, by kind."""
+    return {kind: count for kind, count in report.found.items() if count}
+
+
+def forge(world: World) -> None:
+    """Give a block other bytes and their checksum, as only a broken daemon could."""
+    block = damage.in_arena(world.arena_dir, world.shape.memory_bytes)[0]
+    wrong = os.urandom(block.length)
+    with block.path.open("r+b") as segment:
+        segment.seek(block.offset)
+        segment.write(wrong)
+    with journal_path(world.arena_dir).open("r+b") as journal:
+        journal.seek(block.header_at)
+        row = np.frombuffer(bytearray(journal.read(HEADER_BYTES)), HEADER_DTYPE, 1)
+        row["checksum"] = np.frombuffer(xxhash.xxh3_128_digest(wrong), "V16")
+        row["sum_check"] = sum_check(row)
+        journal.seek(block.header_at)
+        journal.write(row.tobytes())
+
+
+def test_wrong_bytes_are_found(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY) as (world, report):
+        check(world)
+        assert found_of(report) == {}
+        with world.paused():
+            world.kill_daemon()
+            forge(world)
+            world.start_daemon()
+        check(world)
+        assert found_of(report) == {WRONG: report.found[WRONG], LOST: 1}
+        assert "served other bytes" in report.texts[0]["text"]
+
+
+def test_damage_that_nobody_announced_is_found(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY) as (world, report):
+        with world.paused():
+            for block in damage.in_arena(world.arena_dir, world.shape.memory_bytes)[:3]:
+                damage.flip_bit(block.path, block.offset + 5, 3)
+        check(world)
+        assert report.found[LOST] == 3
+        assert report.found[CAUGHT]
+        assert not report.found[WRONG]
+
+
+def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
+    with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
+        with world.paused():
+            sealed = sum(len(world.oracle.known(c.model)) for c in world.clients)
+            end = time.monotonic() + 20
+            while len(damage.keys_on_disk(world.ssd_dir)) < sealed and time.monotonic() < end:
+                time.sleep(0.05)
+            world.kill_daemon()
+            gone = 0
+            for path in damage.segment_files(world.ssd_dir):
+                gone += len({record.key for record in damage.on_disk(world.ssd_dir)})
+                path.unlink()
+            world.start_daemon()
+        check(world)
+        assert gone
+        assert report.found[LOST] == sealed
+
+
+def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY) as (world, report):
+        for announced in (True, False):
+            with world.window("announced") if announced else contextlib.nullcontext():
+                world.daemon.stop()
+                time.sleep(1.6)
+                world.daemon.go_on()
+            world.traffic(0.3)
+            check(world)
+            assert bool(report.found[STALL]) == (not announced), report.texts
+        assert 1 < report.longest_stall_s < 3
+
+
+def test_a_leak_an_unexpected_end_and_too_much_space_are_found(tmp_path: Path) -> None:
+    with a_world(tmp_path, PRESSED, memory=16 * MIB, ssd=16 * MIB) as (world, report):
+        watch = CapacityWatch(world.ssd_dir)
+        (world.ssd_dir / "ballast").write_bytes(os.urandom(17 * MIB))
+        capacity(world, watch)
+        assert report.found[OVER] > MIB
+        world.clients[0].process.send_signal(signal.SIGKILL)
+        world.clients[0].process.wait()
+        check(world)
+        assert report.found[CRASH] == 1
+        contract = contract_of(world.model_name(0), PAGE_BYTES, 1).to_json()
+        hello = Hello(PROTOCOL_VERSION, "leak", contract, map_arena=False)
+
+        kept = attach(parse_url(world.daemon.url), hello)
+        nothing_is_left(world)
+        kept.close()
+        told = " ".join(line["text"] for line in report.texts if line["kind"] == LEAK)
+        assert "1 sessions" in told, told
+
+
+# -- its parts -------------------------------------------------------------------------------------
+
+
+def test_what_the_oracle_expects() -> None:
+    oracle = Oracle(keeps=True)
+    oracle.tried("m", 0, [1, 2, 3])
+    oracle.bound("m", 0, [1, 2])
+    assert oracle.sealed("m") == (0, [1, 2])
+    assert oracle.excuse("m", [2, 9], "flip") == 1
+    assert oracle.excused == {"flip": 1}
+    oracle.bound("m", 0, [2])  # stored again: promised again
+    assert oracle.sealed("m") == (0, [1, 2])
+    oracle.bumped("m", 1)
+    oracle.tried("m", 1, [])
+    assert (oracle.sealed("m"), oracle.vanished) == ((1, []), 0)
+    oracle.bound("m", 1, [5])
+    oracle.bound("m", 0, [6])  # of the old weights, told late
+    oracle.tried("m", 7, [])  # nobody asked for that
+    assert (oracle.sealed("m"), oracle.vanished) == ((7, []), 1)
+    assert Oracle(keeps=False).sealed("m") == (-1, [])
+
+
+def test_what_windows_explain() -> None:
+    stalls = Stalls()
+    stalls.late(10.0, 11.0)
+    stalls.late(10.5, 12.0)
+    stalls.late(20.0, 21.0, "one")
+    assert stalls.explained_s(9.0, 14.0, "one") == pytest.approx(2.0 + AFTER_S)
+    assert stalls.explained_s(11.5, 11.75, "two") == pytest.approx(0.25)
+    assert stalls.explained_s(20.0, 21.0, "two") == 0.0
+    assert stalls.explained_s(20.0, 21.0, "one") == pytest.approx(1.0)
+    assert stalls.late_s == pytest.approx(2.5)
+
+
+def test_a_metronome_tells_when_its_process_stood_still() -> None:
+    told: list[tuple[float, float]] = []
+    code = (
+        "import sys, time; from kvhearth_server.torture.stalls import Metronome; "
+        "Metronome(lambda a, b: print(b - a, flush=True)).start(); print('on', flush=True); "
+        "sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGCONT)
+        assert float(process.stdout.readline()) > 0.4
+        process.stdin.close()
+    assert told == []
+
+
+def test_content_is_a_function_of_its_names() -> None:
+    one = content(key_of("m", 1), 0, 0, 100)
+    assert np.array_equal(one, content(key_of("m", 1), 0, 0, 100))
+    others = [content(key_of("m", 2), 0, 0, 100), content(key_of("n", 1), 0, 0, 100)]
+    others += [content(key_of("m", 1), 1, 0, 100), content(key_of("m", 1), 0, 1, 100)]
+    assert not any(np.array_equal(one, other) for other in others)
+
+
+def test_clocks_that_follow_a_file(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; before = time.time(), time.monotonic(); "
+        "from kvhearth_server.torture.clock import follow, set_offsets; from pathlib import Path; "
+        "path = Path(sys.argv[1]); set_offsets(path, 0, 0); follow(path); "
+        "set_offsets(path, -1000, 500); "
+        "print(round(time.time() - before[0]), round(time.monotonic() - before[1]))"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "clock")]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert abs(int(said[0]) + 1000) <= 5
+    assert abs(int(said[1]) - 500) <= 5

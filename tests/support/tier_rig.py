@@ -1,0 +1,344 @@
+"""A core over memory with real bytes, a slower tier driven by hand, and what moves between them.
+
+After each call the rig looks at the books and at every byte that may be served, and that no slot
+which the tier reads or writes is in other hands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from support.core_kit import Rig
+
+from kvhearth.model import I64, U8, U32, Records
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.state import flat
+from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.core.writing import CommitItem
+from kvhearth_server.engine.tiering import Tiering
+from kvhearth_server.tiers.base import (
+    Completion,
+    Evicted,
+    Failed,
+    Family,
+    LoadBatch,
+    Outcome,
+    StoreBatch,
+    Throttled,
+    gather,
+)
+from kvhearth_server.tiers.dram import DramTier
+
+LINEAGE = "a lineage"
+SCRIBBLE = 0xEE
+
+
+def content_of(key: bytes, shard: int, length: int) -> U8:
+    """The bytes of a block's shard; they depend on its key alone."""
+    seed = hashlib.sha256(key + shard.to_bytes(2, "big")).digest()
+    return np.frombuffer((seed * (length // len(seed) + 1))[:length], np.uint8)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch that the tier has: ``load`` or store."""
+
+    ticket: int
+    load: bool
+    batch: LoadBatch
+
+
+@dataclass
+class FakeSettings:
+    """Bounds of the tier that the engine reads."""
+
+    queue_reads: int = 4096
+    queue_writes: int = 1024
+
+
+class FakeStatus:
+    """What there is to see of the tier."""
+
+    def __init__(self) -> None:
+        self.locked_files = 0
+
+    def estimate_s(self, family: Family, blocks: int) -> float:
+        """A millisecond a block."""
+        return blocks / 1000
+
+
+class FakeTier(DramTier):
+    """Memory that copies only when a test lets it.
+
+    Attributes:
+        held: nothing ends until ``let_go``.
+        refuse_stores, refuse_loads: what batches are answered with.
+        spoil: an outcome for one block of a store (false) or a load, None for the true one.
+        under_way: batches that have not ended, oldest first.
+        submitted: blocks of all batches that were taken, by ``store`` and ``load``.
+    """
+
+    def __init__(self, regions: Sequence[U8], capacity_bytes: int, **options: Any) -> None:
+        super().__init__(regions, capacity_bytes, **options)
+        self.settings = FakeSettings()
+        self.status = FakeStatus()
+        self.held = False
+        self.refuse_stores: Throttled | None = None
+        self.refuse_loads: Throttled | None = None
+        self.spoil: Callable[[bool, bytes], Outcome | None] = lambda load, key: None
+        self.under_way: list[Batch] = []
+        self.submitted: Counter[str] = Counter()
+        self._cancelled: set[int] = set()
+        self._let_go = 0
+
+    def submit_store(self, batch: StoreBatch) -> int | Throttled:
+        return self.refuse_stores or self._take(batch, load=False)
+
+    def submit_load(self, batch: LoadBatch) -> int | Throttled:
+        return self.refuse_loads or self._take(batch, load=True)
+
+    def cancel(self, ticket: int) -> None:
+        self._cancelled.add(ticket)
+
+    def let_go(self, count: int = 1) -> None:
+        """So many batches may end at the next ``poll``, though the tier is held."""
+        self._let_go += count
+
+    def stuck(self) -> None:
+        """The device holds on to all that is under way."""
+        for each in self.under_way:
+            rows = np.arange(len(each.batch.keys))
+            self._done.append(Completion(each.ticket, [(Failed("stuck"), rows)], final=False))
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Let blocks of these keys go, as to make room."""
+        for name in [name for name in self._blocks if name[2] in keys]:
+            self._drop(name)
+            self._evicted.append(Evicted(name[0], name[1], [name[2]]))
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """Blocks of these keys are gone, and nobody is told."""
+        for name in [name for name in self._blocks if name[2] in keys]:
+            self._drop(name)
+
+    def keys(self) -> set[bytes]:
+        """Keys of all blocks."""
+        return {name[2] for name in self._blocks}
+
+    def damage(self, key: bytes) -> None:
+        """Flip a byte of a block."""
+        for name, block in self._blocks.items():
+            if name[2] == key:
+                block.content[0, 0] ^= 0xFF
+
+    def poll(self) -> list[Completion]:
+        count = self._let_go if self.held else len(self.under_way)
+        self._let_go = 0
+        ending, self.under_way = self.under_way[:count], self.under_way[count:]
+        for each in ending:
+            rows = range(len(each.batch.keys))
+            self._done.append(Completion(each.ticket, gather([self._end(each, r) for r in rows])))
+        self._scribble()
+        done, self._done = self._done, []
+        return done
+
+    def slots_in_use(self) -> list[Records]:
+        """Places of all batches that have not ended."""
+        return [each.batch.places for each in self.under_way]
+
+    def _take(self, batch: LoadBatch, *, load: bool) -> int | Throttled:
+        self._check(batch)
+        requests = len(batch.keys) * batch.family.shards
+        bounds = self.settings
+        busy = sum(e.batch.places.size for e in self.under_way if e.load == load)
+        if busy + requests > (bounds.queue_reads if load else bounds.queue_writes):
+            return Throttled("queue")
+        ticket, self._next = self._next, self._next + 1
+        self.under_way.append(Batch(ticket, load, batch))
+        self.submitted["load" if load else "store"] += len(batch.keys)
+        self._scribble()
+        return ticket
+
+    def _scribble(self) -> None:
+        """The device writes into what it loads to at any time."""
+        for each in self.under_way:
+            for row in range(len(each.batch.keys) if each.load else 0):
+                for view in self._views(each.batch, row):
+                    view[:] = SCRIBBLE
+
+    def _end(self, each: Batch, row: int) -> Outcome:
+        if each.ticket in self._cancelled:
+            return Failed("cancelled")
+        bad = self.spoil(each.load, each.batch.keys[row])
+        if bad is not None:
+            return bad
+        if isinstance(each.batch, StoreBatch):
+            return self._store(each.batch, row)
+        return self._load(each.batch, row)
+
+
+class TierRig(Rig):
+    """A core with a tier under it."""
+
+    def __init__(
+        self,
+        slabs: int = 4,
+        *,
+        capacity_bytes: int = 1 << 30,
+        queue_reads: int = 4096,
+        queue_writes: int = 1024,
+        **options: Any,
+    ) -> None:
+        super().__init__(slabs, **options)
+        count = len(self.geometry.segments)
+        self.regions = [
+            np.zeros(self.geometry.segment_bytes(index), np.uint8) for index in range(count)
+        ]
+        self.tier = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
+        self.tier.settings = FakeSettings(queue_reads, queue_writes)
+        self.now = 0.0
+        self.counted: Counter[tuple[str, str]] = Counter()
+        self.woken = 0
+        self.tiering = Tiering(self.core, self.tier, LINEAGE, self.call, lambda: self.now)  # type: ignore[arg-type]
+        self.tiering.wake = self._wake
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call the core as the engine does."""
+        try:
+            return function(*args, **options)
+        finally:
+            self.state.take_actions()
+            self.counted += self.state.take_counts()
+
+    def check(self) -> None:
+        """The books balance, what may be served is right, and the tier's slots are the tier's."""
+        super().check()
+        self.check_bytes()
+        self.check_slots()
+
+    def check_bytes(self) -> None:
+        """Every servable block holds its own bytes."""
+        table = self.state.table
+        for number, kv_group, heads in self.state.index.items():
+            length = self.state.namespaces.get(number).contract.groups[kv_group].page_bytes
+            for key, head in heads.items():
+                if table.state[head] == State.SUMMED:
+                    for shard, slot in enumerate(table.shards_of(head)):
+                        wanted = content_of(key, shard, length)
+                        assert (self.view(slot, length) == wanted).all(), f"slot {slot}: {key!r}"
+
+    def check_slots(self) -> None:
+        """What the tier reads is held, what it writes to is LOADING, and no slot is both."""
+        table, seen = self.state.table, set[tuple[int, int]]()
+        at = {}
+        for state in (State.SUMMED, State.QUARANTINED, State.LOADING):
+            slots = np.flatnonzero(table.state == state).astype(np.int64)
+            extents = table.extents(slots, 1)
+            places = zip(extents["segment"].tolist(), extents["offset"].tolist(), strict=True)
+            at.update(zip(places, slots.tolist(), strict=True))
+        for each in self.tier.under_way:
+            places = each.batch.places.reshape(-1)
+            for place in zip(places["region"].tolist(), places["offset"].tolist(), strict=True):
+                assert place in at, f"{place} is free or reserved while the tier has it"
+                assert place not in seen or not each.load, "a slot is loaded to twice"
+                slot = at[place]
+                if each.load:
+                    assert table.state[slot] == State.LOADING
+                    seen.add(place)
+                else:
+                    assert table.state[slot] != State.LOADING
+                    assert table.refs[slot] > 0, "a slot is written out, but nobody holds it"
+
+    def view(self, slot: int, length: int) -> U8:
+        """Bytes of a slot."""
+        (extent,) = self.state.table.extents(np.array([slot]), length)
+        return self.regions[extent["segment"]][int(extent["offset"]) :][:length]
+
+    def item(
+        self,
+        named: list[bytes],
+        slots: I64,
+        generations: U32,
+        *,
+        kv_group: int = 0,
+        parent: bytes = b"",
+        summed: bool = True,
+    ) -> CommitItem:
+        """A part of a commit, its bytes written."""
+        owner = self.state.table.owner[flat(slots)[0]]
+        group = next(group for group in self.state.groups if group.number == owner)
+        contract = self.state.namespaces.get(group.namespace).contract
+        length = contract.groups[kv_group].page_bytes
+        for key, row in zip(named, slots.tolist(), strict=True):
+            for shard, slot in enumerate(row):
+                self.view(slot, length)[:] = content_of(key, shard, length)
+        sums = self.sums(slots, length) if summed else None
+        return CommitItem(kv_group, named, slots, generations, sums, parent)
+
+    def sums(self, slots: I64, length: int) -> U8:
+        """Checksums of slots as they are, (n, shards, 16)."""
+        data = b"".join(
+            xxhash.xxh3_128_digest(self.view(slot, length).data) for slot in flat(slots).tolist()
+        )
+        return np.frombuffer(data, np.uint8).reshape(*slots.shape, 16)
+
+    # -- the tier ----------------------------------------------------------------------------------
+
+    def turn(self, count: int = 1) -> None:
+        """Turns of the loop, looking at everything after each."""
+        for _ in range(count):
+            self.tiering.turn()
+            self.counted += self.state.take_counts()
+            self.state.take_actions()
+            self.check()
+
+    def settle(self, turns: int = 200) -> None:
+        """Turns until nothing waits and nothing is under way."""
+        for _ in range(turns):
+            if self.tiering.idle:
+                return
+            self.now += 0.01
+            self.turn()
+        raise AssertionError("the tier does not come to rest")
+
+    def save(self, session: int, named: list[bytes], **options: Any) -> None:
+        """Store blocks and let them sink."""
+        self.put(session, named, **options)
+        self.settle()
+
+    def sunk(self, session: int, named: bytes, kv_group: int = 0) -> Sunk | None:
+        """Where a block's copy below stands; None if the block is not in memory."""
+        head = self.head(session, named, kv_group)
+        return None if head < 0 else Sunk(int(self.state.table.sunk[head]))
+
+    def drop(self, session: int, named: list[bytes], kv_group: int = 0) -> None:
+        """Evict blocks from memory."""
+        heads = np.array([self.head(session, each, kv_group) for each in named], np.int64)
+        self.call(remove_blocks, self.state, heads, "space")
+        self.check()
+
+    def want(
+        self, session: int, named: list[bytes], *, kv_group: int = 0, lease_id: int = 0
+    ) -> None:
+        """Look blocks up, and let climb what is below."""
+        found = self.lookup_all(session, {kv_group: named}, lease_id=lease_id)
+        self.tiering.raise_blocks(found.wishes, self.group(session).number, lease_id)
+        self.check()
+
+    def in_memory(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
+        """Which keys are in memory."""
+        return [self.head(session, each, kv_group) >= 0 for each in named]
+
+    def count_of(self, name: str, label: str = "") -> int:
+        """A counter."""
+        self.counted += self.state.take_counts()
+        return self.counted[name, label]

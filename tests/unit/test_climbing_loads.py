@@ -1,0 +1,257 @@
+"""Lookups whose blocks climb, with a scripted daemon: what is cancelled, what a load waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.attached import url_of
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running, until
+from support.tower import CONTRACT, Tower, ended
+
+from kvhearth.client import KVClient, connect
+from kvhearth.errors import Reason
+from kvhearth.layout import PagedKV
+from kvhearth.pipeline import LoadDone, LoadPipeline
+from kvhearth.pipeline.climbs import PAUSE_MAX_S, PAUSE_MIN_S, ClimbWait
+
+KEYS = [key(number) for number in range(4)]
+DONE_S = 20.0
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with running(tmp_path, CONTRACT) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
+    client = connect(url_of(tmp_path), CONTRACT, engine_id="e")
+    assert client.wait_ready(DONE_S)
+    yield client
+    assert client.close(DONE_S)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+
+
+@pytest.fixture
+def loads(client: KVClient) -> Iterator[LoadPipeline]:
+    pipeline = LoadPipeline(client, {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])})
+    yield pipeline
+    assert pipeline.close(DONE_S)
+    pipeline.check_books()
+
+
+def lookups(daemon: FakeDaemon) -> list[Any]:
+    """Requests that came."""
+    return daemon.requests["Lookup"]
+
+
+# -- the client --------------------------------------------------------------------------------
+
+
+def test_a_cancelled_lookup_names_its_id_granted_or_not(
+    client: KVClient, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=0, step=2)
+    nothing = client.lookup({0: KEYS}, prefetch=True)
+    some = client.lookup({0: KEYS}, prefetch=True)
+    ids = [request.lease_id for request in lookups(daemon)]
+    assert (nothing.lease, nothing.id, nothing.eta_us) == (None, ids[0], 2000)
+    assert some.lease is not None
+    assert (some.id, some.lease.id) == (ids[1], ids[1])
+    client.cancel(nothing)
+    client.cancel(some)
+    until(lambda: ended(daemon) == ([ids[1]], sorted(ids)))
+
+
+def test_where_nothing_climbs_a_cancel_is_a_release(client: KVClient, daemon: FakeDaemon) -> None:
+    Tower(daemon, dram=4)
+    found = client.lookup({0: KEYS}, prefetch=True)
+    client.cancel(found)
+    until(lambda: ended(daemon) == ([found.id], []))
+    daemon.answers["Lookup"].clear()
+    client.cancel(client.lookup({0: KEYS}, prefetch=True))
+    client.cancel(client.lookup({0: KEYS}, prefetch=True, lease=False))
+    sent = client.lookup({0: KEYS})
+    client.release(sent.lease)
+    assert ended(daemon) == ([found.id], [])
+
+
+def test_cancels_travel_together_and_with_releases(client: KVClient, daemon: FakeDaemon) -> None:
+    Tower(daemon, dram=1, step=0)
+    found = [client.lookup({0: KEYS}, prefetch=True) for _ in range(12)]
+    for each in found[:6]:
+        client.cancel(each)
+    for each in found[6:]:
+        client.release(each.lease)
+    ids = [each.id for each in found]
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:6])))
+    assert len(daemon.requests["Release"]) <= 3
+
+
+def test_a_lookup_of_another_boot_is_not_cancelled(
+    client: KVClient, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    Tower(daemon, dram=1, step=0)
+    found = client.lookup({0: KEYS}, prefetch=True)
+    daemon.stop()
+    with running(tmp_path, CONTRACT) as successor:
+        until(lambda: client.boot_id == successor.boot_id)
+        client.cancel(found)
+        Tower(successor, dram=1)
+        mine = client.lookup({0: KEYS}, prefetch=True)
+        client.cancel(mine)
+        until(lambda: ended(successor) == ([mine.id], [mine.id]))
+
+
+def test_a_lookup_whose_answer_is_lost_is_cancelled(client: KVClient, daemon: FakeDaemon) -> None:
+    daemon.slow_next("Lookup", 0.7)
+    assert client.lookup({0: KEYS}, prefetch=True).reason == Reason.DEADLINE
+    ids = [lookups(daemon)[0].lease_id]
+    until(lambda: ended(daemon) == (ids, ids))
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+def load(loads: LoadPipeline, climb_s: float, deadline_s: float = DONE_S) -> LoadDone:
+    """All of ``KEYS``."""
+    wanted = {0: (KEYS, range(4))}
+    done = loads.load_now(wanted, prefetch=True, climb_s=climb_s, deadline_s=deadline_s)
+    assert done is not None
+    return done
+
+
+def test_a_load_takes_what_is_there_unless_it_may_wait(
+    loads: LoadPipeline, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=1)
+    assert load(loads, 0.0).usable_tokens == 16
+    asked = lookups(daemon)
+    assert len(asked) == 1
+    assert asked[0].prefetch
+    until(lambda: ended(daemon) == ([asked[0].lease_id], []))
+
+
+def test_a_load_waits_for_what_climbs(loads: LoadPipeline, daemon: FakeDaemon) -> None:
+    Tower(daemon, dram=1)
+    done = load(loads, 10.0)
+    assert (done.hit_tokens, done.usable_tokens, done.reason) == (64, 64, "")
+    ids = [request.lease_id for request in lookups(daemon)]
+    assert len(ids) == 4
+    # Each answer's climb was taken over by the next one before it was called off.
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3])))
+
+
+def test_what_does_not_climb_in_time_is_not_waited_for(
+    loads: LoadPipeline, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=2, step=0)
+    started = time.monotonic()
+    done = load(loads, 0.1)
+    assert 0.1 <= time.monotonic() - started < 10
+    assert (done.usable_tokens, done.reason) == (32, "")
+    ids = [request.lease_id for request in lookups(daemon)]
+    # The last answer's climb goes on, for whoever comes next.
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
+
+
+def test_a_load_that_is_given_up_calls_its_climb_off(
+    loads: LoadPipeline, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=2, step=0, eta_us=60_000_000)
+    done = load(loads, 30.0, deadline_s=0.05)
+    assert (done.usable_tokens, done.reason) == (0, Reason.DEADLINE)
+    ids = sorted(request.lease_id for request in lookups(daemon))
+    until(lambda: ended(daemon) == (ids, ids))
+
+
+def test_a_load_that_waits_holds_no_other_load_up(loads: LoadPipeline, daemon: FakeDaemon) -> None:
+    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    slow = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    assert slow is not None
+    until(lambda: lookups(daemon))
+    quick = loads.load_now({0: (KEYS[:1], [4])}, prefetch=True, climb_s=30.0, deadline_s=DONE_S)
+    assert quick is not None
+    assert quick.usable_tokens == 16
+    tower.dram = 4
+    done = loads.wait(slow, DONE_S)
+    assert done is not None
+    assert done.usable_tokens == 64
+
+
+def test_a_closed_pipeline_waits_for_no_climb(client: KVClient, daemon: FakeDaemon) -> None:
+    Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    loads = LoadPipeline(client, {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])})
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    assert ticket is not None
+    until(lambda: lookups(daemon))
+    assert loads.close(5.0)
+    done = loads.wait(ticket, 0)
+    assert done is not None
+    assert done.reason == Reason.CLOSED
+    ids = sorted(request.lease_id for request in lookups(daemon))
+    until(lambda: ended(daemon) == (ids, ids))
+
+
+def test_a_load_whose_next_question_fails_goes_on_with_what_it_has(
+    loads: LoadPipeline, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=2, step=0)
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    assert ticket is not None
+    until(lambda: len(lookups(daemon)) > 1)
+    daemon.answers["Lookup"].clear()
+    daemon.refuse_next("Lookup", Reason.DRAINING)
+    done = loads.wait(ticket, DONE_S)
+    assert done is not None
+    assert done.usable_tokens == 32
+
+
+def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
+    loads: LoadPipeline, daemon: FakeDaemon
+) -> None:
+    Tower(daemon, dram=1, step=0, eta_us=20_000)
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    assert ticket is not None
+    until(lambda: lookups(daemon))
+    daemon.stop()
+    assert loads.wait(ticket, DONE_S) is not None
+
+
+# -- when to ask again -------------------------------------------------------------------------
+
+
+def test_an_estimate_says_when_to_ask_again() -> None:
+    wait = ClimbWait(until=110.0)
+    assert wait.answered(50_000, 100.0)
+    assert wait.due_at == pytest.approx(100.05)
+    assert wait.answered(900_000, 100.05)
+    assert wait.due_at == pytest.approx(100.05 + PAUSE_MAX_S)
+    assert wait.answered(8_000_000, 100.3)
+    assert wait.due_at == pytest.approx(102.3)
+    assert not wait.answered(0, 100.3)
+
+
+def test_estimates_that_are_too_short_are_believed_less_and_less() -> None:
+    wait, now, pauses = ClimbWait(until=1e9), 0.0, []
+    for _ in range(12):
+        assert wait.answered(1, now)
+        pauses.append(wait.due_at - now)
+        now = wait.due_at
+    assert pauses[0] == pytest.approx(PAUSE_MIN_S)
+    assert pauses == sorted(pauses)
+    assert 0.05 < pauses[-1] <= PAUSE_MAX_S
+
+
+def test_a_wait_ends_in_time() -> None:
+    wait = ClimbWait(until=100.01)
+    assert wait.answered(50_000, 100.0)
+    assert wait.due_at == 100.01
+    assert not wait.answered(50_000, 100.01)

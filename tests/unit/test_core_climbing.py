@@ -1,0 +1,307 @@
+"""Blocks on their way up: their slots, who asked, and what becomes of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.core_kit import contract, full, key, keys, refused, window
+from support.tier_rig import TierRig
+
+from kvhearth.errors import Reason
+from kvhearth.model import Tier
+from kvhearth_server.core.below import Wish
+from kvhearth_server.core.climbing import ASKERS_MAX
+from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.tiers.base import Failed, Throttled
+
+
+def sunk_rig(count: int, **options: object) -> tuple[TierRig, int]:
+    """A rig whose tier has blocks 0 to ``count`` that memory has not."""
+    rig = TierRig(**options)  # type: ignore[arg-type]
+    session = rig.attach()
+    for start in range(0, count, 32):
+        part = keys(*range(start, min(count, start + 32)))
+        rig.save(session, part)
+        rig.drop(session, part)
+    assert rig.tier.keys() == set(keys(*range(count)))
+    return rig, session
+
+
+def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
+    rig, session = sunk_rig(4)
+    rig.put(session, keys(9))
+    found = rig.lookup(session, [*keys(0, 1), key(77)])
+    one = found.groups[0]
+    assert one.present.tolist() == [True, True, False]
+    assert not one.ready.any()
+    assert one.tiers.tolist() == [Tier.SSD, Tier.SSD, Tier.NOWHERE]
+    assert rig.tiering.eta_us(found.wishes) > 0
+    rig.want(session, keys(0, 1))
+    rig.settle()
+    assert rig.lookup(session, keys(0, 1), lease_id=5).hit_tokens == 32
+    assert rig.sunk(session, key(0)) == Sunk.SAVED
+    rig.settle()
+    assert rig.tier.submitted["store"] == 5
+
+
+def test_blocks_of_several_shards_climb_whole() -> None:
+    rig = TierRig(slabs=8)
+    session = rig.attach(contract(full(4000, shards=4), window(32, 5000)))
+    rig.save(session, keys(1, 2, 3))
+    rig.save(session, keys(1, 2, 3), kv_group=1)
+    for kv_group in (0, 1):
+        rig.drop(session, keys(1, 2, 3), kv_group)
+    found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)})
+    rig.tiering.raise_blocks(found.wishes, rig.group(session).number)
+    rig.check()
+    rig.settle()
+    found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)}, lease_id=1)
+    assert found.hit_tokens == 48
+
+
+def test_a_key_that_is_named_twice_climbs_once() -> None:
+    rig, session = sunk_rig(2)
+    rig.want(session, keys(0, 0, 1))
+    rig.settle()
+    assert rig.tier.submitted["load"] == 2
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+
+
+def test_many_who_ask_for_the_same_load_it_once() -> None:
+    rig, session = sunk_rig(300, slabs=80)
+    rig.tier.held = True
+    for lease_id in range(1, 20):
+        rig.want(session, keys(*range(300)), lease_id=lease_id)
+        rig.turn()
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.submitted["load"] == 300
+    assert all(rig.in_memory(session, keys(*range(300))))
+
+
+@pytest.mark.parametrize("lack", ["room", "queue"])
+def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
+    bounds = {"queue_reads": 8} if lack == "queue" else {}
+    rig, session = sunk_rig(60, slabs=8, **bounds)
+    rig.want(session, keys(*range(60)))
+    assert len(rig.core.climbing) < 60
+    rig.settle()
+    assert all(rig.in_memory(session, keys(*range(60))))
+
+
+def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
+    rig, session = sunk_rig(60, slabs=8)
+    rig.tier.held = True
+    rig.want(session, keys(*range(60)))
+    rig.turn()
+    before = rig.woken
+    rig.turn(5)
+    assert rig.woken == before
+
+
+def test_what_finds_no_room_while_nothing_is_under_way_is_told() -> None:
+    rig, session = sunk_rig(4, held_fraction_max=0.25)
+    rig.take(session, 16)
+    rig.want(session, keys(*range(4)))
+    assert rig.tiering.idle
+    assert rig.count_of("promotion_failed", "no_room") == 4
+
+
+def test_one_tenant_without_room_keeps_no_other_waiting() -> None:
+    rig = TierRig(slabs=2, tenants=("t", "u"))
+    first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
+    for session in (first, second):
+        rig.save(session, keys(*range(20)))
+        rig.drop(session, keys(*range(20)))
+    rig.tier.held = True
+    rig.want(first, keys(*range(20)))
+    rig.want(second, keys(*range(4)))
+    rig.turn()
+    rig.tier.under_way.reverse()
+    rig.tier.let_go(1)
+    rig.turn()
+    assert rig.in_memory(second, keys(*range(4))) == [True] * 4
+    assert not any(rig.in_memory(first, keys(*range(20))))
+    rig.tier.held = False
+    rig.settle()
+
+
+def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> None:
+    rig, session = sunk_rig(4)
+    rig.tier.held = True
+    rig.want(session, keys(*range(4)), lease_id=7)
+    rig.tiering.cancel(rig.group(session).number, [7])
+    rig.turn()
+    assert rig.slots_in(State.LOADING) == 4
+    rig.tier.held = False
+    rig.turn()
+    assert rig.slots_in(State.LOADING) == 0
+    assert rig.count_of("prefetch_cancelled") == 4
+    assert not any(rig.in_memory(session, keys(*range(4))))
+
+
+def test_a_climb_goes_on_while_somebody_else_waits_for_it() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.held = True
+    rig.want(session, keys(0, 1), lease_id=7)
+    rig.want(session, keys(1), lease_id=8)
+    rig.tiering.cancel(rig.group(session).number, [7])
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+
+
+def test_who_asks_after_a_climb_was_cancelled_gets_it() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.held = True
+    rig.want(session, keys(0, 1), lease_id=7)
+    rig.tiering.cancel(rig.group(session).number, [7])
+    rig.want(session, keys(1), lease_id=8)
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+    rig.check()
+
+
+def test_what_waits_is_cancelled_with_its_request() -> None:
+    rig, session = sunk_rig(60, slabs=8)
+    rig.tier.held = True
+    rig.want(session, keys(*range(60)), lease_id=7)
+    group = rig.group(session).number
+    rig.leave(session)
+    rig.tiering.group_ended(group)
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.submitted["load"] == 32
+    assert rig.slots_in(State.LOADING) == 0
+    assert rig.state.namespaces.get(1).used_bytes == 0
+
+
+def test_askers_of_a_climb_are_bounded() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.held = True
+    for lease_id in range(1, 2 * ASKERS_MAX):
+        rig.want(session, keys(0, 1), lease_id=lease_id)
+        rig.turn()
+    climbing = rig.core.climbing
+    assert len(climbing._by_asker) <= ASKERS_MAX + 1
+    rig.tiering.cancel(rig.group(session).number, range(1, 2 * ASKERS_MAX))
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+    assert not climbing._by_asker
+
+
+def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.held = True
+    rig.want(session, keys(0, 1))
+    rig.core.bump_epoch(session, 1)
+    rig.tier.held = False
+    rig.settle()
+    assert not any(rig.in_memory(session, keys(0, 1)))
+    assert not rig.lookup(session, keys(0, 1)).groups[0].present.any()
+
+
+def test_a_block_that_was_stored_meanwhile_stays() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.held = True
+    rig.want(session, keys(0, 1))
+    rig.put(session, keys(0))
+    head = rig.head(session, key(0))
+    rig.tier.held = False
+    rig.settle()
+    assert rig.head(session, key(0)) == head
+    assert rig.count_of("duplicate_blocks") == 1
+    assert rig.slots_in(State.LOADING) == 0
+
+
+def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.damage(key(0))
+    rig.want(session, keys(0, 1))
+    rig.settle()
+    assert rig.in_memory(session, keys(0, 1)) == [False, True]
+    assert not rig.lookup(session, keys(0)).groups[0].present.any()
+    assert rig.count_of("checksum_failures", "ssd") == 1
+
+
+def test_a_climb_stays_within_the_quota() -> None:
+    rig, session = sunk_rig(20)
+    rig.state.namespaces.get(1).quota_bytes = 10 * 4096
+    rig.put(session, keys(100))
+    rig.settle()
+    rig.want(session, keys(*range(20)))
+    rig.settle()
+    assert rig.state.namespaces.get(1).used_bytes <= 10 * 4096
+    assert any(rig.in_memory(session, keys(*range(20))))
+
+
+def test_a_forgotten_namespace_gets_nothing() -> None:
+    rig = TierRig(namespaces_max=1)
+    session = rig.attach()
+    rig.save(session, keys(1))
+    bring_back = rig.tiering.repair(np.array([rig.head(session, key(1))]))
+    rig.drop(session, keys(1))
+    rig.leave(session)
+    other = rig.attach(contract(full(8192)), engine_id="other")
+    bring_back()
+    rig.settle()
+    rig.put(other, keys(1))
+    assert rig.tier.submitted["load"] == 0
+
+
+def test_stray_slots_of_an_earlier_run_wait_for_its_requests() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.tier.status.locked_files = 1
+    rig.put(session, keys(1))
+    taken = rig.state.pools[0].take(4096, 3)
+    rig.core.climbing.adopt(taken)
+    rig.turn()
+    assert rig.slots_in(State.QUARANTINED) == 3
+    rig.tier.status.locked_files = 0
+    rig.turn()
+    assert rig.slots_in(State.QUARANTINED) == 0
+    assert not len(rig.core.climbing.strays)
+
+
+def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> None:
+    rig, session = sunk_rig(1)
+    rig.want(session, keys(0))
+    rig.settle()
+
+    def spoil(load: bool, named: bytes) -> Failed | None:
+        if load:
+            rig.tier.lose([named])
+        return Failed("io") if load else None
+
+    rig.tier.spoil = spoil
+    space = rig.state.namespaces.get(1)
+    told: list[object] = []
+    wish = Wish(space, 0, space.contract.groups[0], keys(0), [b""])
+    assert rig.tiering.verify_below(wish, told.append)
+    rig.turn()
+    assert told
+    assert rig.sunk(session, key(0)) == Sunk.NOT
+
+
+def test_reserving_never_takes_what_is_loading() -> None:
+    rig, session = sunk_rig(16)
+    rig.tier.held = True
+    rig.want(session, keys(*range(16)))
+    slots, _ = rig.take(session, 48)
+    assert (rig.state.table.state[slots] == State.RESERVED).all()
+    with refused(Reason.HELD_CAP):
+        rig.reserve(session, 1)
+    rig.tier.held = False
+    rig.settle()
+
+
+def test_a_tier_that_takes_no_loads_is_told_as_such() -> None:
+    rig, session = sunk_rig(2)
+    rig.tier.refuse_loads = Throttled("degraded")
+    rig.want(session, keys(0, 1))
+    rig.settle()
+    assert rig.count_of("promotion_failed", "degraded") == 2
+    assert rig.slots_in(State.LOADING) == 0

@@ -1,0 +1,247 @@
+"""Blocks on their way down: what is held, what may be evicted meanwhile, what is not written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.core_kit import contract, full, key, keys, refused
+from support.tier_rig import TierRig
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.tiers.base import Throttled
+
+FULL = 32
+"""Blocks of 4 KiB in two slabs."""
+
+
+def test_what_is_stored_is_saved_and_then_evicted() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.save(session, keys(*range(FULL)))
+    assert rig.tier.keys() == set(keys(*range(FULL)))
+    rig.put(session, keys(*range(100, 110)))
+    assert sum(rig.in_memory(session, keys(*range(FULL)))) == FULL - 10
+
+
+def test_what_waits_or_is_written_is_not_evicted() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(*range(FULL)))
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+    rig.turn()
+    assert rig.tier.under_way
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+    rig.tier.held = False
+    rig.settle()
+    rig.put(session, keys(100))
+
+
+def test_an_operator_evicts_what_waits_but_not_what_is_written() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(*range(8)))
+    rig.turn()
+    rig.put(session, keys(*range(8, 16)))
+    digest = rig.state.namespaces.get(1).digest
+    rig.core.evict(digest, 0)
+    assert rig.in_memory(session, keys(*range(16))) == [True] * 8 + [False] * 8
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(8)))
+
+
+def test_a_block_without_its_checksum_is_neither_written_nor_evicted() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.put(session, keys(*range(FULL)), summed=False)
+    rig.settle()
+    assert not rig.tier.keys()
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+
+
+def test_a_block_that_is_removed_while_it_is_written_keeps_its_slots_until_then() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(1, 2))
+    rig.turn()
+    rig.call(remove_blocks, rig.state, np.array([rig.head(session, key(1))]), "checksum")
+    rig.check()
+    assert rig.slots_in(State.QUARANTINED) == 1
+    rig.tier.held = False
+    rig.turn()
+    assert rig.slots_in(State.QUARANTINED) == 0
+    assert rig.sunk(session, key(2)) == Sunk.SAVED
+
+
+def test_blocks_of_old_weights_are_not_written() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("recovering")
+    rig.put(session, keys(*range(FULL)))
+    rig.core.bump_epoch(session, 1)
+    rig.tier.refuse_stores = None
+    rig.settle()
+    assert rig.tier.submitted["store"] == 0
+    rig.put(session, keys(100, 101))
+
+
+def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(1))
+    rig.turn()
+    rig.core.bump_epoch(session, 1)
+    rig.put(session, keys(1))
+    rig.turn()
+    assert len(rig.tier.under_way) == 2
+    rig.tier.under_way.reverse()
+    rig.tier.let_go(2)
+    rig.turn()
+    rig.tier.held = False
+    rig.settle()
+    space = rig.state.namespaces.get(1)
+    assert not rig.tiering.present(space, 0, keys(1)).any()
+    assert rig.sunk(session, key(1)) != Sunk.SAVED
+
+
+def test_what_the_tier_let_go_before_it_said_done_is_not_saved() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    poll = rig.tier.poll
+
+    def poll_and_lose() -> object:
+        done = poll()
+        rig.tier.lose(keys(1))
+        return done
+
+    rig.tier.poll = poll_and_lose  # type: ignore[method-assign, assignment]
+    rig.put(session, keys(1, 2))
+    rig.turn(2)
+    assert rig.sunk(session, key(1)) == Sunk.NOT
+    assert rig.sunk(session, key(2)) == Sunk.SAVED
+
+
+def test_what_the_tier_evicted_is_written_again_before_its_room_is_taken() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.save(session, keys(*range(FULL)))
+    rig.tier.evict(keys(*range(FULL)))
+    rig.turn()
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(FULL)))
+    rig.put(session, keys(100))
+
+
+@pytest.mark.parametrize("state", ["lost", "waiting"])
+def test_another_slot_size_gets_the_room_of_blocks_that_are_to_be_saved_first(state: str) -> None:
+    rig = TierRig(slabs=2)
+    small = rig.attach()
+    large = rig.attach(contract(full(8192), revision="large"), engine_id="large")
+    if state == "waiting":
+        rig.tier.refuse_stores = Throttled("full")
+        rig.put(small, keys(*range(FULL)))
+    else:
+        rig.save(small, keys(*range(FULL)))
+        rig.tier.evict(keys(*range(FULL)))
+        rig.turn()
+    for _ in range(8):
+        rig.now += 1
+        rig.turn()
+        try:
+            rig.put(large, keys(100))
+        except KVHearthError as error:
+            if error.reason is not Reason.NO_SPACE:
+                raise
+        else:
+            return
+    raise AssertionError("no room for the other size, ever")
+
+
+def test_a_tenant_whose_blocks_cannot_be_held_keeps_no_other_waiting() -> None:
+    rig = TierRig(slabs=4, tenants=("t", "u"), held_fraction_max=0.5)
+    first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
+    rig.tier.refuse_stores = Throttled("recovering")
+    rig.put(first, keys(*range(32)))
+    rig.put(first, keys(*range(32, 40)))
+    assert rig.lookup(first, keys(*range(32)), lease_id=1).hit_tokens == 32 * 16
+    rig.put(second, keys(*range(10)))
+    rig.tier.refuse_stores = None
+    for _ in range(10):
+        rig.now += 0.1
+        rig.turn()
+    assert rig.sunk(second, key(0)) == Sunk.SAVED
+    assert rig.sunk(first, key(39)) == Sunk.QUEUED
+    rig.core.reading.release(first, [1])
+    rig.settle()
+    assert rig.sunk(first, key(39)) == Sunk.SAVED
+
+
+def test_tenants_take_turns() -> None:
+    rig = TierRig(slabs=64, tenants=("t", "u"))
+    first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
+    rig.tier.refuse_stores = Throttled("recovering")
+    for start in range(0, 800, 400):
+        rig.put(first, keys(*range(start, start + 400)))
+    rig.put(second, keys(1))
+    rig.tier.refuse_stores = None
+    rig.now += 1
+    rig.turn(2)
+    assert rig.sunk(second, key(1)) == Sunk.SAVED
+
+
+def test_a_block_larger_than_what_is_written_at_once_is_written_alone() -> None:
+    rig = TierRig(slabs=40, slab_bytes=8192)
+    session = rig.attach(contract(full(shards=16)))
+    rig.save(session, keys(1, 2))
+    assert rig.tier.keys() == set(keys(1, 2))
+
+
+def test_an_eviction_says_where_the_block_is_now() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1, 2, 3))
+    cursor = rig.state.events.subscribe()
+    rig.drop(session, keys(1))
+    rig.core.bump_epoch(session, 1)
+    rig.drop(session, keys(2))
+    events = rig.state.events.read(cursor).events
+    assert [(e.keys, e.kind, e.tier) for e in events] == [
+        ((key(1),), "moved", "ssd"),
+        ((key(2),), "removed", ""),
+    ]
+
+
+def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.spoil = lambda load, key: Throttled("admission")
+    rig.save(session, keys(1, 2))
+    assert rig.sunk(session, key(1)) == Sunk.REFUSED
+    rig.tier.spoil = lambda load, key: None
+    rig.lookup(session, keys(1))
+    rig.settle()
+    assert rig.tier.keys() == {key(1)}
+    assert rig.count_of("demotion_refused", "admission") == 2
+
+
+def test_wrong_bytes_in_memory_are_found_on_the_way_down() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.put(session, keys(1, 2))
+    rig.view(rig.head(session, key(1)), 4096)[5] ^= 1
+    rig.tiering.turn()
+    rig.tiering.turn()
+    assert rig.in_memory(session, keys(1, 2)) == [False, True]
+    assert rig.count_of("checksum_failures", "demotion") == 1
+    rig.check()

@@ -1,0 +1,297 @@
+"""The turns of the loop between the core and a slower tier: pace, patience, what is told."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.core_kit import contract, full, key, keys
+from support.tier_rig import TierRig
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.below import Wish
+from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.engine.lowering import PATIENCE_S
+from kvhearth_server.tiers.base import Failed, Throttled
+
+TURN_SLOTS = 256
+
+
+def gets_room(rig: TierRig, session: int, seconds: float) -> bool:
+    """Whether a full memory takes a block before so much time has passed."""
+    end = rig.now + seconds
+    while rig.now < end:
+        rig.now += 0.25
+        rig.turn()
+        try:
+            rig.put(session, [key(1000)])
+        except KVHearthError as error:
+            if error.reason is not Reason.NO_SPACE:
+                raise
+        else:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("how", ["batches", "blocks", "while others load", "hangs"])
+def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    if how == "while others load":
+        rig.save(session, keys(99))
+        rig.drop(session, keys(99))
+    if how == "blocks":
+        rig.tier.spoil = lambda load, named: None if load else Throttled("full", 0.02)
+    elif how == "hangs":
+        rig.tier.held = True
+    else:
+        rig.tier.refuse_stores = Throttled("full", 0.02)
+    space = rig.state.namespaces.get(1)
+    wish = Wish(space, 0, space.contract.groups[0], keys(99), [b""])
+    rig.put(session, keys(*range(30)))
+    rig.turn()
+    if how == "hangs":
+        rig.tier.stuck()
+        rig.put(session, keys(30, 31))
+    else:
+        rig.put(session, keys(30, 31))
+    loads = rig.tiering.verify_below if how == "while others load" else None
+    assert not gets_room(rig, session, PATIENCE_S - 0.5)
+    for _ in range(4):
+        if loads is not None:
+            loads(wish, lambda parts: None)
+        rig.now += 0.25
+        rig.turn()
+    if how == "hangs":
+        # What is being written keeps its room; what waited behind it gives its own.
+        assert rig.sunk(session, key(0)) == Sunk.WRITING
+        assert rig.sunk(session, key(31)) == Sunk.REFUSED
+    assert gets_room(rig, session, 2.0)
+    assert rig.count_of("demotion_refused", "slow") > 0
+
+
+def test_progress_is_waited_for_as_long_as_it_takes() -> None:
+    rig = TierRig(slabs=2, queue_writes=4)
+    session = rig.attach()
+    rig.put(session, keys(*range(32)))
+    rig.tier.held = True
+    for _ in range(16):
+        rig.turn()
+        rig.state.offers.pressed = True
+        rig.now += PATIENCE_S * 0.9
+        rig.tier.let_go()
+        rig.turn()
+    assert rig.count_of("demotion_refused", "slow") == 0
+    assert rig.tier.keys() == set(keys(*range(32)))
+
+
+@pytest.mark.parametrize("how", ["batches", "blocks"])
+def test_a_full_tier_is_not_asked_again_and_again(how: str) -> None:
+    rig = TierRig(slabs=64)
+    session = rig.attach()
+    if how == "batches":
+        rig.tier.refuse_stores = Throttled("full", 0.02)
+    else:
+        rig.tier.spoil = lambda load, named: Throttled("full", 0.02)
+    rig.put(session, keys(*range(100)))
+    rig.turn()
+    rig.turn()
+    before, woken = rig.tier.submitted["store"], rig.woken
+    assert 0 < rig.tiering.pause_s() <= 0.1
+    rig.turn(20)
+    rig.tiering.nudge()
+    assert (rig.tier.submitted["store"], rig.woken) == (before, woken)
+    rig.tier.refuse_stores = None
+    rig.tier.spoil = lambda load, named: None
+    rig.settle()
+    assert len(rig.tier.keys()) == 100
+
+
+def test_a_tenant_that_may_hold_nothing_does_not_keep_the_loop_busy() -> None:
+    rig = TierRig(held_fraction_max=0.5)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("recovering")
+    rig.put(session, keys(*range(32)))
+    rig.put(session, keys(*range(32, 40)))
+    rig.lookup(session, keys(*range(32)), lease_id=1)
+    rig.tier.refuse_stores = None
+    rig.now += 1
+    rig.turn()
+    woken = rig.woken
+    rig.turn(5)
+    assert rig.woken == woken
+
+
+def test_a_turn_has_bounded_work() -> None:
+    rig = TierRig(slabs=256)
+    session = rig.attach(contract(full(), full(shards=1)))
+    for start in range(0, 800, 200):
+        rig.put(session, keys(*range(start, start + 200)), kv_group=start // 200 % 2)
+    rig.turn()
+    assert 0 < rig.tier.submitted["store"] <= TURN_SLOTS
+    assert rig.woken
+    rig.settle()
+    for start in range(0, 800, 200):
+        rig.drop(session, keys(*range(start, start + 200)), start // 200 % 2)
+    rig.tier.held = True
+    rig.want(session, keys(*range(200), *range(400, 600)))
+    assert 0 < rig.tier.submitted["load"] <= TURN_SLOTS
+    rig.turn()
+    assert rig.tier.submitted["load"] <= 2 * TURN_SLOTS
+    rig.tier.held = False
+    rig.settle()
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8, 64])
+def test_blocks_of_many_shards_fit_the_queues_of_the_tier(shards: int) -> None:
+    count = 240 // shards
+    rig = TierRig(slabs=64, queue_writes=96, queue_reads=96)
+    session = rig.attach(contract(full(shards=shards)))
+    rig.save(session, keys(*range(count)))
+    assert rig.tier.keys() == set(keys(*range(count)))
+    rig.drop(session, keys(*range(count)))
+    rig.want(session, keys(*range(count)))
+    rig.settle()
+    assert all(rig.in_memory(session, keys(*range(count))))
+
+
+def test_a_tier_that_is_degraded_is_asked_again_later() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("degraded", 60.0)
+    rig.put(session, keys(*range(16)))
+    rig.turn()
+    assert rig.sunk(session, key(0)) == Sunk.REFUSED
+    rig.put(session, keys(*range(16, 32)))
+    rig.put(session, keys(*range(40, 72)))
+    assert rig.count_of("demotion_refused", "degraded") == 16
+    rig.tier.refuse_stores = None
+    rig.now += 59
+    rig.turn()
+    rig.lookup(session, keys(40))
+    rig.settle()
+    assert not rig.tier.keys()
+    rig.now += 2
+    rig.turn()
+    rig.lookup(session, keys(40))
+    rig.settle()
+    assert rig.tier.keys() == {key(40)}
+
+
+def test_wishes_that_wait_are_bounded() -> None:
+    rig = TierRig(slabs=64)
+    session = rig.attach()
+    rig.save(session, keys(*range(600)))
+    rig.drop(session, keys(*range(600)))
+    rig.tier.held = True
+    wishes = rig.lookup(session, keys(*range(600))).wishes
+    for lease_id in range(1, 200):
+        rig.tiering.raise_blocks(wishes, rig.group(session).number, lease_id)
+    assert rig.tiering._raising.waiting <= 1 << 16
+    assert rig.count_of("promotion_failed", "queue") > 0
+    rig.tiering.group_ended(rig.group(session).number)
+    assert rig.tiering._raising.waiting == 0
+    rig.tier.held = False
+    rig.settle()
+
+
+def test_evictions_of_unknown_names_are_nobody_s() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.tier.evict(keys(1))
+    (known,) = rig.tier.take_evicted()
+    strange = type(known)(bytes(32), known.group, known.keys)
+    rig.tier._evicted = [strange]
+    rig.turn()
+    assert rig.sunk(session, key(1)) == Sunk.SAVED
+
+
+def test_a_number_that_another_namespace_has_by_now_is_not_taken_for_it() -> None:
+    rig = TierRig(namespaces_max=1)
+    first = rig.attach()
+    rig.save(first, keys(1))
+    name = next(iter(rig.tier._blocks))[0]
+    rig.drop(first, keys(1))
+    rig.leave(first)
+    second = rig.attach(contract(full(), revision="other"), engine_id="other")
+    rig.save(second, keys(1))
+    rig.tiering._names._numbers[name] = rig.group(second).namespace
+    assert rig.tiering._names.namespace(name) is None
+
+
+def test_events_tell_what_is_on_no_tier_any_more() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1, 2))
+    rig.drop(session, keys(1))
+    cursor = rig.state.events.subscribe()
+    rig.tier.evict(keys(1, 2))
+    rig.turn()
+    (event,) = rig.state.events.read(cursor).events
+    assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "space")
+
+
+def test_a_block_found_wrong_in_memory_rises_again() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1, 2))
+    head = rig.head(session, key(2))
+    rig.view(head, 4096)[0] ^= 1
+    bring_back = rig.tiering.repair(np.array([head]))
+    generation = int(rig.state.table.generation[head])
+    assert rig.call(rig.core.reading.remove_bad, head, generation, "scrub")
+    bring_back()
+    rig.settle()
+    assert rig.in_memory(session, keys(2)) == [True]
+    assert rig.count_of("repaired_blocks", "dram") == 1
+
+
+def test_a_block_found_wrong_below_is_stored_again() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.tier.damage(key(1))
+    space = rig.state.namespaces.get(1)
+    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_below(wish, lambda parts: None)
+    rig.settle()
+    assert rig.count_of("repaired_blocks", "ssd") == 1
+    rig.drop(session, keys(1))
+    rig.want(session, keys(1))
+    rig.settle()
+    assert rig.in_memory(session, keys(1)) == [True]
+
+
+def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.drop(session, keys(1))
+    rig.tier.held = True
+    space = rig.state.namespaces.get(1)
+    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_below(wish, lambda parts: None)
+    rig.want(session, keys(1))
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(1)) == [True]
+
+
+def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.drop(session, keys(1))
+    rig.tier.held = True
+    rig.want(session, keys(1))
+    rig.tier.stuck()
+    rig.turn()
+    assert rig.count_of("promotion_failed", "stuck") == 1
+    assert rig.slots_in(State.LOADING) == 1
+    rig.tier.spoil = lambda load, named: Failed("io")
+    rig.tier.held = False
+    rig.turn()
+    assert rig.slots_in(State.LOADING) == 0
+    assert rig.tiering.pause_s() == math.inf

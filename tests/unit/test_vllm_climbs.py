@@ -1,0 +1,260 @@
+"""The scheduler's half where blocks are on SSD, with a scripted daemon: who waits, who does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attached import url_of
+from support.fake_daemon import FakeDaemon, running, until
+from support.tower import CONTRACT, Tower, ended
+from support.vllm_fake import BLOCK_TOKENS, FakePool, FakeRequest, config_of, hashes_of
+
+from kvhearth.connectors.vllm.metadata import Handshake
+from kvhearth.connectors.vllm.policy import CostLine
+from kvhearth.connectors.vllm.scheduler import SchedulerHalf
+from kvhearth.connectors.vllm.settings import Settings
+
+TOKENS = 64
+FAST, SLOW = 1e-7, 1.0
+"""Seconds a token."""
+
+MakeHalf = Callable[..., SchedulerHalf]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with running(tmp_path, CONTRACT) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
+    """Makes the half of an engine; of one that knows its rates, given seconds a token."""
+    made: list[SchedulerHalf] = []
+
+    def make(
+        *,
+        role: str = "kv_both",
+        load: float = 0,
+        climb: float = 0,
+        prefill: float = 0,
+        **given: Any,
+    ) -> SchedulerHalf:
+        settings = Settings(url=url_of(tmp_path), lookup_wait_ms=8000, **given)
+        config, offer = config_of(role, "e"), Handshake(CONTRACT.to_json(), 1, (0,))
+        half = SchedulerHalf(settings, config, BLOCK_TOKENS, offer, FakePool(64))
+        made.append(half)
+        _teach(half._policy.load, load)
+        _teach(half._policy.climb, climb)
+        _teach(half._policy.prefill, prefill)
+        assert half._client.wait_ready(20)
+        return half
+
+    yield make
+    for half in made:
+        half.shutdown()
+
+
+def _teach(line: CostLine, rate: float, fixed_s: float = 0.0) -> None:
+    for tokens in (100, 1000, 4000) * 2 if rate else ():
+        line.observe(tokens, fixed_s + rate * tokens)
+
+
+def new(half: SchedulerHalf, name: str = "a") -> FakeRequest:
+    """A request that has come."""
+    request = FakeRequest(name, TOKENS, hashes_of(name, TOKENS))
+    half.new_request(request)
+    return request
+
+
+def answer(half: SchedulerHalf, request: FakeRequest, computed: int = 0) -> int:
+    """What is offered, once it is known."""
+    end = time.monotonic() + 20
+    while True:
+        tokens, _ = half.matched(request, computed)
+        if tokens is not None:
+            return tokens
+        assert time.monotonic() < end, "no answer"
+        time.sleep(0.001)
+
+
+def admit(half: SchedulerHalf, request: FakeRequest, tokens: int) -> dict[str, float]:
+    """vLLM admits a request; what was counted until then."""
+    table = ([*range(1, 1 + TOKENS // BLOCK_TOKENS)],)
+    half.allocated(request, table, tokens)
+    return half.take_counts()
+
+
+def test_what_climbs_is_waited_for_and_counted_by_its_source(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1)
+    half = make_half()
+    request = new(half)
+    assert answer(half, request) == TOKENS
+    assert all(asked.prefetch for asked in tower.asked)
+    counts = admit(half, request, TOKENS)
+    assert (counts["hit_dram_tokens"], counts["hit_ssd_tokens"]) == (16, 48)
+    assert counts["climb_waits"] == 1
+    assert 0 < counts["climb_seconds"] < 20
+    assert "climb_late" not in counts
+    assert half.sources("a", 60) == (12, 48)
+    assert half._policy.climb.count == 1
+    ids = [asked.lease_id for asked in tower.asked]
+    # The last one's lease is the load's.
+    until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
+    half._loads.finish("a", failed=False)
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
+    half.finished(request, ([],))
+
+
+def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=4)
+    half = make_half()
+    request = new(half)
+    assert answer(half, request, 16) == 48
+    counts = admit(half, request, 48)
+    assert (counts["hit_engine_tokens"], counts["hit_dram_tokens"]) == (16, 48)
+    assert not {"hit_ssd_tokens", "climb_waits"} & counts.keys()
+    assert half._policy.climb.count == 0
+
+
+def test_where_computing_is_faster_nobody_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1, eta_us=2_000_000)
+    half = make_half(load=FAST, climb=FAST, prefill=1e-3)
+    request = new(half)
+    assert answer(half, request) == 16
+    counts = admit(half, request, 16)
+    assert "climb_waits" not in counts
+    # What climbs may go on: the next request with this prompt is glad of it.
+    half._loads.finish("a", failed=False)
+    until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
+    half.finished(request, ([],))
+
+
+def test_a_slow_tier_is_not_asked_to_bring_anything_up(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1, eta_us=2_000_000)
+    half = make_half(load=FAST, climb=SLOW, prefill=1e-3)
+    request = new(half)
+    assert answer(half, request) == 16
+    assert [asked.prefetch for asked in tower.asked] == [False]
+    state = half._requests.find("a")
+    assert state is not None
+    # It is computed, and stored again: in memory it serves the next one.
+    assert state.progress.present[0].tolist() == [True, False, False, False]
+
+
+def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Computing has a price of its own, however little is computed."""
+    tower = Tower(daemon, dram=3, eta_us=1000)
+    half = make_half(load=FAST, climb=2e-3)
+    _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
+    request = new(half)
+    assert answer(half, request) == TOKENS
+    assert [asked.prefetch for asked in tower.asked] == [False, True, True]
+
+
+def test_the_wait_is_bounded(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1, step=0)
+    half = make_half(climb_wait_ms=100)
+    request = new(half)
+    began = time.monotonic()
+    assert answer(half, request) == 16
+    assert 0.1 <= time.monotonic() - began < 10
+    counts = admit(half, request, 16)
+    assert counts["climb_late"] == 1
+    assert counts["climb_seconds"] >= 0.1
+    assert len(tower.asked) < 20
+    assert half._policy.climb.count == 1
+
+
+def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=2)
+    half = make_half(climb_wait_ms=0)
+    request = new(half)
+    assert answer(half, request) == 32
+
+
+def test_requests_that_go_away_call_their_climbs_off(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    half = make_half()
+    requests = [new(half, str(number)) for number in range(8)]
+    until(lambda: len(tower.asked) == 8)
+    for request in requests[:4]:
+        until(lambda request=request: half._requests.find(request.request_id).lookup.result)
+        assert half.matched(request, 0) == (None, False)
+    for request in requests:
+        half.finished(request, ([],))
+    ids = sorted(asked.lease_id for asked in tower.asked)
+    until(lambda: ended(daemon) == (ids, ids))
+
+
+def test_a_request_that_waits_in_the_queue_is_asked_for_again(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Its blocks are up when its turn comes."""
+    tower = Tower(daemon, dram=0)
+    half = make_half()
+    request = new(half)
+    until(lambda: len(tower.asked) == 5)
+    state = half._requests.find("a")
+    assert state is not None
+    assert state.lookup is not None
+    until(lambda: not state.lookup.climbing)  # type: ignore[union-attr]
+    assert half.matched(request, 0) == (TOKENS, True)
+    assert "climb_waits" not in admit(half, request, TOKENS)
+    assert half._policy.climb.count == 1
+
+
+def test_an_offer_stays_what_it_was(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    """A later answer must not replace the lease that it stands on."""
+    tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
+    half = make_half(load=FAST, climb=FAST, prefill=1e-4)
+    request = new(half)
+    until(lambda: len(tower.asked) == 1)
+    assert answer(half, request) == 32
+    time.sleep(0.2)
+    assert half.matched(request, 0) == (32, True)
+    state = half._requests.find("a")
+    assert state is not None
+    assert state.lookup is not None
+    assert state.lookup.result is not None
+    assert state.lookup.result.id == tower.asked[0].lease_id
+    assert ended(daemon) == ([], [])
+
+
+def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    Tower(daemon, dram=2, step=0, eta_us=60_000_000)
+    half = make_half(max_load_tokens=32)
+    assert answer(half, new(half)) == 32
+
+
+def test_who_only_stores_lets_nothing_climb(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1)
+    half = make_half(role="kv_producer")
+    request = new(half)
+    until(lambda: tower.asked)
+    assert half.matched(request, 0) == (0, False)
+    assert [asked.prefetch for asked in tower.asked] == [False]
+
+
+def test_a_daemon_that_goes_while_a_request_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=1, step=0, eta_us=20_000)
+    half = make_half(climb_wait_ms=20_000)
+    request = new(half)
+    until(lambda: half._requests.find("a").lookup.result)  # type: ignore[union-attr]
+    assert half.matched(request, 0) == (None, False)
+    daemon.stop()
+    assert answer(half, request) == 0
