@@ -16,6 +16,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, U32
+from kvhearth.populate import Populate, Span
 from kvhearth.wire import Welcome
 
 _MADV_DONTFORK = 10
@@ -76,6 +77,8 @@ class _Region:
 class ArenaMapping:
     """All segments of one boot of the daemon, and the generations of its slots.
 
+    The page tables are filled in the background from its construction on.
+
     Args:
         welcome: names the segments in the order of ``descriptors``.
         descriptors: one a segment, then the generations' memfd; the caller closes them afterwards.
@@ -100,6 +103,12 @@ class ArenaMapping:
             _Region(generations_descriptor, welcome.generation_count * 4, writable=False)
         )
         self._generations: U32 | None = raw.view(np.uint32)
+        spans = [
+            Span(int(self._views[info.segment].ctypes.data), info.bytes, info.page_bytes)
+            for info in welcome.segments
+        ]
+        spans.append(Span(int(raw.ctypes.data), raw.nbytes, mmap.PAGESIZE, writable=False))
+        self._populate = Populate(spans, [*self._views.values(), raw])
 
     @property
     def generations(self) -> U32:
@@ -132,6 +141,7 @@ class ArenaMapping:
 
     def close(self) -> None:
         """Let go; memory is unmapped with the last array taken from ``view``. Idempotent."""
+        self._populate.close()
         self._views.clear()
         self._generations = None
 

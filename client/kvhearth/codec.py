@@ -15,6 +15,7 @@ from kvhearth.model import (
     CHECKSUM_BYTES,
     EXTENT_BYTES,
     EXTENT_DTYPE,
+    EXTENT_RECORD,
     U8,
     Bools,
     Records,
@@ -27,6 +28,9 @@ from kvhearth.results import CommitGroup, GroupResult
 from kvhearth.wire import Welcome
 
 KeysByGroup = Mapping[int, Sequence[bytes]]
+_TIERS = bytes(Tier)
+_FEW = 4
+"""So many extents cost less one by one."""
 
 
 class _OfGroup(Protocol):
@@ -103,6 +107,19 @@ def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
     return Query(messages, asked, sent)
 
 
+def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
+    """The keys of a commit, counted; they travel with their slots.
+
+    Raises:
+        KVHearthError: ``too_many_keys``.
+    """
+    asked = {group: len(item.keys) for group, item in groups.items()}
+    total = sum(asked.values())
+    if total > keys_max:
+        raise KVHearthError(Reason.TOO_MANY_KEYS, f"{total} keys, at most {keys_max}")
+    return Query([], asked, asked)
+
+
 def parse_presence(
     contract: Contract, welcome: Welcome, query: Query, replies: Iterable[pb.GroupPresence]
 ) -> dict[int, GroupResult]:
@@ -115,12 +132,13 @@ def parse_presence(
     results = {}
     for group, count in query.sent.items():
         reply, asked = by_group[group], query.asked[group]
-        leased = _bits(reply.leased, count) if reply.leased else np.zeros(count, np.bool_)
-        shards = contract.groups[group].shards
-        extents = parse_extents(contract, welcome, group, reply.extents, int(leased.sum()) * shards)
+        bitmaps = (reply.present, reply.ready, reply.leased or bytes(len(reply.ready)))
+        present, ready, leased = _bitmaps(bitmaps, count)
+        extent_count = int(np.count_nonzero(leased)) * contract.groups[group].shards
+        extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
         results[group] = GroupResult(
-            present=_padded(_bits(reply.present, count), asked),
-            ready=_padded(_bits(reply.ready, count), asked),
+            present=_padded(present, asked),
+            ready=_padded(ready, asked),
             leased=_padded(leased, asked),
             tiers=_tiers(reply.tiers, count, asked),
             extents=extents,
@@ -199,23 +217,45 @@ def parse_extents(
     """
     if len(data) != count * EXTENT_BYTES:
         raise _bad_reply(f"group {group}: {len(data)} bytes are not {count} extents")
-    extents = np.frombuffer(data, EXTENT_DTYPE).copy()
-    if not count:
-        return extents
-    if (extents["length"] != contract.groups[group].page_bytes).any():
-        raise _bad_reply(f"group {group}: an extent is not of the contract's page length")
-    if not welcome.segments:
-        return extents
+    # A copy, so that the caller may write to it; copying the bytes is quicker than the records.
+    extents = np.frombuffer(bytearray(data), EXTENT_DTYPE)
+    page_bytes = contract.groups[group].page_bytes
     # A reader or writer trusts these numbers with its memory.
-    segment_bytes = np.zeros(1 << 16, np.uint64)
-    for info in welcome.segments:
-        segment_bytes[info.segment] = info.bytes
-    room = segment_bytes[extents["segment"]]
-    length = extents["length"].astype(np.uint64)
-    inside = (length <= room) & (extents["offset"] <= room - np.minimum(length, room))
-    if not inside.all() or (extents["slot"] >= welcome.generation_count).any():
+    if count <= _FEW:
+        right, inside = _count_few(welcome, page_bytes, data)
+    else:
+        right, inside = _count_many(welcome, page_bytes, extents)
+    if right != count:
+        raise _bad_reply(f"group {group}: an extent is not of the contract's page length")
+    if welcome.segments and inside != count:
         raise _bad_reply(f"group {group}: an extent lies outside the arena")
     return extents
+
+
+def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int]:
+    """As ``_count_many``; for few extents numpy's calls cost more."""
+    ends = {info.segment: info.bytes for info in welcome.segments}
+    right = inside = 0
+    for slot, segment, _, offset, length, _, _ in EXTENT_RECORD.iter_unpack(data):
+        right += length == page_bytes
+        within = offset + page_bytes <= ends.get(segment, 0)
+        inside += within and slot < welcome.generation_count
+    return right, inside
+
+
+def _count_many(welcome: Welcome, page_bytes: int, extents: Records) -> tuple[int, int]:
+    """How many extents have a page's length, and how many lie inside the arena if they have."""
+    right = int(np.count_nonzero(extents["length"] == page_bytes))
+    known = extents["slot"] < welcome.generation_count
+    inside = 0
+    for info in welcome.segments:
+        last = info.bytes - page_bytes
+        if last >= 0:
+            within = extents["offset"] <= np.uint64(last)
+            within &= extents["segment"] == info.segment
+            within &= known
+            inside += int(np.count_nonzero(within))
+    return right, inside
 
 
 def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.GroupSlots:
@@ -228,8 +268,8 @@ def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.Gr
     flat = _as_extents(extents)
     return types_pb2.GroupSlots(
         group=group,
-        slots=flat["slot"].astype("<u4").tobytes(),
-        generations=flat["generation"].astype("<u4").tobytes(),
+        slots=flat["slot"].tobytes(),
+        generations=flat["generation"].tobytes(),
     )
 
 
@@ -258,12 +298,11 @@ def pack_commit(contract: Contract, group: int, commit: CommitGroup) -> pb.Group
         checksums = sums.tobytes()
     if commit.parent and len(commit.parent) != contract.hash_bytes:
         raise KVHearthError(Reason.BAD_KEYS, f"group {group}: parent is not a key")
-    slots = pack_slots(contract, group, flat)
     return pb.GroupCommit(
         group=group,
         keys=keys,
-        slots=slots.slots,
-        generations=slots.generations,
+        slots=flat["slot"].tobytes(),
+        generations=flat["generation"].tobytes(),
         checksums=checksums,
         parent=commit.parent,
     )
@@ -317,14 +356,21 @@ def _bits(data: bytes, count: int) -> Bools:
         raise _bad_reply(str(error)) from None
 
 
+def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
+    """Several bitmaps, most of which say the same as the one before."""
+    found = list[Bools]()
+    for index, data in enumerate(maps):
+        same = index and data == maps[index - 1]
+        found.append(found[-1].copy() if same else _bits(data, count))
+    return found
+
+
 def _tiers(data: bytes, count: int, asked: int) -> U8:
     if len(data) != count:
         raise _bad_reply(f"{len(data)} tiers for {count} keys")
-    tiers = np.zeros(asked, np.uint8)
-    tiers[:count] = np.frombuffer(data, np.uint8)
-    if tiers.size and int(tiers.max()) > max(Tier):
-        raise _bad_reply(f"unknown tier {int(tiers.max())}")
-    return tiers
+    if unknown := data.translate(None, _TIERS):
+        raise _bad_reply(f"unknown tier {unknown[0]}")
+    return np.frombuffer(bytearray(data.ljust(asked, b"\0")), np.uint8)
 
 
 def _padded(flags: Bools, size: int) -> Bools:

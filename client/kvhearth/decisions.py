@@ -168,16 +168,10 @@ class Decisions:
             _check_boot(link, boot_id)
             commits = _readable(own)
             try:
-                query = self._query(link, {group: item.keys for group, item in commits.items()})
-                if query.cut:
-                    raise KVHearthError(
-                        Reason.TOO_MANY_KEYS,
-                        f"{sum(query.asked.values())} keys, at most {link.welcome.keys_max}",
-                    )
+                query = codec.count_commits(commits, link.welcome.keys_max)
                 computed = self._own_epoch() if epoch is None else epoch
-                request = pb.CommitRequest(epoch=computed)
-                for group, item in commits.items():
-                    request.groups.append(codec.pack_commit(self._contract, group, item))
+                packed = [codec.pack_commit(self._contract, *pair) for pair in commits.items()]
+                request = pb.CommitRequest(epoch=computed, groups=packed)
                 reply = self._caller.call(link, base.COMMIT, request, self._call_s)
                 return CommitResult(codec.parse_bitmaps(query, reply.stored))
             except KVHearthError:

@@ -44,7 +44,7 @@ SESSION_ENDS = frozenset({Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE, Reason.STALE_
 
 _TICK_S = 0.25
 _GATHER_S = 0.1
-_LINGER_S = 0.01
+_LINGER_S = 0.025
 _ATTACH_PAUSE_S = 0.1
 _ATTACH_PAUSE_MAX_S = 2.0
 _REATTACH_PAUSE_S = 0.5
@@ -177,9 +177,9 @@ class Keeper:
                 self._stopped.wait(_CRASH_PAUSE_S)
                 continue
             if self._wake.wait(pause_s):
-                self._wake.clear()
-                # What comes together travels together.
+                # What comes together travels together; what comes while it travels wakes us again.
                 self._stopped.wait(_LINGER_S)
+                self._wake.clear()
 
     def _step(self) -> float:
         """Do what is due; returns seconds until something may be due again."""

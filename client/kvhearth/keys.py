@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 
@@ -23,6 +24,45 @@ def split_keys(blob: bytes, key_bytes: int) -> list[bytes]:
     # One call in C; slicing in Python takes five times as long.
     keys: list[bytes] = np.frombuffer(blob, f"V{key_bytes}").tolist()
     return keys
+
+
+class PackedKeys(Sequence[bytes]):
+    """Keys of one length as they travel, side by side; cut apart only where one is asked for.
+
+    Args:
+        blob: n keys.
+        key_bytes: of each.
+
+    Raises:
+        KVHearthError: ``bad_keys`` if the blob is not whole keys.
+    """
+
+    __slots__ = ("_count", "blob", "key_bytes")
+
+    def __init__(self, blob: bytes, key_bytes: int) -> None:
+        self._count, rest = divmod(len(blob), key_bytes)
+        if rest:
+            raise KVHearthError(
+                Reason.BAD_KEYS, f"{len(blob)} bytes are not whole keys of {key_bytes} bytes"
+            )
+        self.blob = blob
+        self.key_bytes = key_bytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return split_keys(self.blob, self.key_bytes)[index]
+        place = range(self._count)[index] * self.key_bytes
+        return self.blob[place : place + self.key_bytes]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(split_keys(self.blob, self.key_bytes))
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:

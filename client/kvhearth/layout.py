@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import importlib
 import itertools
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
+from kvhearth.populate import Span
 
 SHARD_BYTES_MAX = 1 << 30
 """An extent's length is a u32, and a contract's page is bounded by the same number."""
@@ -147,6 +149,24 @@ class PagedKV:
         shape = (len(self.parts), self.page_count, first.run_bytes)
         strides = (self._spacing_bytes, first.stride_bytes, 1)
         return _host_view(self._tensors, first.address, shape, strides)
+
+    def host_spans(self) -> list[Span]:
+        """The memory that the parts lie in, by address, without gaps of less than a page.
+
+        Raises:
+            KVHearthError: ``bad_contract`` if the tensors are not in CPU memory.
+        """
+        self._require_host()
+        spans: list[Span] = []
+        for part in sorted(self.parts, key=lambda part: part.address):
+            size_bytes = (self.page_count - 1) * part.stride_bytes + part.run_bytes
+            end = part.address + size_bytes
+            last = spans[-1] if spans else None
+            if last is None or part.address > last.address + last.size_bytes + mmap.PAGESIZE:
+                spans.append(Span(part.address, size_bytes, mmap.PAGESIZE))
+            elif end > last.address + last.size_bytes:
+                spans[-1] = last._replace(size_bytes=end - last.address)
+        return spans
 
     def torch_parts(self) -> list[Any]:
         """Per part the pages as a torch uint8 tensor of shape (page_count, run_bytes), zero copy.

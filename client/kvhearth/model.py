@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import struct
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ EXTENT_DTYPE = np.dtype(
 """
 
 EXTENT_BYTES = EXTENT_DTYPE.itemsize
+EXTENT_RECORD = struct.Struct(f"<IHHQII{CHECKSUM_BYTES}s")
+"""``EXTENT_DTYPE`` for one record, which numpy takes several times as long to fill or to read."""
 
 FLAG_SUMMED = 1
 """The record's checksum is set."""
@@ -50,6 +53,8 @@ class Tier(enum.IntEnum):
 
 def pack_bits(flags: Bools) -> bytes:
     """Booleans of shape (n,) as a bitmap of (n + 7) // 8 bytes, least significant bit first."""
+    if len(flags) == 1:
+        return b"\1" if flags[0] else b"\0"
     return np.packbits(flags, bitorder="little").tobytes()
 
 
@@ -61,5 +66,7 @@ def unpack_bits(data: bytes, count: int) -> Bools:
     """
     if len(data) != (count + 7) // 8:
         raise ValueError(f"{len(data)} bytes are not a bitmap of {count} bits")
+    if count == 1:
+        return np.array([data[0] & 1], np.bool_)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
-    return bits.astype(np.bool_)
+    return bits.view(np.bool_)

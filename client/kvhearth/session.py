@@ -113,7 +113,10 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
             ``bad_message`` for an answer that makes no sense.
     """
     deadline = time.monotonic() + url.attach_ms / 1000
-    life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is free
+        raise _translate(error, url) from None
     descriptors: list[int] = []
     try:
         _set_timeout(life_line, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import os
 import resource
 import secrets
@@ -97,10 +98,11 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     if engine.tiering is not None:
         supervisor.spawn("tiering", partial(drive, engine.tiering))
     await rpc.start(settings.grpc_socket)
-    await calls.start(settings.calls_socket)
+    calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
         await web.start()
+    gc.freeze()  # what there is now stays: no collection goes through it again, on the loop
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
     await stopping.wait()

@@ -103,6 +103,9 @@ async def follow_recovery(tier: SsdTier) -> None:
     took = round(time.monotonic() - began, 3)
     dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
     _log.info("the SSD log is read back", seconds=took, **_progress(tier), **dropped)
+    missing = status.files_found - status.files_recovered - status.locked_files
+    if missing > 0:
+        _log.error("files of the SSD log were not read: their blocks are lost", files=missing)
 
 
 def _progress(tier: SsdTier) -> dict[str, int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -243,9 +244,10 @@ def restart_part(folder: Path, blocks: int) -> dict[str, Any]:
 
 
 def fill(client: KVClient, blocks: int) -> None:
-    """Commit so many blocks; their bytes are whatever the slots hold."""
+    """Commit so many blocks; their bytes are zeros, as a new arena's are."""
     parent, step = b"", 4096
-    checksums = np.zeros((step, 1, 16), np.uint8)
+    digest = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
+    checksums = np.tile(digest, (step, 1, 1))
     for start in track(range(0, blocks, step), "a million blocks", console=CONSOLE, transient=True):
         count = min(step, blocks - start)
         slots = client.reserve({0: count})

@@ -375,6 +375,49 @@ class TestCopierContract:
         assert rig.pages() == before
         assert rig.load(rig.extents([0, 1]), [3, page]).ok.tolist() == [True, False]
 
+    @pytest.mark.parametrize("flags", [0, FLAG_SUMMED, FLAG_VERIFY, FLAG_SUMMED | FLAG_VERIFY])
+    @pytest.mark.parametrize(
+        "harm", ["none", "byte", "generation", "length", "page", "boot", "moved", "death"]
+    )
+    def test_one_block_alone_fares_as_among_others(
+        self, make_rig: MakeRig, flags: int, harm: str
+    ) -> None:
+        outcomes = []
+        for count in (1, 2):
+            rig = make_rig()
+            slots = [3, 8][:count]
+            rig.store([0, 1][:count], rig.extents(slots))
+            extents = summed(rig.extents(slots), rig.checksums(slots), flags)
+            pages, boot_id = [5, 7][:count], "boot-0" if harm == "boot" else BOOT
+            if harm == "byte":
+                rig.arena.slot(3)[50] ^= 1
+            elif harm == "generation":
+                rig.arena.bump(3)
+            elif harm == "length":
+                extents["length"][0] += 1
+            elif harm == "page":
+                pages[0] = PAGES
+            questions = rig.arena.questions
+            if harm == "moved":
+                rig.arena.on_alive = lambda question, rig=rig, questions=questions: (
+                    rig.arena.bump(3) if question == questions + 2 else None
+                )
+            elif harm == "death":
+                rig.arena.on_alive = lambda question, rig=rig, questions=questions: (
+                    rig.arena.switch_alive(question < questions + 2)
+                )
+            before = rig.page(5)
+            loaded = rig.load(extents, pages, boot_id)
+            touched = rig.page(5) != before
+            stored = rig.store(pages, extents, boot_id)
+            sums = None if stored.checksums is None else stored.checksums[0].tobytes()
+            why = [set(done.reasons) for done in (loaded, stored)] if count == 1 else []
+            outcomes.append((loaded.ok[0], stored.ok[0], sums, touched, rig.slot(3)))
+            assert all(len(reasons) <= 1 for reasons in why)
+            assert [not reasons for reasons in why] in ([], [loaded.ok[0], stored.ok[0]])
+            assert loaded.bytes == rig.kv.page_bytes * np.count_nonzero(loaded.ok)
+        assert outcomes[0] == outcomes[1]
+
     def test_a_tail_that_just_fits(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         last = rig.arena.slot_count - 1

@@ -18,9 +18,10 @@ from kvhearth_server.tiers.ssd.format import (
     DirectoryHead,
     SegmentHead,
     directory_page,
-    footer,
+    footer_pages,
     seal,
     segment_page,
+    write_footer,
 )
 
 FOLDER = Path(__file__).parent
@@ -45,7 +46,9 @@ def records() -> Records:
 
 def pages() -> dict[str, bytes]:
     """Each golden file's bytes; trailing zeros are left out."""
-    lines = footer(HEAD, records(), 35)
+    footer = np.zeros(footer_pages(2) * 4096, np.uint8)
+    write_footer(footer, HEAD, [records()], 35)
+    lines = footer.tobytes()
     return {
         "ssd_directory": directory_page(DirectoryHead(HEAD.log_id, HEAD.segment_bytes)),
         "ssd_segment": segment_page(HEAD),

@@ -43,7 +43,9 @@ def sunk(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
         left = keys[start : start + PAGES // 4]
         done = engine.store(left)
         assert done.stored == len(left), done
-    until(lambda: daemon.counters()["demoted_blocks"] >= before + BLOCKS, "all is saved")
+        # Not faster than they are saved: a tier that cannot follow is passed over.
+        before += len(left)
+        until(lambda: daemon.counters()["demoted_blocks"] >= before, "it is saved")  # noqa: B023
     found = engine.client.lookup({0: keys[:PORTION]}, lease=False)
     assert found.groups[0].present.all()
     assert not found.groups[0].ready.any()

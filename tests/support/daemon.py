@@ -74,6 +74,8 @@ class Daemon:
         self.arena_dir = arena_dir
         self.command = command
         self.settings: dict[str, object] = {**SMALL, **settings}
+        self.environment: dict[str, str] = {}
+        """More of it for a daemon that is run by its command line."""
         self.starts = 0
         self.process: subprocess.Popen[bytes] | Child | None = None
 
@@ -97,6 +99,7 @@ class Daemon:
 
     def _spawn(self, log: IO[bytes], fault: str) -> subprocess.Popen[bytes]:
         environment = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
+        environment |= self.environment
         if fault:
             environment[ENVIRONMENT_NAME] = fault
         words = [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *self._flags()]

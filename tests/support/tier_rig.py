@@ -17,6 +17,8 @@ import xxhash
 from support.core_kit import Rig
 
 from kvhearth.model import I64, U8, U32, Records
+from kvhearth_server.core.actions import Sum
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.state import flat
 from kvhearth_server.core.table import State, Sunk
@@ -39,9 +41,9 @@ LINEAGE = "a lineage"
 SCRIBBLE = 0xEE
 
 
-def content_of(key: bytes, shard: int, length: int) -> U8:
-    """The bytes of a block's shard; they depend on its key alone."""
-    seed = hashlib.sha256(key + shard.to_bytes(2, "big")).digest()
+def content_of(space: Namespace, epoch: int, key: bytes, shard: int, length: int) -> U8:
+    """The bytes of a block's shard; they depend on all that names it."""
+    seed = hashlib.sha256(b"%b %d %b %d" % (space.digest, epoch, key, shard)).digest()
     return np.frombuffer((seed * (length // len(seed) + 1))[:length], np.uint8)
 
 
@@ -66,7 +68,7 @@ class FakeStatus:
     """What there is to see of the tier."""
 
     def __init__(self) -> None:
-        self.locked_files = 0
+        self.locked_files = self.unusable_places = 0
 
     def estimate_s(self, family: Family, blocks: int) -> float:
         """A millisecond a block."""
@@ -205,6 +207,9 @@ class TierRig(Rig):
         self.now = 0.0
         self.counted: Counter[tuple[str, str]] = Counter()
         self.woken = 0
+        self.spoilt: set[int] = set()
+        """Heads of blocks that a test has damaged."""
+        self.to_sum: list[Sum] = []
         self.tiering = Tiering(self.core, self.tier, LINEAGE, self.call, lambda: self.now)  # type: ignore[arg-type]
         self.tiering.wake = self._wake
 
@@ -216,8 +221,11 @@ class TierRig(Rig):
         try:
             return function(*args, **options)
         finally:
-            self.state.take_actions()
-            self.counted += self.state.take_counts()
+            self._apply()
+
+    def _apply(self) -> None:
+        self.to_sum += [each for each in self.state.take_actions() if isinstance(each, Sum)]
+        self.counted += self.state.take_counts()
 
     def check(self) -> None:
         """The books balance, what may be served is right, and the tier's slots are the tier's."""
@@ -229,11 +237,12 @@ class TierRig(Rig):
         """Every servable block holds its own bytes."""
         table = self.state.table
         for number, kv_group, heads in self.state.index.items():
-            length = self.state.namespaces.get(number).contract.groups[kv_group].page_bytes
+            space = self.state.namespaces.get(number)
+            length = space.contract.groups[kv_group].page_bytes
             for key, head in heads.items():
-                if table.state[head] == State.SUMMED:
+                if table.state[head] == State.SUMMED and head not in self.spoilt:
                     for shard, slot in enumerate(table.shards_of(head)):
-                        wanted = content_of(key, shard, length)
+                        wanted = content_of(space, int(table.epoch[head]), key, shard, length)
                         assert (self.view(slot, length) == wanted).all(), f"slot {slot}: {key!r}"
 
     def check_slots(self) -> None:
@@ -276,11 +285,11 @@ class TierRig(Rig):
         """A part of a commit, its bytes written."""
         owner = self.state.table.owner[flat(slots)[0]]
         group = next(group for group in self.state.groups if group.number == owner)
-        contract = self.state.namespaces.get(group.namespace).contract
-        length = contract.groups[kv_group].page_bytes
+        space = self.state.namespaces.get(group.namespace)
+        length = space.contract.groups[kv_group].page_bytes
         for key, row in zip(named, slots.tolist(), strict=True):
             for shard, slot in enumerate(row):
-                self.view(slot, length)[:] = content_of(key, shard, length)
+                self.view(slot, length)[:] = content_of(space, space.epoch, key, shard, length)
         sums = self.sums(slots, length) if summed else None
         return CommitItem(kv_group, named, slots, generations, sums, parent)
 
@@ -297,8 +306,7 @@ class TierRig(Rig):
         """Turns of the loop, looking at everything after each."""
         for _ in range(count):
             self.tiering.turn()
-            self.counted += self.state.take_counts()
-            self.state.take_actions()
+            self._apply()
             self.check()
 
     def settle(self, turns: int = 200) -> None:
@@ -308,7 +316,12 @@ class TierRig(Rig):
                 return
             self.now += 0.01
             self.turn()
-        raise AssertionError("the tier does not come to rest")
+        offers, climbing = self.state.offers, self.core.climbing
+        raise AssertionError(
+            f"the tier does not come to rest: {offers.waiting} blocks wait, {len(climbing)} climb, "
+            f"{self.tiering._raising.waiting} are wished, {len(self.tier.under_way)} batches, "
+            f"{self.counted}"
+        )
 
     def save(self, session: int, named: list[bytes], **options: Any) -> None:
         """Store blocks and let them sink."""

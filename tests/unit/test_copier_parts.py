@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -62,6 +63,27 @@ class TestRuns:
         batch = _batch([0, 99, 1, 2], [0, 7, 1, 2])
         (run,) = batch.runs(8)
         assert (run.positions, run.page) == ([0, 2, 3], 0)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_runs_are_those_of_one_look_at_each_block(self, seed: int) -> None:
+        draw = random.Random(seed)
+        count = draw.randrange(1, 16)
+        slots, pages = draw.sample(range(16), count), draw.sample(range(16), count)
+        if draw.random() < 0.7:
+            slots, pages = sorted(slots), sorted(pages)
+        batch, most = _batch(pages, slots), draw.choice([1, 2, 5])
+        runs: list[list[int]] = []
+        for at in range(count):
+            follows = at and slots[at] == slots[at - 1] + 1 and pages[at] == pages[at - 1] + 1
+            if follows and len(runs[-1]) < most:
+                runs[-1].append(at)
+            else:
+                runs.append([at])
+        found = list(batch.runs(most, dense=True))
+        assert [run.positions for run in found] == runs
+        assert len(batch.runs(most, dense=True)) == len(runs)
+        assert [run.page for run in found] == [pages[run[0]] for run in runs]
+        assert [run.offset for run in found] == [slots[run[0]] * PAGE_BYTES for run in runs]
 
 
 def _done(ticket: Ticket) -> Done:

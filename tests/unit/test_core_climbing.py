@@ -251,16 +251,17 @@ def test_a_forgotten_namespace_gets_nothing() -> None:
     assert rig.tier.submitted["load"] == 0
 
 
-def test_stray_slots_of_an_earlier_run_wait_for_its_requests() -> None:
+@pytest.mark.parametrize("why", ["locked_files", "unusable_places"])
+def test_stray_slots_of_an_earlier_run_wait_for_its_requests(why: str) -> None:
     rig = TierRig()
     session = rig.attach()
-    rig.tier.status.locked_files = 1
+    setattr(rig.tier.status, why, 1)
     rig.put(session, keys(1))
     taken = rig.state.pools[0].take(4096, 3)
     rig.core.climbing.adopt(taken)
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 3
-    rig.tier.status.locked_files = 0
+    setattr(rig.tier.status, why, 0)
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 0
     assert not len(rig.core.climbing.strays)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvhearth.keys import PackedKeys
 from kvhearth_server.core.buckets import Buckets, hash_one, hash_words, multipliers
 from kvhearth_server.core.index import Index
 
@@ -104,6 +105,62 @@ def test_the_index_is_a_dict(seed: int, rounds: int, spread: int) -> None:
         assert found.tolist() == [model.get(n, -1) for n in asked.tolist()]
         assert sorted(table.heads().tolist()) == sorted(model.values())
     assert len(table) == len(model)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_chains_are_found_as_they_lie(data: st.DataObject) -> None:
+    """Keys asked for in any order of chains whose blocks lie anyhow: as without any chain."""
+    after = np.zeros(SLOTS, np.uint32)
+    index, plain = Index(SLOTS, 5, after), Index(SLOTS, 5)
+    chance = random.Random(data.draw(st.integers(0, 2**32)))
+    chains, slot, number = [], 0, 0
+    for length in data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=6)):
+        step = data.draw(st.sampled_from([1, 1, 1, 3]))
+        slot += chance.randrange(1, 50)
+        slots = [slot + step * place for place in range(length)]
+        for _ in range(data.draw(st.integers(0, 3))):
+            # A block that lies elsewhere cuts the run.
+            slots[chance.randrange(length)] = SLOTS - 1 - number
+            number += 1
+        slot += step * length
+        keys = [key(chance.getrandbits(200)) for _ in range(length)]
+        heads, space = np.array(slots, np.int64), (1, data.draw(st.sampled_from([0, 0, 1])))
+        index.bind(*space, keys, heads)
+        plain.bind(*space, keys, heads)
+        after[heads[:-1]] = heads[1:] + 1
+        chains.append(keys)
+    every = [each for chain in chains for each in chain]
+    for _ in range(8):
+        chain = chance.choice(chains)
+        start = chance.randrange(len(chain))
+        asked = chain[start : start + chance.randrange(1, 400)]
+        asked += chance.sample(every, min(len(every), chance.choice([0, 0, 7])))
+        if chance.random() < 0.5:
+            asked[chance.randrange(len(asked))] = key(1)
+        packed = PackedKeys(b"".join(asked), 32)
+        for space in ((1, 0), (1, 1)):
+            expected = heads_of(plain, asked, space)
+            assert heads_of(index, asked, space) == expected
+            assert index.find(*space, packed).tolist() == expected
+
+
+def test_one_key_is_bound_once() -> None:
+    index = Index(SLOTS)
+    assert index.bind_new(1, 0, key(1, 20), 5)
+    assert not index.bind_new(1, 0, key(1, 20), 6)
+    assert index.bind_new(1, 1, key(1, 20), 6)
+    assert index.find_one(1, 0, key(1, 20)) == 5
+    assert index.find_one(1, 1, key(1, 20)) == 6
+    assert index.find_one(1, 0, key(2, 20)) == index.find_one(1, 0, key(1)) == -1
+    assert index.find_one(2, 0, key(1, 20)) == -1
+    index.check()
+    with pytest.raises(ValueError, match="32 bytes among keys of 20"):
+        index.bind_new(1, 0, key(3), 7)
+    for number in range(10, 300):
+        assert index.bind_new(1, 0, key(number, 20), number)
+    index.check()
+    assert index.key(299) == key(299, 20)
 
 
 def test_the_check_sees_what_is_wrong() -> None:

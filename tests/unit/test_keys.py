@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.core_kit import no_deadline, refused
 
 from kvhearth.errors import Reason
-from kvhearth.keys import chain_keys, fold_key, join_keys, split_keys
+from kvhearth.keys import PackedKeys, chain_keys, fold_key, join_keys, split_keys
 
 widths = st.integers(16, 64)
 TOKENS = list(range(100, 164))
@@ -23,6 +23,12 @@ def test_a_blob_is_its_keys_in_order(data: st.DataObject, width: int) -> None:
     blob = join_keys(keys)
     assert split_keys(blob, width) == keys
     assert all(type(key) is bytes for key in split_keys(blob, width))
+    packed = PackedKeys(blob, width)
+    assert (len(packed), list(packed), packed[:], packed[1:3]) == (len(keys), keys, keys, keys[1:3])
+    assert [packed[at] for at in range(-len(keys), len(keys))] == keys + keys
+    for outside in (len(keys), -len(keys) - 1):
+        with pytest.raises(IndexError):
+            packed[outside]
 
 
 def test_no_keys() -> None:
@@ -34,6 +40,8 @@ def test_no_keys() -> None:
 def test_a_blob_that_is_not_whole_keys(excess: int) -> None:
     with refused(Reason.BAD_KEYS):
         split_keys(b"x" * (64 + excess), 32)
+    with refused(Reason.BAD_KEYS):
+        PackedKeys(b"x" * (64 + excess), 32)
 
 
 def test_zero_bytes_at_either_end_are_part_of_a_key() -> None:

@@ -401,6 +401,27 @@ def test_a_clock_that_wrapped_starts_anew() -> None:
     assert ages(clock, 10.0, 7) == [8.0]
 
 
+def test_many_counts_are_added_as_one_by_one() -> None:
+    together, apart = counters.Counters(), counters.Counters()
+    many = {
+        ("lookups", ""): 3,
+        ("miss_keys", "absent"): 2,
+        ("miss_keys", "epoch"): 0,
+        ("evicted_blocks", "space"): 5,
+    }
+    for _ in range(2):
+        together.add_all(many)
+        for (name, label), count in many.items():
+            apart.add(name, count, label)
+        assert together.values() == apart.values()
+    for place, count in ((("nothing", ""), 1), (("lookups", ""), -1), (("miss_keys", ""), 1)):
+        with pytest.raises(ValueError, match="counter"):
+            together.add_all({("commits", ""): 1, place: count})
+    for number in range(40):
+        together.add_all({("evicted_blocks", f"cause_{number}"): 1})
+    assert together.get("evicted_blocks", counters.OTHER) == 40 - counters.LABEL_VALUES_MAX + 1
+
+
 def test_a_histogram_counts_many_as_it_counts_one_by_one() -> None:
     one, many = Histogram((1.0, 10.0)), Histogram((1.0, 10.0))
     values = [0.0, 1.0, 1.5, 10.0, 11.0, 500.0]

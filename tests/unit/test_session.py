@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +57,17 @@ def refusal_of(directory: Path, attach_ms: int = 5000) -> KVHearthError:
     with pytest.raises(KVHearthError) as refusal:
         attach(url(directory, attach_ms), hello())
     return refusal.value
+
+
+def test_no_descriptor_is_free(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        refusal = refusal_of(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert refusal.reason is Reason.DAEMON_AWAY
+    assert "Too many open files" in refusal.message
 
 
 def test_attach_brings_the_arena_and_a_life_line(tmp_path: Path) -> None:

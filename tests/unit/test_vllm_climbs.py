@@ -13,6 +13,7 @@ from support.fake_daemon import FakeDaemon, running, until
 from support.tower import CONTRACT, Tower, ended
 from support.vllm_fake import BLOCK_TOKENS, FakePool, FakeRequest, config_of, hashes_of
 
+from kvhearth.connectors.vllm import asking
 from kvhearth.connectors.vllm.metadata import Handshake
 from kvhearth.connectors.vllm.policy import CostLine
 from kvhearth.connectors.vllm.scheduler import SchedulerHalf
@@ -241,6 +242,27 @@ def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
     assert answer(half, new(half)) == 32
 
 
+def test_a_long_climb_does_not_make_its_question_old(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Else it would be put anew, and the bound on the wait with it."""
+    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    half = make_half(lease_s=1)
+    request = new(half)
+    until(lambda: len(tower.asked) == 1)
+    state = half._requests.find("a")
+    assert state is not None
+    lookup = state.lookup
+    assert lookup is not None
+    until(lambda: lookup.climbing)
+    lookup.answered_at -= 5
+    half._requests._aged_at = 0.0
+    half._requests.begin_step()
+    assert half.matched(request, 0) == (None, False)
+    assert state.lookup is lookup
+    assert len(tower.asked) == 1
+
+
 def test_who_only_stores_lets_nothing_climb(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     tower = Tower(daemon, dram=1)
     half = make_half(role="kv_producer")
@@ -258,3 +280,24 @@ def test_a_daemon_that_goes_while_a_request_waits(daemon: FakeDaemon, make_half:
     assert half.matched(request, 0) == (None, False)
     daemon.stop()
     assert answer(half, request) == 0
+
+
+def test_a_step_waits_for_an_answer_only_while_nothing_runs(
+    daemon: FakeDaemon, make_half: MakeHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "IDLE_SPIN_S", 10.0)
+    Tower(daemon, dram=4)
+    half = make_half()
+    first = new(half)
+    assert half.matched(first, 0) == (TOKENS, True), "it was waited for"
+    admit(half, first, TOKENS)
+    daemon.answers["Lookup"].clear()
+    daemon.slow_next("Lookup", 0.3)
+    second = new(half, "b")
+    began = time.monotonic()
+    assert half.matched(second, 0) == (None, False)
+    assert time.monotonic() - began < 5
+    half._loads.finish("a", failed=False)
+    for request in (first, second):
+        half.finished(request, ([],))
+    assert half._requests._admitted_count == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,40 @@ class Run(NamedTuple):
     page: int
 
 
+class Runs:
+    """The runs of a batch, in its order; planned at once, each made when it is its turn.
+
+    Args:
+        positions: of all blocks, shape (n,).
+        bounds: where runs begin among them, and n, shape (runs + 1,).
+        step_bytes: from one slot to the next.
+        places: (segment, offset, page) of the runs' first blocks, each of shape (runs,).
+    """
+
+    def __init__(
+        self, positions: I64, bounds: I64, step_bytes: int, places: tuple[I64, I64, I64]
+    ) -> None:
+        self._positions = positions
+        self._bounds = bounds
+        self._step_bytes = step_bytes
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __iter__(self) -> Iterator[Run]:
+        positions, bounds = self._positions.tolist(), self._bounds.tolist()
+        segments, offsets, pages = (column.tolist() for column in self._places)
+        for index, start in enumerate(bounds[:-1]):
+            yield Run(
+                positions[start : bounds[index + 1]],
+                self._step_bytes,
+                segments[index],
+                offsets[index],
+                pages[index],
+            )
+
+
 class HeldArena:
     """References into an arena, taken once: its ``close`` elsewhere cannot pull memory from a copy.
 
@@ -69,7 +103,7 @@ def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
             f"extents of shape {extents.shape} and dtype {extents.dtype}: pass EXTENT_DTYPE, "
             "one dimension",
         )
-    integral = pages.size == 0 or np.issubdtype(pages.dtype, np.integer)
+    integral = pages.size == 0 or pages.dtype.kind in "iu"
     if pages.shape != extents.shape or not integral:
         raise KVHearthError(
             Reason.BAD_EXTENTS,
@@ -189,7 +223,7 @@ class Batch:
         follow_pages: bool = True,
         dense: bool = False,
         piece_bytes: int = 0,
-    ) -> list[Run]:
+    ) -> Runs:
         """Cut blocks into runs, in the batch's order.
 
         Args:
@@ -199,13 +233,12 @@ class Batch:
             dense: no gaps between the slots of a run.
             piece_bytes: no run crosses a multiple of this offset; 0 for no such bound.
         """
-        chosen = self.positions() if positions is None else positions
-        if not chosen:
-            return []
-        records = self.extents[chosen]
-        offsets = records["offset"].astype(np.int64)
-        segments = records["segment"].astype(np.int64)
-        pages = self.pages[chosen]
+        chosen = np.flatnonzero(self.ok) if positions is None else np.asarray(positions, np.intp)
+        every = positions is None and len(chosen) == len(self)
+        records, pages = self.extents, self.pages
+        offsets = (records["offset"] if every else records["offset"][chosen]).astype(np.int64)
+        segments = (records["segment"] if every else records["segment"][chosen]).astype(np.int64)
+        pages = pages if every else pages[chosen]
         joined = np.diff(segments) == 0
         if follow_pages:
             joined &= np.diff(pages) == 1
@@ -213,13 +246,9 @@ class Batch:
             ends = offsets + self._page_bytes - 1
             joined &= offsets[:-1] // piece_bytes == ends[1:] // piece_bytes
         step_bytes = self._join(joined, np.diff(offsets), dense)
-        bounds = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(chosen)]
-        where = list(zip(segments.tolist(), offsets.tolist(), pages.tolist(), strict=True))
-        return [
-            Run(chosen[at : min(at + blocks_max, end)], step_bytes, *where[at])
-            for start, end in itertools.pairwise(bounds)
-            for at in range(start, end, blocks_max)
-        ]
+        bounds = _bounds(joined, len(chosen), blocks_max)
+        first = bounds[:-1]
+        return Runs(chosen, bounds, step_bytes, (segments[first], offsets[first], pages[first]))
 
     def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
         """Keep in ``joined`` those pairs of blocks that lie one distance apart, and return it.
@@ -249,3 +278,18 @@ class Batch:
             & (self._slots < len(self._arena.generations))
         )
         return fits
+
+
+def _bounds(joined: Bools, count: int, blocks_max: int) -> I64:
+    """Where runs of at most ``blocks_max`` begin, and ``count``; ``joined`` (count - 1,) says which
+    blocks follow their predecessors.
+    """
+    if not count:
+        return np.zeros(1, np.int64)
+    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1, [count]))
+    lengths = np.diff(starts)
+    if int(lengths.max()) <= blocks_max:
+        return starts
+    pieces = -(-lengths // blocks_max)
+    within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return np.append(np.repeat(starts[:-1], pieces) + within * blocks_max, count)

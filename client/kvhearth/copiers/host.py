@@ -21,6 +21,7 @@ import xxhash
 from kvhearth import faults
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch, HeldArena, Run, own_arrays
+from kvhearth.copiers.single import Single
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.layout import PagedKV
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
@@ -150,8 +151,11 @@ class HostCopier:
 
     def _now(self, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done:
         pages, extents = own_arrays(pages, extents)
-        with self._book.unticketed():
+        self._book.begin_unticketed()
+        try:
             return self._run(_Job(Ticket(0, kind, len(extents)), boot_id, pages, extents))
+        finally:
+            self._book.end_unticketed()
 
     def _main(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -166,6 +170,8 @@ class HostCopier:
 
     def _run(self, job: _Job) -> Done:
         started = time.perf_counter()
+        if len(job.extents) == 1:
+            return self._run_one(job, started)
         batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
         checksums = None
         if job.ticket.kind is CopyKind.STORE:
@@ -176,6 +182,18 @@ class HostCopier:
             faults.hit("copier.load_done")
         batch.judge()
         return batch.done(job.ticket, checksums, time.perf_counter() - started)
+
+    def _run_one(self, job: _Job, started: float) -> Done:
+        block = Single(self._kv, self._arena, job.boot_id, job.pages, job.extents)
+        checksum = None
+        if job.ticket.kind is CopyKind.STORE:
+            checksum = self._mover.store_one(block)
+            faults.hit("copier.store_done")
+        else:
+            self._mover.load_one(block)
+            faults.hit("copier.load_done")
+        block.judge()
+        return block.done(job.ticket, checksum, time.perf_counter() - started)
 
 
 class _Mover:
@@ -226,6 +244,27 @@ class _Mover:
                 if batch.ok[position]:
                     faults.hit("copier.load_block")
 
+    def store_one(self, block: Single) -> bytes | None:
+        """As ``store``, of one block."""
+        checksum = bytes(CHECKSUM_BYTES) if self._sums else None
+        if block.failure is None:
+            self._copy_slots(block.run, 0, 1, to_arena=True)
+            if self._sums:
+                checksum = self._digest(block.run, 0)
+            faults.hit("copier.store_block")
+        return checksum
+
+    def load_one(self, block: Single) -> None:
+        """As ``load``, of one block."""
+        expected = block.expected(chosen=self._verify)
+        if block.failure is not None:
+            return
+        if expected is not None and self._digest(block.run, 0) != expected:
+            block.failure = BlockFailure.CHECKSUM_MISMATCH
+            return
+        self._copy_slots(block.run, 0, 1, to_arena=False)
+        faults.hit("copier.load_block")
+
     def _blocks_max(self, summed: bool) -> int:
         run_bytes = SUMMED_RUN_BYTES if summed else PLAIN_RUN_BYTES
         return max(1, run_bytes // self._kv.page_bytes)
@@ -238,13 +277,13 @@ class _Mover:
         """Copy the blocks of a run that are ok: all by one call, or one by one if some are not."""
         count = len(run.positions)
         if batch.ok[run.positions].all():
-            self._copy_slots(run, 0, count, to_arena)
+            self._copy_slots(run, 0, count, to_arena=to_arena)
             return
         for index, position in enumerate(run.positions):
             if batch.ok[position]:
-                self._copy_slots(run, index, 1, to_arena)
+                self._copy_slots(run, index, 1, to_arena=to_arena)
 
-    def _copy_slots(self, run: Run, index: int, count: int, to_arena: bool) -> None:
+    def _copy_slots(self, run: Run, index: int, count: int, *, to_arena: bool) -> None:
         """Copy ``count`` blocks of a run from ``index`` on, in as few calls as the shape allows."""
         page_bytes, page = self._kv.page_bytes, run.page + index
         slots: U8 = np.ndarray(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -98,9 +96,9 @@ class TicketBook:
             self._closed = True
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def unticketed(self) -> Iterator[None]:
-        """A batch that runs in its caller's thread, without a ticket; ``wait_idle`` waits for it.
+    def begin_unticketed(self) -> None:
+        """A batch that runs in its caller's thread, without a ticket; ``wait_idle`` waits for it
+        until ``end_unticketed``.
 
         Raises:
             KVHearthError: ``closed``.
@@ -108,12 +106,12 @@ class TicketBook:
         with self._changed:
             self._require_open()
             self._unticketed_count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._unticketed_count -= 1
-                self._changed.notify_all()
+
+    def end_unticketed(self) -> None:
+        """It has ended, one way or another."""
+        with self._changed:
+            self._unticketed_count -= 1
+            self._changed.notify_all()
 
     def check_books(self) -> None:
         """Raise AssertionError with the numbers if tickets were lost or bounds passed."""

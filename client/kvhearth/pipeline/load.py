@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -132,7 +133,7 @@ class LoadPipeline:
             return missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
         done = self.wait(job.ticket, until - time.monotonic())
         if done is None:
-            self._give_up([job])
+            _give_up(self._changed, [job])
             done = self.wait(job.ticket, _COPY_S)
         return done
 
@@ -164,7 +165,8 @@ class LoadPipeline:
             return True
         until = time.monotonic() + deadline_s
         self._door.close()
-        self._give_up([*self._queue, *self._climbing])
+        with self._changed:
+            _give_up(self._changed, [*self._queue, *self._climbing])
         if not self._door.wait_empty(deadline_s):
             return False
         ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
@@ -173,12 +175,6 @@ class LoadPipeline:
     def check_books(self) -> None:
         """Raise AssertionError if a load was lost."""
         self._door.check_books()
-
-    def _give_up(self, jobs: list[LoadJob]) -> None:
-        with self._changed:
-            for job in jobs:
-                job.cancelled = True
-            self._changed.notify_all()
 
     def _enqueue(self, wanted: KeysAndPages | None, climb: Climb, wait_s: float) -> LoadJob | None:
         if self._worker.foreign:
@@ -279,7 +275,7 @@ class LoadPipeline:
     def _waits(self, job: LoadJob) -> bool:
         """Whether the load waits for what climbs; it is asked for again then."""
         found, now = job.found, time.monotonic()
-        if not job.climb.prefetch or found is None or found.reason:
+        if not job.climb.prefetch or found is None or found.reason or self._door.closed:
             return False
         job.wait = job.wait or ClimbWait(now + job.climb.seconds)
         if job.epoch != self._client.epoch or not job.wait.answered(found.eta_us, now):
@@ -381,3 +377,11 @@ class LoadPipeline:
 
 def _due_at(job: LoadJob) -> float:
     return 0.0 if job.wait is None else job.wait.due_at
+
+
+def _give_up(changed: threading.Condition, jobs: list[LoadJob]) -> None:
+    """Nobody wants these any more."""
+    with changed:
+        for job in jobs:
+            job.cancelled = True
+        changed.notify_all()

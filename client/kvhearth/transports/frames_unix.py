@@ -7,6 +7,7 @@ connections are kept for the next calls.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -42,8 +43,9 @@ class FramesUnixTransport:
         self._token = token.encode()
         self._message_bytes_max = message_bytes_max
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_OPEN_MAX)
+        self._place_free = threading.Condition()
+        self._busy = 0
+        self._waiting = 0
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
         self._closed = False
@@ -56,18 +58,16 @@ class FramesUnixTransport:
         end = time.monotonic() + deadline_s
         body = rpc.serialize(request)
         frames.check_size(len(body), self._message_bytes_max)
-        if not self._places.acquire(timeout=deadline_s):
-            raise KVHearthError(Reason.DEADLINE, f"{_OPEN_MAX} calls are under way")
         try:
             return self._call(rpc, body, end)
         except OSError as error:
             raise self._translate(error) from None
-        finally:
-            self._places.release()
 
     def _call(self, rpc: Rpc[RequestT, ReplyT], body: bytes, end: float) -> ReplyT:
         connection = self._take(end)
         try:
+            if connection is None:
+                connection = self._connect(end)
             kind, reply = connection.exchange(frames.METHODS[rpc.name], body, end)
             answer = rpc.parse(reply) if kind == frames.DONE else None
         except DecodeError as error:
@@ -76,7 +76,6 @@ class FramesUnixTransport:
                 Reason.BAD_MESSAGE, f"the reply cannot be parsed: {error}"
             ) from None
         except BaseException:
-            # Whatever is still to come on it is no answer to the next call.
             self._drop(connection)
             raise
         self._give(connection)
@@ -88,7 +87,7 @@ class FramesUnixTransport:
         """See ``CacheTransport.close``."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self._place_free:
             self._closed = True
             idle, busy = set(self._idle), self._open - set(self._idle)
             self._idle.clear()
@@ -98,17 +97,33 @@ class FramesUnixTransport:
         for connection in busy:
             connection.end()
 
-    def _take(self, end: float) -> _Connection:
-        with self._lock:
+    def _take(self, end: float) -> _Connection | None:
+        """A place, and an idle connection if there is one; ``_give`` or ``_drop`` comes after."""
+        with self._place_free:
+            if self._busy >= _OPEN_MAX:
+                self._wait_for_place(end)
             if self._ended():
                 raise KVHearthError(Reason.CLOSED, "the transport is closed")
-            if self._idle:
-                return self._idle.pop()
+            self._busy += 1
+            return self._idle.pop() if self._idle else None
+
+    def _wait_for_place(self, end: float) -> None:
+        self._waiting += 1
+        try:
+            free = self._place_free.wait_for(
+                lambda: self._busy < _OPEN_MAX or self._closed, end - time.monotonic()
+            )
+        finally:
+            self._waiting -= 1
+        if not free:
+            raise KVHearthError(Reason.DEADLINE, f"{_OPEN_MAX} calls are under way")
+
+    def _connect(self, end: float) -> _Connection:
         connection = _Connection(self._path, self._token, self._message_bytes_max, end)
-        with self._lock:
+        with self._place_free:
             self._open.add(connection)
         if self._ended():
-            self._drop(connection)
+            self._discard(connection)
             raise KVHearthError(Reason.CLOSED, "the transport is closed")
         return connection
 
@@ -116,14 +131,28 @@ class FramesUnixTransport:
         return self._closed
 
     def _give(self, connection: _Connection) -> None:
-        with self._lock:
+        """A call has ended well: its connection may serve the next one."""
+        with self._place_free:
+            self._leave_place()
             if not self._closed and len(self._idle) < _IDLE_MAX:
                 self._idle.append(connection)
                 return
-        self._drop(connection)
+        self._discard(connection)
 
-    def _drop(self, connection: _Connection) -> None:
-        with self._lock:
+    def _drop(self, connection: _Connection | None) -> None:
+        """A call has failed: whatever is still to come on its connection answers no other one."""
+        with self._place_free:
+            self._leave_place()
+        if connection is not None:
+            self._discard(connection)
+
+    def _leave_place(self) -> None:
+        self._busy -= 1
+        if self._waiting:
+            self._place_free.notify()
+
+    def _discard(self, connection: _Connection) -> None:
+        with self._place_free:
             self._open.discard(connection)
         connection.close()
 
@@ -141,8 +170,7 @@ class FramesUnixTransport:
 
     def _forget(self) -> None:
         """In a forked child: its copies of the connections are closed, the parent's stay."""
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_OPEN_MAX)
+        self._place_free = threading.Condition()
         self._closed = True
         for connection in self._open:
             connection.close()
@@ -159,6 +187,7 @@ class _Connection:
     def __init__(self, path: str, token: bytes, message_bytes_max: int, end: float) -> None:
         self._message_bytes_max = message_bytes_max
         self._number = 0
+        self._timeout_ms = 0
         # The token travels with the first request and costs no round trip of its own.
         self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -186,19 +215,19 @@ class _Connection:
                 token.
             OSError: the connection ended, or the deadline passed.
         """
-        self._number = (self._number + 1) % frames.NUMBERS
+        self._number = number = (self._number + 1) % frames.NUMBERS
         preface, self._preface = self._preface, b""
         self._wait_until(end)
-        self._socket.sendall(preface + frames.HEADER.pack(len(body), method, self._number) + body)
-        buffer = bytearray()
+        self._socket.sendall(preface + frames.HEADER.pack(len(body), method, number) + body)
+        data = self._read()
         if preface:
-            kind, reply, _ = self._receive(buffer, 0, end)
+            kind, reply, _, data = self._receive(data, 0, end)
             if kind == frames.REFUSED:
                 raise _refused_connection(reply)
-        kind, reply, answered = self._receive(buffer, self._number, end)
-        if answered != self._number:
+        kind, reply, answered, data = self._receive(data, number, end)
+        if answered != number:
             raise _refused_connection(reply)
-        if buffer:
+        if data:
             raise KVHearthError(Reason.BAD_MESSAGE, "the daemon said more than it was asked")
         return kind, reply
 
@@ -211,36 +240,51 @@ class _Connection:
         """Close it. Idempotent."""
         self._socket.close()
 
-    def _receive(self, buffer: bytearray, number: int, end: float) -> tuple[int, bytes, int]:
-        """Take one frame from the front of ``buffer``, which is filled as needed: kind, body and
-        number. A refusal with number 0 is of the whole connection.
+    def _read(self) -> bytes:
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionResetError("the daemon closed the connection")
+        return data
+
+    def _receive(self, data: bytes, number: int, end: float) -> tuple[int, bytes, int, bytes]:
+        """Take one frame from the front of what was received, and read on as needed: its kind,
+        body and number, and what is left. A refusal with number 0 is of the whole connection.
         """
         header = frames.HEADER
-        self._fill(buffer, header.size, end)
-        size, kind, answered = header.unpack_from(buffer)
+        if len(data) < header.size:
+            data = self._fill(data, header.size, end)
+        size, kind, answered = header.unpack_from(data)
         frames.check_size(size, self._message_bytes_max)
         mine = answered == number or (kind == frames.REFUSED and answered == 0)
         if not mine or kind not in (frames.DONE, frames.REFUSED):
             raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answered another call")
         total = header.size + size
-        self._fill(buffer, total, end)
-        body = bytes(memoryview(buffer)[header.size : total])
-        del buffer[:total]
-        return kind, body, answered
+        if len(data) < total:
+            data = self._fill(data, total, end)
+        return kind, data[header.size : total], answered, data[total:]
 
-    def _fill(self, buffer: bytearray, size: int, end: float) -> None:
+    def _fill(self, data: bytes, size: int, end: float) -> bytes:
+        """Read until there are ``size`` bytes, or a few more."""
+        buffer = bytearray(data)
         while len(buffer) < size:
             self._wait_until(end)
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
-                raise ConnectionResetError("the daemon closed the connection")
-            buffer += data
+            buffer += self._read()
+        return bytes(buffer)
 
     def _wait_until(self, end: float) -> None:
-        left_s = end - time.monotonic()
-        if left_s <= 0:
+        """Let the next wait end at the time, or up to a millisecond after it.
+
+        In whole milliseconds it is mostly the same one again, which costs no system call. A wait
+        in ``recv`` itself, by the kernel's own timeout, would also be woken when the daemon takes
+        the request, not only by its answer.
+        """
+        left_ms = math.ceil((end - time.monotonic()) * 1000)
+        if left_ms <= 0:
             raise TimeoutError
-        self._socket.settimeout(left_s)
+        if left_ms == self._timeout_ms:
+            return
+        self._timeout_ms = left_ms
+        self._socket.settimeout(left_ms / 1000)
 
 
 def _refused_connection(reply: bytes) -> KVHearthError:

@@ -49,7 +49,7 @@ FIGURES = (
     Figure("load_one_p50_us", "lookup, verify and copy of one block, release behind"),
     Figure("load_one_ratio", "that against memcpy of one block", "<=", 3.5),
     Figure("load_one_unverified_p50_us", "lookup and copy of one block"),
-    Figure("rpc_one_p50_us", "an empty unary gRPC call between single blocks"),
+    Figure("rpc_one_p50_us", "an empty unary gRPC call after a plain copy"),
     Figure("rpc_p50_us", "an empty unary gRPC call"),
     Figure("rpc_p99_us", "an empty unary gRPC call"),
     Figure("frame_p50_us", "an empty call as a frame: what the client's calls are"),

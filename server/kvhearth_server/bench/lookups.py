@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from kvhearth.client import KVClient
 from kvhearth.results import CommitGroup, LookupResult
@@ -60,8 +61,9 @@ class Lookups:
     seed: bytes
 
     def fill(self, first: int, end: int) -> None:
-        """Commit the blocks ``first`` to ``end``; their bytes are whatever the slots hold."""
-        checksums = np.zeros((_COMMIT_KEYS, 1, 16), np.uint8)
+        """Commit the blocks ``first`` to ``end``; their bytes are zeros, as a new arena's are."""
+        digest = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
+        checksums = np.tile(digest, (_COMMIT_KEYS, 1, 1))
         starts = range(first, end, _COMMIT_KEYS)
         for number in steps(len(starts), f"{end:,} blocks"):
             start = starts[number]

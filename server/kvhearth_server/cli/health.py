@@ -31,11 +31,10 @@ def health(
     """
     end = time.monotonic() + wait_s
     with waiting("waiting for the daemon"):
-        problem = _problem(socket_dir)
+        problem, degraded = _look(socket_dir)
         while problem and time.monotonic() < end:
             time.sleep(_PAUSE_S)
-            problem = _problem(socket_dir)
-    degraded = [] if problem else _degraded(socket_dir)
+            problem, degraded = _look(socket_dir)
     if as_json:
         say_json({"serving": not problem, "problem": problem, "degraded": degraded})
     elif not problem:
@@ -47,21 +46,24 @@ def health(
         raise typer.Exit(1)
 
 
-def _problem(socket_dir: SocketDir) -> str:
-    """Why the daemon does not serve; empty if it does."""
+def _look(socket_dir: SocketDir) -> tuple[str, list[str]]:
+    """Why the daemon does not serve, empty if it does; and what is not as it should be though it
+    serves.
+    """
     try:
         with Reach(socket_dir) as daemon:
-            return "" if daemon.serving() else "the daemon drains: it takes no stores"
+            if daemon.serving():
+                return "", _degraded(daemon)
+            return "the daemon drains: it takes no stores", []
     except KVHearthError as error:
         if error.reason is Reason.CONFIG_INVALID:
             raise
-        return error.message
+        return error.message, []
 
 
-def _degraded(socket_dir: SocketDir) -> list[str]:
-    """What is not as it should be though the daemon serves; nothing where we may not ask."""
+def _degraded(daemon: Reach) -> list[str]:
+    """What is wrong with the SSD tier; nothing where we may not ask."""
     try:
-        with Reach(socket_dir) as daemon:
-            return ssd_shown.reasons(daemon.stats().ssd)
+        return ssd_shown.reasons(daemon.stats().ssd)
     except KVHearthError:
         return []

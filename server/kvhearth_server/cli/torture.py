@@ -24,50 +24,60 @@ if TYPE_CHECKING:
 EPILOG = "Example: kvhearth torture --seconds 600 --dir /mnt/nvme --json | tail -n 1 | jq .passed"
 EXIT_FOUND = 1
 _SECONDS = 60.0
-_TEMPORARY = Path(tempfile.gettempdir())
 _TEXT_CHARS_MAX = 2000
+
+
+_TEMPORARY = Path(tempfile.gettempdir())
+_SHARED_MEMORY = Path("/dev/shm")
+
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Of all choices (default: a new one).", show_default=False),
+]
+Seconds = Annotated[
+    float, typer.Option("--seconds", min=1, help="How long; the step begun last is ended.")
+]
+Faults = Annotated[
+    str, typer.Option("--faults", help="Only these, separated by commas; 'list' tells which.")
+]
+Ssd = Annotated[bool, typer.Option("--ssd/--no-ssd", help="Worlds with an SSD tier.")]
+Dir = Annotated[
+    Path, typer.Option("--dir", help="On the drive that is to be tried.", metavar="DIR")
+]
+ArenaRoot = Annotated[Path, typer.Option("--arena-root", help="A tmpfs for arenas.", metavar="DIR")]
+OneWorld = Annotated[
+    int | None,
+    typer.Option("--world", min=0, help="Only this world of the seed.", show_default=False),
+]
+Log = Annotated[
+    Path | None,
+    typer.Option(
+        "--log", help="Write each step, as JSON lines.", metavar="FILE", show_default=False
+    ),
+]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay", help="Do the steps of such a log.", metavar="FILE", show_default=False
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Keep directories in which something was found.")
+]
 
 
 def torture(  # noqa: PLR0913 - one parameter a flag
     *,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="Of all choices (default: a new one).", show_default=False),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=1, help="How long; the step begun last is ended.")
-    ] = _SECONDS,
-    faults: Annotated[
-        str,
-        typer.Option("--faults", help="Only these, separated by commas; 'list' tells which."),
-    ] = "",
-    ssd: Annotated[bool, typer.Option("--ssd/--no-ssd", help="Worlds with an SSD tier.")] = True,
-    directory: Annotated[
-        Path,
-        typer.Option("--dir", help="On the drive that is to be tried.", metavar="DIR"),
-    ] = _TEMPORARY,
-    arena_root: Annotated[
-        Path, typer.Option("--arena-root", help="A tmpfs for arenas.", metavar="DIR")
-    ] = Path("/dev/shm"),
-    world: Annotated[
-        int | None,
-        typer.Option("--world", min=0, help="Only this world of the seed.", show_default=False),
-    ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            "--log", help="Write every step, as JSON lines.", metavar="FILE", show_default=False
-        ),
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            "--replay", help="Do the steps of such a log.", metavar="FILE", show_default=False
-        ),
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep directories in which something was found.")
-    ] = False,
+    seed: Seed = None,
+    seconds: Seconds = _SECONDS,
+    faults: Faults = "",
+    ssd: Ssd = True,
+    directory: Dir = _TEMPORARY,
+    arena_root: ArenaRoot = _SHARED_MEMORY,
+    world: OneWorld = None,
+    log: Log = None,
+    replay: Replay = None,
+    keep: Keep = False,
     as_json: AsJson = False,
 ) -> None:
     """Break things on purpose, compare every answer, tell what was lost, wrong, leaked or stuck.
@@ -86,7 +96,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     options = Options(
         seed=chosen,
         seconds=seconds,
-        roots=Roots(arena_root, directory),
+        roots=Roots(arena_root, directory or Path(tempfile.gettempdir())),
         faults=tuple(word.strip() for word in faults.split(",") if word.strip()),
         ssd=ssd,
         first=world or 0,

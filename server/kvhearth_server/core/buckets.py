@@ -7,7 +7,7 @@ is in its cell: the bucket is made of the same 32 bits.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -124,20 +124,30 @@ class Buckets:
         found = self.like(value)
         return next((at for at in found if same(asked, np.array([at], np.int64))[0]), -1)
 
-    def like(self, value: int) -> Iterator[int]:
+    def like(self, value: int) -> list[int]:
         """Heads of all keys with this hash."""
         bucket = (value >> 1) & self._mask
+        heads = list[int]()
         while True:
             for cell in self._cells[bucket].tolist():
                 if cell >> 32 == value:
-                    yield (cell & 0xFFFFFFFF) - 1
-            if not self._passed[bucket]:
-                return
+                    heads.append((cell & 0xFFFFFFFF) - 1)
+            if not self._passed.item(bucket):
+                return heads
             bucket = (bucket + 1) & self._mask
 
     def add(self, hashes: Hashes, heads: I64) -> None:
         """Bind keys that are not bound."""
-        self._count += len(heads)
+        self._grow(len(heads))
+        self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
+
+    def add_one(self, value: int, head: int) -> None:
+        """As ``add``, of one key whose hash is ``value``."""
+        self._grow(1)
+        self._place_one(value << 32 | head + 1)
+
+    def _grow(self, more: int) -> None:
+        self._count += more
         buckets = self._mask + 1
         while self._count > buckets * _CELLS * _LOAD_MAX:
             buckets *= 2
@@ -145,7 +155,6 @@ class Buckets:
             old = self._cells[self._cells != 0]
             self._make(buckets)
             self._place(old)
-        self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
 
     def _place(self, cells: _U64) -> None:
         if len(cells) == 1:

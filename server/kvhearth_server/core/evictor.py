@@ -240,7 +240,8 @@ class Evictor:
             return np.zeros(0, np.int64)
         links = table.head[rows].astype(np.int64)
         heads = np.where(links > 0, links - 1, np.arange(rows.start, rows.stop))
-        return heads[(table.state[rows] != State.FREE) & (table.sunk[heads] < Sunk.SAVED)]
+        unsaved = (table.state[rows] != State.FREE) & (table.sunk[heads] < Sunk.SAVED)
+        return np.asarray(heads[unsaved])
 
     def _heads_in(self, segment: int, slab: int) -> I64:
         """Heads of all blocks that have a shard in a slab."""

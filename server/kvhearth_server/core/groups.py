@@ -31,6 +31,10 @@ class MemberState(enum.StrEnum):
     DRAINED = "drained"
 
 
+# A member of an enumeration costs a search each time it is named.
+_ATTACHED = MemberState.ATTACHED
+
+
 @dataclass
 class Member:
     """One attached process; ``rank`` is -1 for one that moves no bytes."""
@@ -98,6 +102,11 @@ class Group:
     def attached(self) -> list[Member]:
         """Members whose life line is open."""
         return [m for m in self.members.values() if m.state is MemberState.ATTACHED]
+
+    def has_attached(self, session: int) -> bool:
+        """Whether a member's life line is open."""
+        member = self.members.get(session)
+        return member is not None and member.state is _ATTACHED
 
     @property
     def complete(self) -> bool:

@@ -10,12 +10,19 @@ from kvhearth_server.core.groups import Group
 from kvhearth_server.core.state import CoreState, require
 from kvhearth_server.core.table import State
 
+_QUARANTINED = int(State.QUARANTINED)
+
+
+def not_held(state: CoreState, slots: I64) -> I64:
+    """Those of these slots that no lease and no pin counts."""
+    counts = state.table.refs[slots]
+    counts |= state.table.pins[slots]
+    return slots[counts == 0] if np.count_nonzero(counts) else slots
+
 
 def newly_held_bytes(state: CoreState, slots: I64) -> int:
     """Bytes that holding these committed slots would add to the books."""
-    table = state.table
-    fresh = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
-    return table.total_bytes(fresh)
+    return state.table.total_bytes(not_held(state, slots))
 
 
 def hold_room(state: CoreState, segment: int) -> int:
@@ -40,8 +47,7 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
             lambda: f"leases name {books.leased_slots} slots, at most {most}; release some",
         )
         books.leased_slots += len(slots)
-    fresh = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
-    state.ledger.held(segment, fresh, +1)
+    state.ledger.held(segment, not_held(state, slots), +1)
     if pin:
         table.pins[slots] += 1
     else:
@@ -56,13 +62,15 @@ def let_go(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> 
     else:
         table.refs[slots] -= 1
         state.ledger.segments[segment].leased_slots -= len(slots)
-    loose = slots[(table.refs[slots] == 0) & (table.pins[slots] == 0)]
+    loose = not_held(state, slots)
     if not len(loose):
         return
-    aside = table.state[loose] == State.QUARANTINED
-    state.ledger.held(segment, loose[~aside], -1)
+    aside = table.state[loose] == _QUARANTINED
+    kept, done = loose, loose[:0]
+    if np.count_nonzero(aside):
+        kept, done = loose[~aside], loose[aside]
+    state.ledger.held(segment, kept, -1)
     state.loosened += 1
-    done = loose[aside]
     if len(done):
         state.ledger.quarantined(segment, done, -1)
         state.count("released_quarantine_slots", len(done))

@@ -6,22 +6,29 @@ the slot: a bucket is a cache line of eight cells, a cell is 32 bits of the key'
 slot's number + 1, 0 is empty. A key that finds its bucket full goes to the next one, and each
 bucket counts the keys that passed it, so that a search knows when to stop and nothing is left
 behind by a removal.
+
+Keys mostly come in chain order, and the blocks of a chain mostly lie side by side. So a search
+looks for the first key, follows the chain as long as its next block is the next slot, and compares
+the keys there; only what is left over is hashed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvhearth.model import I64, Bools
+from kvhearth.keys import PackedKeys
+from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.buckets import Buckets, Hashes, Same, hash_one, hash_words, multipliers
 
 _U64 = npt.NDArray[np.uint64]
 _WORD_BYTES = 8
 _FEW = 4
 """So many keys cost less one by one."""
+_RUN_MIN = 64
+"""Keys found side by side that make it worth to look for another run behind them."""
 
 
 class Index:
@@ -30,51 +37,120 @@ class Index:
     Args:
         slot_count: slots are numbered below this.
         seed: of the hash; a secret one where keys come from strangers.
+        after: for each slot the head that continues it, plus one, or 0; shape (slot_count,). A
+            bound head is continued by bound heads of its namespace and group. None: nothing is
+            known of chains.
     """
 
-    def __init__(self, slot_count: int, seed: int = 0) -> None:
+    def __init__(self, slot_count: int, seed: int = 0, after: U32 | None = None) -> None:
         self._by = multipliers(seed)
         self._by_numbers = self._by.tolist()
         self._tables: dict[tuple[int, int], Buckets] = {}
         self._key_bytes = np.zeros(slot_count, np.uint8)
         # By words of a key; most daemons see one width. Rows that no slot used take no memory.
         self._rows: dict[int, _U64] = {}
+        self._after = after
 
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 
-    def find(self, namespace: int, group: int, keys: list[bytes]) -> I64:
+    def find(self, namespace: int, group: int, keys: Sequence[bytes]) -> I64:
         """Head slots of keys, shape (n,); -1 where there is none. Keys are of one length."""
         table = self._tables.get((namespace, group))
-        if not table or not keys or len(keys[0]) != table.key_bytes:
+        if table is None or not keys or len(keys[0]) != table.key_bytes:
             return np.full(len(keys), -1, np.int64)
         if len(keys) <= _FEW:
-            rows = self._rows[_width(table.key_bytes)]
-            return np.array([self._find_one(table, rows, key) for key in keys], np.int64)
+            return np.array([self._find_one(table, key) for key in keys], np.int64)
         words = _words(keys)
+        if self._after is not None:
+            return self._find_runs(table, words)
+        return self._find_hashed(table, words)
+
+    def find_one(self, namespace: int, group: int, key: bytes) -> int:
+        """As ``find``, of one key."""
+        table = self._tables.get((namespace, group))
+        if table is None or len(key) != table.key_bytes:
+            return -1
+        return self._find_one(table, key)
+
+    def _find_one(self, table: Buckets, key: bytes) -> int:
+        rows = self._rows[_width(table.key_bytes)]
+        padded = key.ljust(rows.shape[1] * _WORD_BYTES, b"\0")
+        return self._among(table.like(hash_one(padded, self._by_numbers)), rows, padded)
+
+    @staticmethod
+    def _among(heads: list[int], rows: _U64, padded: bytes) -> int:
+        return next((at for at in heads if rows[at].tobytes() == padded), -1)
+
+    def _find_hashed(self, table: Buckets, words: _U64) -> I64:
         return table.find(hash_words(words, self._by), self._asked(words))
 
-    def _find_one(self, table: Buckets, rows: _U64, key: bytes) -> int:
-        padded = key.ljust(rows.shape[1] * _WORD_BYTES, b"\0")
-        value = hash_one(padded, self._by_numbers)
-        return next((at for at in table.like(value) if rows[at].tobytes() == padded), -1)
+    def _find_runs(self, table: Buckets, words: _U64) -> I64:
+        """As ``_find_hashed``; keys of a chain whose blocks lie side by side are not hashed."""
+        parts, done = list[I64](), 0
+        while done < len(words):
+            run = self._run(table, words[done:])
+            if run is not None:
+                parts.append(run)
+                done += len(run)
+            if run is None or len(run) < _RUN_MIN:
+                if done < len(words):
+                    parts.append(self._find_hashed(table, words[done:]))
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def bind(self, namespace: int, group: int, keys: list[bytes], heads: I64) -> None:
+    def _run(self, table: Buckets, words: _U64) -> I64 | None:
+        """Heads of the first keys, as far as they follow each other in a chain and in memory; None
+        if the first is not bound.
+        """
+        assert self._after is not None
+        head = self._find_one(table, words[0].tobytes()[: table.key_bytes])
+        if head < 0:
+            return None
+        # The slots of a block lie side by side too, so heads are as far apart as it has shards.
+        step = max(int(self._after[head]) - 1 - head, 1)
+        links = self._after[head : head + step * (len(words) - 1) : step]
+        heads = np.arange(head, head + step * (len(links) + 1), step)
+        strays = np.flatnonzero(links != heads[1:] + 1)
+        length = int(strays[0]) + 1 if len(strays) else len(heads)
+        rows = self._rows[words.shape[1]][head : head + step * length : step]
+        if rows.tobytes() != words[:length].tobytes():
+            length = int((rows == words[:length]).all(axis=1).argmin())
+        return heads[:length]
+
+    def bind(self, namespace: int, group: int, keys: Sequence[bytes], heads: I64) -> None:
         """Bind distinct keys of one length, none of them bound, to heads."""
         if not keys:
             return
         words = _words(keys)
-        width = words.shape[1]
-        if width not in self._rows:
-            self._rows[width] = np.zeros((len(self._key_bytes), width), np.uint64)
-        self._rows[width][heads] = words
+        table = self._table_for(namespace, group, len(keys[0]))
+        self._rows[words.shape[1]][heads] = words
         self._key_bytes[heads] = len(keys[0])
+        table.add(self._hashes(words), heads)
+
+    def bind_new(self, namespace: int, group: int, key: bytes, head: int) -> bool:
+        """As ``bind``, of one key; False, with nothing changed, if it is bound already."""
+        table = self._table_for(namespace, group, len(key))
+        width = _width(len(key))
+        padded = key.ljust(width * _WORD_BYTES, b"\0")
+        value, rows = hash_one(padded, self._by_numbers), self._rows[width]
+        if self._among(table.like(value), rows, padded) >= 0:
+            return False
+        rows[head] = np.frombuffer(padded, np.uint64)
+        self._key_bytes[head] = len(key)
+        table.add_one(value, head)
+        return True
+
+    def _table_for(self, namespace: int, group: int, key_bytes: int) -> Buckets:
         table = self._tables.get((namespace, group))
         if table is None:
-            table = self._tables[namespace, group] = Buckets(len(keys[0]))
-        if table.key_bytes != len(keys[0]):
-            raise ValueError(f"a key of {len(keys[0])} bytes among keys of {table.key_bytes}")
-        table.add(self._hashes(words), heads)
+            table = self._tables[namespace, group] = Buckets(key_bytes)
+        if table.key_bytes != key_bytes:
+            raise ValueError(f"a key of {key_bytes} bytes among keys of {table.key_bytes}")
+        width = _width(key_bytes)
+        if width not in self._rows:
+            self._rows[width] = np.zeros((len(self._key_bytes), width), np.uint64)
+        return table
 
     def key(self, head: int) -> bytes:
         """The key of a bound head."""
@@ -153,10 +229,10 @@ def _width(key_bytes: int) -> int:
     return -(-key_bytes // _WORD_BYTES)
 
 
-def _words(keys: list[bytes]) -> _U64:
+def _words(keys: Sequence[bytes]) -> _U64:
     """Keys as rows of words, shape (n, words), padded with zeros."""
     size = len(keys[0])
-    blob = b"".join(keys)
+    blob = keys.blob if isinstance(keys, PackedKeys) else b"".join(keys)
     if len(blob) != len(keys) * size:
         raise ValueError("keys of different lengths in one call")
     if not size % _WORD_BYTES:

@@ -32,6 +32,9 @@ class PolicySet:
         if keys is None:
             policy.insert(heads)
             return
+        if len(keys) == 1:
+            policy.insert(heads, np.array([hash(keys[0]) & 0xFFFFFFFF], np.uint32))
+            return
         marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
         policy.insert(heads, marks)
 

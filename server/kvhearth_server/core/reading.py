@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvhearth_server.core.holding import drop_lease, hold, hold_room, newly_held
 from kvhearth_server.core.lookup import Need, blocks_needed, hit_boundaries
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.single import Singles
 from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
 from kvhearth_server.core.writing import SlotsItem
@@ -23,6 +25,9 @@ from kvhearth_server.core.writing import SlotsItem
 _SUMMED = int(State.SUMMED)
 _TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
 """By whether a block is present."""
+_YES, _IN_DRAM = np.array([True]), np.array([Tier.DRAM], np.uint8)
+for _shared in (_YES, _IN_DRAM):
+    _shared.setflags(write=False)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class KeysItem:
     """Keys of one KV group, in chain order."""
 
     kv_group: int
-    keys: list[bytes]
+    keys: Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Reading:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
+        self._singles = Singles(state)
 
     def lookup(
         self,
@@ -97,6 +103,10 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
+        if lease_id and len(items) == 1 and len(items[0].keys) == 1:
+            found = self._lookup_one(session, epoch, items[0], lease_id, now)
+            if found is not None:
+                return found
         group, namespace, seen = self._resolve(session, epoch, items)
         if lease_id:
             self._check_lease(group, lease_id)
@@ -123,6 +133,27 @@ class Reading:
         state.count("lookups")
         self._count_keys(seen)
         return Found(granted, hit, groups, short, self._wishes(namespace, items, seen))
+
+    def _lookup_one(
+        self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
+    ) -> Found | None:
+        """As ``lookup``, of one key; None where the general way must look."""
+        state = self._state
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        if epoch != namespace.epoch:
+            return None
+        head = self._singles.lookup(group, namespace, item.kv_group, item.keys[0], lease_id)
+        if head < 0:
+            return None
+        slots = np.array([head], np.int64)
+        self._mark_used(slots)
+        group.leases[lease_id] = slots
+        group.leased_at[lease_id] = now
+        spec = namespace.contract.groups[item.kv_group]
+        extents = state.table.extents(slots, spec.page_bytes, summed=True)
+        presence = Presence(item.kv_group, _YES, _YES, _YES, _IN_DRAM, extents)
+        return Found(lease_id, spec.block_tokens, [presence], None, [])
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
@@ -204,10 +235,12 @@ class Reading:
             spec = state.spec(namespace, item.kv_group)
             heads = state.index.find(namespace.number, item.kv_group, item.keys)
             safe = np.maximum(heads, 0)
-            present = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
-            ready = present & (table.state[safe] == _SUMMED)
+            present = table.epoch[safe] == namespace.epoch
+            present &= heads >= 0
+            ready = table.state[safe] == _SUMMED
+            ready &= present
             below = None
-            if state.below is not None and not present.all():
+            if state.below is not None and np.count_nonzero(present) < len(present):
                 below = state.below.present(namespace, item.kv_group, item.keys) & ~present
             seen.append(_Seen(item.kv_group, spec, heads, present, ready, below))
         kinds = {one.kv_group for one in seen}
@@ -280,7 +313,7 @@ class Reading:
             need = blocks_needed(one.spec, hit)
             parts.append(flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards)))
         slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        if (slots[1:] > slots[:-1]).all():
+        if not np.count_nonzero(slots[1:] <= slots[:-1]):
             return slots
         return np.unique(slots)
 

@@ -63,7 +63,7 @@ class CoreState:
             SlabPool(self.table, i, self._slab_sized) for i in range(len(geometry.segments))
         ]
         self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
-        self.index = Index(geometry.slot_count, hash_seed)
+        self.index = Index(geometry.slot_count, hash_seed, self.table.child)
         self.chains = Chains(self.table)
         self.offers = Offers(self.table)
         self.below: Below | None = None
@@ -106,7 +106,9 @@ class CoreState:
     def count(self, name: str, amount: int = 1, label: str = "") -> None:
         """Count something for the shell's metrics."""
         if amount:
-            self.counts[name, label] += amount
+            place = (name, label)
+            # Not `+=`: a counter that is emptied after each call misses most names.
+            self.counts[place] = self.counts.get(place, 0) + amount
 
     def tick(self) -> int:
         """A logical time that rises with every call, for ages of slabs; wraps after 4 billion
@@ -122,7 +124,7 @@ class CoreState:
             KVHearthError: ``group_gone``.
         """
         group = self.groups.of_session(session)
-        if group is None or group.ended or session not in {m.session for m in group.attached}:
+        if group is None or group.ended or not group.has_attached(session):
             raise KVHearthError(Reason.GROUP_GONE, "this session's group has ended; attach again")
         return group
 

@@ -17,6 +17,7 @@ from kvhearth_server.core.groups import Group, Handed
 from kvhearth_server.core.holding import hold_room
 from kvhearth_server.core.membership import put_aside, take_from_aside
 from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.single import Singles
 from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
 
@@ -44,6 +45,7 @@ class Writing:
         self._state = state
         self._evictor = evictor
         self._binder = Binder(state)
+        self._singles = Singles(state)
 
     def reserve(
         self, session: int, reservation_id: int, epoch: int, wants: list[tuple[int, int]]
@@ -168,6 +170,8 @@ class Writing:
         group = state.group_of(session)
         namespace = state.namespaces.get(group.namespace)
         check_epoch(namespace, epoch)
+        if len(items) == 1 and self._singles.commit(group, namespace, items[0]):
+            return [np.array([True])]
         total = sum(len(item.keys) for item in items)
         require(
             total <= state.limits.keys_max,

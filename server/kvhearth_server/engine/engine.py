@@ -297,8 +297,7 @@ class Engine:
         state = self.core.state
         for action in state.take_actions():
             self._do(action)
-        for (name, label), amount in state.take_counts().items():
-            self.counters.add(name, amount, label)
+        self.counters.add_all(state.take_counts())
         for used_at in state.take_evicted():
             self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
         if self.tiering is not None:

@@ -25,6 +25,9 @@ DRAM, SSD = "dram", "ssd"
 _PORTION_BYTES = 4 << 20
 """Read at once: a fraction of a millisecond of the thread that others' checksums wait for."""
 
+_SEGMENT_PART = 64
+"""What is read from SSD needs slots: at most this part of a segment is taken for it."""
+
 _ROUND_S = 1.0
 """A round takes no less, however little there is."""
 
@@ -65,6 +68,9 @@ class Scrub:
         self._engine = engine
         self._verify = verify
         self._rate = bytes_per_s
+        geometry = engine.core.state.table.geometry
+        smallest = min(map(geometry.segment_bytes, range(len(geometry.segments))))
+        self._load_bytes = min(_PORTION_BYTES, smallest // _SEGMENT_PART)
 
     def start(self, supervisor: Supervisor) -> None:
         """Start a task for each tier; call on the loop."""
@@ -101,9 +107,8 @@ class Scrub:
             if slab % _SLABS_A_TURN == _SLABS_A_TURN - 1:
                 await asyncio.sleep(0)
             for heads in self._portions(slab):
-                live = heads[self._begin_blocks(heads)].tolist()
-                blocks = [np.array(table.shards_of(head), np.int64) for head in live]
-                size = sum(map(table.total_bytes, blocks))
+                blocks = table.blocks_of(heads[self._begin_blocks(heads)])
+                size = table.total_bytes(np.concatenate([np.zeros(0, np.int64), *blocks]))
                 await self._verify(blocks, "scrub")
                 self._count(DRAM, len(blocks), size)
                 await pace.spend(size)
@@ -154,7 +159,7 @@ class Scrub:
         self, tiering: Tiering, pace: Pace, family: Family, keys: list[bytes]
     ) -> None:
         block_bytes = family.length * family.shards
-        step = max(1, _PORTION_BYTES // block_bytes)
+        step = max(1, self._load_bytes // block_bytes)
         for start in range(0, len(keys), step):
             wish = self._wish(tiering, family, keys[start : start + step])
             if wish is None:

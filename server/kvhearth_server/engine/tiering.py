@@ -139,7 +139,8 @@ class Tiering:
                 self._raising.completed(completion)
         for evicted in self.tier.take_evicted():
             self._evicted(evicted)
-        if len(self._core.climbing.strays) and not self.tier.status.locked_files:
+        status = self.tier.status
+        if len(self._core.climbing.strays) and not (status.locked_files or status.unusable_places):
             self._call(self._core.climbing.free_strays)
         self._raising.begin()
         self._lowering.begin()

@@ -175,6 +175,10 @@ class Counters:
             ValueError: a name that is not in the table, a negative count, a label where there is
                 none (or the other way round), or one that is not among its counter's values.
         """
+        with self._lock:
+            if n >= 0 and (name, label) in self._counts:
+                self._counts[name, label] += n
+                return
         counter = TABLE.get(name)
         if counter is None:
             raise ValueError(f"there is no counter {name!r}; add it to TABLE")
@@ -191,6 +195,17 @@ class Counters:
         with self._lock:
             key = (name, self._bounded(name, counter, label))
             self._counts[key] = self._counts.get(key, 0) + n
+
+    def add_all(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """As ``add``, of many by name and label value."""
+        with self._lock:
+            known = self._counts
+            strange = {place: n for place, n in counts.items() if n < 0 or place not in known}
+            for place, n in counts.items():
+                if place not in strange:
+                    known[place] += n
+        for (name, label), n in strange.items():
+            self.add(name, n, label)
 
     def _bounded(self, name: str, counter: Counter, label: str) -> str:
         if not label or counter.values:

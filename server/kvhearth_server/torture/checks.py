@@ -15,6 +15,7 @@ from kvhearth_server.torture import damage
 from kvhearth_server.torture.content import key_of
 from kvhearth_server.torture.places import CapacityWatch
 from kvhearth_server.torture.report import CAUGHT, CRASH, LEAK, LOST, OVER, STALL
+from kvhearth_server.torture.shape import ROOMY
 from kvhearth_server.torture.workers import ANSWER_S, Client
 from kvhearth_server.torture.world import UselessError, World
 
@@ -38,6 +39,7 @@ def check(world: World) -> None:
         if found.books_error:
             world.report.find(LEAK, f"the books do not balance: {found.books_error}", world.where)
         _counters(world, found.boot_id, dict(found.counters))
+        _acknowledged(world, found.counters.get("demoted_blocks", 0))
     _alive(world)
     world.judge_slow()
 
@@ -53,11 +55,14 @@ def capacity(world: World, watch: CapacityWatch) -> None:
 def _alive(world: World) -> None:
     """Daemon and clients run, unless the kit ended them."""
     for client in list(world.clients):
-        if client.alive or client.expected_end:
-            continue
-        text = f"client {client.name} ended with {client.process.poll()}: {client.log_tail()}"
-        world.report.find(CRASH, text, world.where)
-        world.replace(client, kill=True)
+        if not client.alive and not client.expected_end:
+            text = f"client {client.name} ended with {client.process.poll()}: {client.log_tail()}"
+            world.report.find(CRASH, text, world.where)
+            world.replace(client, kill=True)
+        for text in client.new_failures():
+            world.report.find(CRASH, f"client {client.name}: {text}", world.where)
+    for text in world.daemon.new_failures():
+        world.report.find(CRASH, f"the daemon: {text}", world.where)
     if not world.daemon.alive:
         status = world.daemon.wait_end(0.0)
         text = f"the daemon ended with {status}: {world.daemon.complaints()}"
@@ -90,6 +95,22 @@ def _counters(world: World, boot_id: str, counters: dict[str, int]) -> None:
             world.report.figures["checksum_failures_counted"] += more
             if not world.checksum_failures_expected:
                 world.report.find(CAUGHT, f"{more} {name}", world.where)
+
+
+def _acknowledged(world: World, demoted: int) -> None:
+    """What the daemon says to have written is there.
+
+    Only where memory has room for all: a block that left memory and is stored again counts again.
+    So does one that was damaged.
+    """
+    roomy = world.shape.kind == ROOMY and world.shape.ssd_bytes
+    if not roomy or not world.drive_is_good or world.checksum_failures_expected:
+        return
+    there = len(damage.blocks_on_disk(world.ssd_dir))
+    world.report.figures["demotions_found_on_the_drive"] += demoted
+    if there < demoted:
+        text = f"{demoted} blocks were acknowledged to be on the drive, {there} are"
+        world.report.find(LOST, text, world.where, demoted - there)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -136,9 +157,10 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
 
 def _where_they_are(world: World, model: str, numbers: Iterable[int]) -> str:
     arena = {each.key for each in damage.in_arena(world.arena_dir, world.shape.memory_bytes)}
-    drive = damage.keys_on_disk(world.ssd_dir)
+    drive, epoch = damage.blocks_on_disk(world.ssd_dir), world.oracle.epoch(model)
     keys = [key_of(model, number) for number in numbers]
-    return f"{sum(k in arena for k in keys)} in the arena, {sum(k in drive for k in keys)} on disk"
+    written = sum((key, epoch) in drive for key in keys)
+    return f"{sum(key in arena for key in keys)} in the arena, {written} on disk"
 
 
 def _told(said: dict[str, object], names: Iterable[str]) -> str:
@@ -207,15 +229,11 @@ def _sunk(world: World) -> None:
     with world.paused():
         end = time.monotonic() + DRIVE_S
         while True:
-            whole = damage.keys_on_disk(world.ssd_dir)
-            above = 0
-            for model in {each.model for each in world.clients}:
-                numbers = world.oracle.sealed(model)[1]
-                above += sum(key_of(model, number) not in whole for number in numbers)
+            above = sum(map(len, world.not_on_disk().values()))
             if not above or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)
-    world.report.figures["sealed_not_on_the_drive"] += above
+    world.report.figures[f"sealed_not_on_the_drive: {world.shape.kind}"] += above
 
 
 def _end_clients(world: World) -> None:

@@ -1,4 +1,4 @@
-"""A daemon whose clocks jump: ``python -m kvhearth_server.torture.clock FILE serve ...``.
+"""Clocks that jump, in one process: see ``cli.skewed`` for the daemon that runs with them.
 
 The machine's clock is everybody's and must not be set. So the daemon runs unchanged, and only its
 ``time.time`` and ``time.monotonic`` add what is written in a file: two numbers of seconds, for the
@@ -10,9 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 _FIELDS = struct.Struct("<dd")
@@ -41,16 +39,3 @@ def follow(path: Path) -> None:
         return monotonic() + float(_FIELDS.unpack_from(page)[1])
 
     time.time, time.monotonic = skewed_wall, skewed_monotonic
-
-
-def main(words: Sequence[str]) -> int:
-    """Follow the file, then be ``kvhearth`` with the words that are left."""
-    follow(Path(words[0]))
-    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    from kvhearth_server.cli.app import run
-
-    return run(words[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

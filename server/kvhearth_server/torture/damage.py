@@ -50,6 +50,7 @@ class OnDisk:
     """A record of a segment file: ``page`` is its header's; ``whole``: its payload is right."""
 
     key: bytes
+    epoch: int
     shard: int
     shards: int
     path: Path
@@ -114,16 +115,21 @@ def on_disk(folder: Path) -> list[OnDisk]:
     return [record for path in segment_files(folder) for record in _records(path)]
 
 
-def keys_on_disk(folder: Path) -> set[bytes]:
-    """Keys of blocks whose shards are all there, each with its checksum."""
-    shards: dict[tuple[Path, bytes], set[int]] = {}
-    counts: dict[tuple[Path, bytes], int] = {}
+def blocks_on_disk(folder: Path) -> set[tuple[bytes, int]]:
+    """(key, epoch) of blocks whose shards are all there, each with its checksum."""
+    shards: dict[tuple[Path, bytes, int], set[int]] = {}
+    counts: dict[tuple[Path, bytes, int], int] = {}
     for record in on_disk(folder):
         if record.whole:
-            where = (record.path, record.key)
+            where = (record.path, record.key, record.epoch)
             shards.setdefault(where, set()).add(record.shard)
             counts[where] = record.shards
-    return {where[1] for where, found in shards.items() if len(found) == counts[where]}
+    return {where[1:] for where, found in shards.items() if len(found) == counts[where]}
+
+
+def keys_on_disk(folder: Path) -> set[bytes]:
+    """Keys of them."""
+    return {key for key, _ in blocks_on_disk(folder)}
 
 
 def _records(path: Path) -> Iterator[OnDisk]:
@@ -147,7 +153,8 @@ def _records(path: Path) -> Iterator[OnDisk]:
         payload = data[start : start + length]
         whole = xxhash.xxh3_128_digest(payload.data) == row["checksum"].tobytes()
         key = row["key"].tobytes()[: int(row["key_bytes"])]
-        yield OnDisk(key, int(row["shard"]), int(row["shard_count"]), path, page, length, whole)
+        shard, shards, epoch = (int(row[name]) for name in ("shard", "shard_count", "epoch"))
+        yield OnDisk(key, epoch, shard, shards, path, page, length, whole)
 
 
 def footers(folder: Path) -> list[Path]:

@@ -66,18 +66,16 @@ class Oracle:
             self._count(why, len(gone))
             return len(gone)
 
-    def excuse_all(self, why: str) -> None:
-        """Every block."""
-        with self._lock:
-            for one in self._models.values():
-                self._count(why, len(one.sealed))
-                one.sealed = {}
-
     def sealed(self, model: str) -> tuple[int, list[int]]:
         """(epoch, blocks) that must be there."""
         with self._lock:
             one = self._models.get(model, _Model())
             return one.epoch, list(one.sealed) if self.keeps else []
+
+    def epoch(self, model: str) -> int:
+        """Of a model's weights; -1 while unknown."""
+        with self._lock:
+            return self._models.get(model, _Model()).epoch
 
     def known(self, model: str) -> list[int]:
         """Blocks that may be there."""

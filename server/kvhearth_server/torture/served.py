@@ -21,7 +21,6 @@ from kvhearth.faults import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.url import ADMIN_TOKEN_FILE, ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth_server.config import ENV_PREFIX
-from kvhearth_server.torture import clock
 from kvhearth_server.transport.rpc.admin import ADMIN_TOKEN_KEY
 
 Reply = TypeVar("Reply")
@@ -30,6 +29,9 @@ READY_S = 40.0
 END_S = 30.0
 STATS_S = 20.0
 _SHOWN_CHARS = 1500
+_SKEWED = "kvhearth_server.cli.skewed"
+_TRACEBACK = "Traceback (most recent call last)"
+_EXPECTED = "socket.accept() out of system resource"
 _URL_OPTIONS = "call_ms=8000&lookup_ms=8000&attach_ms=8000&heartbeat_ms=200"
 
 
@@ -57,6 +59,7 @@ class Daemon:
         self._environment = dict(environment)
         self._words = ["serve", *flags, "--socket-dir", str(self.socket_dir)]
         self._clock_file = clock_file
+        self._read_to = 0
 
     @property
     def url(self) -> str:
@@ -85,7 +88,7 @@ class Daemon:
         if self._clock_file is None:
             command = [sys.executable, "-m", "kvhearth_server.cli.app", *self._words]
         else:
-            command = [sys.executable, "-m", clock.__name__, str(self._clock_file), *self._words]
+            command = [sys.executable, "-m", _SKEWED, str(self._clock_file), *self._words]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=kept)
 
@@ -186,14 +189,10 @@ class Daemon:
             return [int(word) for word in text.split()]
         return []
 
-    def log_text(self) -> str:
-        """The output of all starts."""
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
     def complaints(self, count: int = 12) -> str:
         """What it complained of last, each once, and what it printed that is no log line."""
         found: dict[str, str] = {}
-        for text in self.log_text().splitlines():
+        for text in self.log_path.read_text(errors="replace").splitlines():
             try:
                 line = json.loads(text)
             except ValueError:
@@ -204,6 +203,16 @@ class Daemon:
                 found[str(line.get("event"))] = f"{line.get('event')}: {what}"[-_SHOWN_CHARS:]
         return "\n".join(list(found.values())[-count:])
 
+    def new_failures(self) -> list[str]:
+        """Exceptions that it logged or printed since the last call."""
+        if not self.log_path.exists():
+            return []
+        with self.log_path.open(errors="replace") as log:
+            log.seek(self._read_to)
+            text = log.read()
+            self._read_to = log.tell()
+        return failures_in(text)
+
     def stop(self) -> None:
         """SIGSTOP."""
         self.signal(signal.SIGSTOP)
@@ -213,8 +222,16 @@ class Daemon:
         self.signal(signal.SIGCONT)
 
 
-def takes(flag: str) -> bool:
-    """Whether ``kvhearth serve`` knows a setting; flags are made of these."""
-    from kvhearth_server.config import Settings
-
-    return flag in Settings.model_fields
+def failures_in(text: str) -> list[str]:
+    """Exceptions in a log, but for those that a fault of the kit must cause."""
+    found: list[str] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if "exception" in said and not str(said.get("event")).startswith(_EXPECTED):
+                    found.append(f"{said.get('event')}: {said['exception']}"[-_SHOWN_CHARS:])
+        elif line.startswith(_TRACEBACK):
+            found.append("\n".join(lines[number : number + 24])[:_SHOWN_CHARS])
+    return found

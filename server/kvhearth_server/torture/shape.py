@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.tiers.ssd.settings import capacity_least
+
 MIB = 1 << 20
 SLAB_BYTES = 2 * MIB
 SLOT_BYTES_MIN = 16 << 10
@@ -112,7 +115,9 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
     }[kind]
     segment = dice.choice([1, 2]) * MIB
     # Three times, since what is stored again or carried over lies there twice for a while.
-    room = dice.choice([6, 9]) * segment if kind == PRESSED else 3 * largest + 24 * segment
+    room = 3 * largest + 24 * segment
+    if kind == PRESSED:
+        room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment
     return Shape(
         kind=kind,
         memory_bytes=memory,
@@ -120,7 +125,7 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
         segment_bytes=segment,
         models=models,
         clients=((0, shards == 1), (1, True), (dice.choice([0, 1]), False)),
-        blocks_max=blocks if kind != PRESSED else 4 * blocks,
+        blocks_max=blocks if kind != PRESSED else 12 * blocks,
         flush=dice.random() < 0.2,
         interface=dice.choice(["auto", "auto", "auto", "threads"]),
         verify_adopted=dice.random() < 0.7,

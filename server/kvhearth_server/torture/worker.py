@@ -24,7 +24,7 @@ from typing import Any
 from kvhearth import faults
 from kvhearth_server.torture.content import contract_of
 from kvhearth_server.torture.engine import Clock, Engine, Seen
-from kvhearth_server.torture.pipes import Pipes
+from kvhearth_server.torture.piping import Pipes
 from kvhearth_server.torture.stalls import Metronome
 
 _BEAT_S = 0.25

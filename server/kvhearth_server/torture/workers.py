@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth_server.config import ENV_PREFIX
+from kvhearth_server.torture.served import failures_in
 
 ANSWER_S = 30.0
 END_S = 30.0
@@ -40,6 +41,7 @@ class Client:
         self.log_path = folder / f"{name}.log"
         self.doing: tuple[str, float] = ("", 0.0)
         self.expected_end = False
+        self._read_to = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._heard = heard
         self._answers: queue.Queue[Line] = queue.Queue()
         self._next_id = 0
@@ -113,6 +115,14 @@ class Client:
             status = None
         self._reap()
         return status
+
+    def new_failures(self) -> list[str]:
+        """Exceptions that it logged or printed since the last call."""
+        with self.log_path.open(errors="replace") as log:
+            log.seek(self._read_to)
+            text = log.read()
+            self._read_to = log.tell()
+        return failures_in(text)
 
     def log_tail(self, lines: int = 40) -> str:
         """The end of what it wrote."""

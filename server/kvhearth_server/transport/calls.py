@@ -6,6 +6,7 @@ A call whose work needs no waiting costs no task: its reply is written before th
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -16,7 +17,10 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.statuses import encode_status
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
+from kvhearth_server.observability.log_rate import LimitedLog
+from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.decisions import Decisions, failure
+from kvhearth_server.transport.stream import Stream
 
 CONNECTIONS_PER_SESSION_MAX = 64
 _UNOPENED_MAX = 64
@@ -24,6 +28,11 @@ _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
 _CALLS_PER_TURN = 8
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
+_READ_BYTES = 64 * 1024
+_ACCEPTS_PER_TURN = 16
+_ACCEPT_PAUSE_S = 0.05
+_log = get_logger("kvhearth.calls")
+_troubles = LimitedLog(_log)
 
 
 class CallsServer:
@@ -37,38 +46,64 @@ class CallsServer:
         self.engine = engine
         self.decisions = decisions
         self.timeout_s = timeout_s
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
         self._by_session: dict[int, set[_Connection]] = {}
+        self.inbox = memoryview(bytearray(_READ_BYTES))
+        """Where all connections read into: what came is taken out before the next one reads."""
         engine.sessions.on_left = self._session_left
 
-    async def start(self, path: Path) -> None:
-        """Listen; the socket's mode lets every user connect whom the directory lets in, the token
-        decides.
+    def start(self, path: Path) -> None:
+        """Listen, on the running loop; the socket's mode lets every user connect whom the directory
+        lets in, the token decides.
         """
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _Connection(self), str(path), backlog=_BACKLOG
-        )
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setblocking(False)
+        listener.bind(str(path))
         path.chmod(0o666)
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._open_door()
 
     def stop(self) -> None:
         """Close the door and all connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         for connection in list(self._connections):
-            connection.close()
+            connection.abort()
 
-    def made(self, connection: _Connection) -> None:
-        """A peer connected."""
+    def _open_door(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, most likely; the others still have their turns.
+                _troubles.warning("cannot accept", kind="accept", error=str(error))
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener)
+                loop.call_later(_ACCEPT_PAUSE_S, self._open_door)
+                return
+            connection.setblocking(False)
+            self._made(_Connection(self, connection))
+
+    def _made(self, connection: _Connection) -> None:
         self._connections.add(connection)
         self._unopened[connection] = None
         if len(self._unopened) > _UNOPENED_MAX:
             oldest = next(iter(self._unopened))
             # Now, not when it is lost: many may come before that.
             del self._unopened[oldest]
-            oldest.close()
+            oldest.abort()
 
     def open(self, connection: _Connection, token: str) -> Session:
         """A connection told its token.
@@ -99,63 +134,52 @@ class CallsServer:
 
     def _session_left(self, number: int) -> None:
         for connection in self._by_session.pop(number, set()):
-            connection.close()
+            # A call under way still runs to its end.
+            connection.abort()
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(Stream):
     """One peer: frames in, a reply for each in order."""
 
-    def __init__(self, server: CallsServer) -> None:
+    def __init__(self, server: CallsServer, connection: socket.socket) -> None:
+        super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
         self._server = server
         self._engine = server.engine
         self._decisions = server.decisions
         self._body_bytes_max = server.engine.shell.message_bytes_max
         self._buffer = bytearray()
-        self._transport: Any = None
         self._token = ""
         self._session: Session | None = None
         self._task: asyncio.Task[None] | None = None
-        self._full = False
-        self._deadline: asyncio.TimerHandle | None = None
-        self._flush: asyncio.TimerHandle | None = None
+        self._deadline = self._loop.call_later(server.timeout_s, self._late)
+        self._patience: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._transport.set_write_buffer_limits(high=_REPLIES_WAITING_BYTES_MAX)
-        self._server.made(self)
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(self._server.timeout_s, self._late)
+    def received(self, data: memoryview) -> None:
+        """See ``Stream``."""
+        self._buffer += data
+        self._work()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._flush):
+    def filled(self) -> None:
+        """A peer that does not read its replies is asked nothing more."""
+        self.read_on(False)
+        self._flush_in_time()
+
+    def emptied(self) -> None:
+        """It has read them."""
+        if self._patience is not None:
+            self._patience.cancel()
+        self._work()
+
+    def ended(self) -> None:
+        """See ``Stream``."""
+        for timer in (self._deadline, self._patience):
             if timer is not None:
                 timer.cancel()
         self._server.lost(self, self._session)
 
-    def close(self) -> None:
-        """End the connection; a call under way still runs to its end."""
-        self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        self._work()
-
-    def pause_writing(self) -> None:
-        # A peer that does not read its replies is asked nothing more.
-        self._full = True
-        self._transport.pause_reading()
-        self._flush_in_time()
-
-    def resume_writing(self) -> None:
-        self._full = False
-        if self._flush is not None:
-            self._flush.cancel()
-        self._work()
-
     def _flush_in_time(self) -> None:
         """What a peer does not read must not be kept for as long as it lives."""
-        loop = asyncio.get_running_loop()
-        self._flush = loop.call_later(self._server.timeout_s, self._transport.abort)
+        self._patience = self._loop.call_later(self._server.timeout_s, self.abort)
 
     def _late(self) -> None:
         if self._session is None:
@@ -167,16 +191,16 @@ class _Connection(asyncio.Protocol):
         """Answer what has come whole, a few calls at a time: others have their turn too."""
         for _ in range(_CALLS_PER_TURN):
             if not self._answer_next():
-                if self._task is None and not self._full:
-                    self._transport.resume_reading()
+                if self._task is None and not self.full:
+                    self.read_on(True)
                 return
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._work)
+        self.read_on(False)
+        self._loop.call_soon(self._work)
 
     def _answer_next(self) -> bool:
         """Answer one frame; False if none is whole, one is under way, or replies pile up."""
         header = frames.HEADER
-        if self._task is not None or self._full or self._transport.is_closing():
+        if self._task is not None or self.full or self.closing:
             return False
         if len(self._buffer) < header.size:
             return False
@@ -211,22 +235,22 @@ class _Connection(asyncio.Protocol):
         except KVHearthError as error:
             self._refuse_and_close(error)
             return
-        self._send(frames.DONE, 0, b"")
+        self._reply(frames.DONE, 0, b"")
 
     def _answer(self, name: str, number: int, body: bytes) -> None:
         began = time.perf_counter()
         try:
             # Before parsing, and for every call: the session may have ended.
-            session = self._decisions.admit(self._token)
+            session = self._session
+            if session is None or session.gone:
+                session = self._decisions.admit(self._token)
             reply = self._decisions.decide(name, self._decisions.parse(name, body), session)
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
             self._refuse(name, number, began, error)
             return
         if isinstance(reply, Coroutine):
-            self._transport.pause_reading()
-            self._task = asyncio.get_running_loop().create_task(
-                self._finish(name, number, began, reply)
-            )
+            self.read_on(False)
+            self._task = self._loop.create_task(self._finish(name, number, began, reply))
             return
         self._done(name, number, began, reply)
 
@@ -243,12 +267,12 @@ class _Connection(asyncio.Protocol):
         self._work()
 
     def _done(self, name: str, number: int, began: float, reply: Any) -> None:
-        self._send(frames.DONE, number, reply.SerializeToString())
+        self._reply(frames.DONE, number, reply.SerializeToString())
         self._engine.timings.observe(name, "OK", time.perf_counter() - began)
 
     def _refuse(self, name: str, number: int, began: float, error: Exception) -> None:
         refusal = failure(self._engine, error)
-        self._send(frames.REFUSED, number, encode_status(refusal))
+        self._reply(frames.REFUSED, number, encode_status(refusal))
         code = refusal.status.code.name
         self._engine.timings.observe(name, code, time.perf_counter() - began)
 
@@ -256,10 +280,9 @@ class _Connection(asyncio.Protocol):
         """For what makes the stream useless; the peer learns why."""
         if error.reason is Reason.BAD_MESSAGE:
             self._engine.counters.add("attach_frames_bad")
-        self._send(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
-        self._transport.close()
+        self._reply(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
+        self.close()
         self._flush_in_time()
 
-    def _send(self, kind: int, number: int, body: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(frames.HEADER.pack(len(body), kind, number) + body)
+    def _reply(self, kind: int, number: int, body: bytes) -> None:
+        self.write(frames.HEADER.pack(len(body), kind, number) + body)

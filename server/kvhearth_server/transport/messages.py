@@ -10,7 +10,7 @@ import numpy as np
 
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.keys import split_keys
+from kvhearth.keys import PackedKeys, split_keys
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.binding import CommitItem
@@ -26,7 +26,7 @@ def keys_items(
 ) -> list[KeysItem]:
     """Keys of each group; counted before they are cut apart."""
     _bound(groups, sum(len(group.keys) for group in groups), contract, keys_max)
-    return [KeysItem(group.group, split_keys(group.keys, contract.hash_bytes)) for group in groups]
+    return [KeysItem(group.group, PackedKeys(group.keys, contract.hash_bytes)) for group in groups]
 
 
 def commit_items(

@@ -20,6 +20,9 @@ HANDOVER = "kvhearth_tokens"
 
 SPIN_S = 0.0002
 """How long a step may wait, in all, for answers that are about to come."""
+IDLE_SPIN_S = 0.003
+"""The same while no request was admitted: a step that schedules nothing takes as long, and the
+threads that ask would share the processor with it."""
 EARLY_MAX = 256
 """Requests that wait for their turn and have been asked for: each may hold a lease."""
 ASKS_MAX = 8
@@ -59,11 +62,12 @@ class Requests:
         self._asking: set[str] = set()
         self._adapters = Adapters()
         self._aged_at = 0.0
-        self._spin_left_s = SPIN_S
+        self._spun_s = 0.0
+        self._admitted_count = 0
 
     def begin_step(self) -> None:
         """A scheduling step has ended: the next one may wait anew."""
-        self._spin_left_s = SPIN_S
+        self._spun_s = 0.0
         now = time.monotonic()
         if now - self._aged_at >= _AGES_S:
             self._aged_at = now
@@ -77,7 +81,7 @@ class Requests:
             result = None if lookup is None else lookup.result
             if lookup is None or result is None:
                 continue
-            if now - lookup.answered_at > self._settings.lease_s:
+            if _aged(lookup, now, self._settings.lease_s):
                 if not state.seen:
                     self._note(state, lookup, result)
                 self._drop(state)
@@ -199,9 +203,10 @@ class Requests:
         lookup, now = state.lookup, time.monotonic()
         assert lookup is not None
         result = lookup.result
-        if result is None and self._spin_left_s > 0:
-            result = lookup.wait(self._spin_left_s)
-            self._spin_left_s -= time.monotonic() - now
+        spin_s = (SPIN_S if self._admitted_count else IDLE_SPIN_S) - self._spun_s
+        if result is None and spin_s > 0:
+            result = lookup.wait(spin_s)
+            self._spun_s += time.monotonic() - now
         if result is None:
             if now - lookup.asked_at >= self._settings.lookup_wait_ms / 1000:
                 self._tally.add("lookup_late")
@@ -220,7 +225,7 @@ class Requests:
                 self._ask(state)
             return False
         void = lookup.session_id != self._client.session_id
-        if void or now - lookup.answered_at > self._settings.lease_s:
+        if void or _aged(lookup, now, self._settings.lease_s):
             self._drop(state)
             # A wait for room costs no question. An answer that was old at the first look does:
             # with steps longer than a lease the request would wait for ever.
@@ -293,6 +298,7 @@ class Requests:
             return  # vLLM's second call, for the blocks after the loaded ones
         if not state.admitted:
             self._tally.add("hit_engine_tokens", state.computed_tokens)
+            self._admitted_count += 1
         state.admitted = True
         if external_tokens:
             self._asking.discard(request.request_id)
@@ -307,6 +313,7 @@ class Requests:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._drop(state, gone=True)
+            self._admitted_count -= state.admitted
         return state
 
     def forget(self) -> None:
@@ -334,3 +341,8 @@ class Requests:
 def _count(value: Any) -> int:
     """A count from outside: a positive integer, or 0."""
     return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
+def _aged(lookup: Lookup, now: float, lease_s: float) -> bool:
+    """Whether a lease is to be given back; while blocks climb, a new one comes by itself."""
+    return now - lookup.answered_at > lease_s and not lookup.climbing

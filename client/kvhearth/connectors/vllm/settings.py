@@ -26,6 +26,8 @@ class Settings:
         min_load_tokens, max_load_tokens: bounds of one load; 0 for none.
         offload_prompt_only: keep no blocks of generated tokens.
         held_percent: of the engine's KV blocks that stores may keep from reuse.
+        touch_pages: touch the KV pages of an engine on a CPU in the background at its start, so
+            that the first loads do not wait for the machine's memory.
         lease_s: after this time an unused lease is given back; the request asks anew.
         stock_tokens: tokens for which empty slots are held ready; 0 for two steps' worth.
         revision: identity of the weights, instead of the hub's revision or the files' digest.
@@ -43,6 +45,7 @@ class Settings:
     max_load_tokens: int = 0
     offload_prompt_only: bool = False
     held_percent: int = 25
+    touch_pages: bool = True
     lease_s: int = 10
     stock_tokens: int = 0
     revision: str = ""

@@ -34,12 +34,13 @@ from kvhearth.layout import PagedKV
 from kvhearth.meters import LOGGER, Warnings
 from kvhearth.model import I64
 from kvhearth.pipeline.movers import Movers
+from kvhearth.populate import Populate
 
 QUEUE_MAX = 4096
 """Loads or stores that wait for a copier: vLLM's own queues bound them."""
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.008
 """How long a step without tokens waits for a load: it has nothing else to do, and vLLM's loop would
-hold the interpreter's lock meanwhile."""
+take the processor and the interpreter's lock from the copy meanwhile."""
 PATIENCE_S = 2.0
 """For a copier's queue to take a job."""
 CLOSE_S = 5.0
@@ -104,6 +105,7 @@ class WorkerHalf:
         )
         self._handshake = Handshake("", problem="the worker registered no KV cache")
         self._client: KVClient | None = None
+        self._populate: Populate | None = None
         self._loading: Movers | None = None
         self._storing: Movers | None = None
         self._loads: deque[_Work] = deque()
@@ -153,6 +155,9 @@ class WorkerHalf:
             scheduler=False,
             rank=self._rank,
         )
+        if self._settings.touch_pages and all(one.device == "cpu" for one in pages):
+            spans = [span for one in pages for span in one.host_spans()]
+            self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
         # Apart, so that a load does not wait for the stores before it.
         self._loading, self._storing = Movers(client, kv), Movers(client, kv)
@@ -313,6 +318,8 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Let the copies end and go."""
+        if self._populate is not None:
+            self._populate.close()
         if self._client is None:
             return
         for movers in (self._loading, self._storing):

@@ -85,6 +85,7 @@ class Course:
                 await driven.settled()
                 await self._measure(raw, driven)
                 values["tier_call_max_ms"] = round(driven.call_s * 1e3, 1)
+                values["tier_call_cpu_max_ms"] = round(driven.call_cpu_s * 1e3, 1)
             values["loop_block_max_ms"] = round(self._ticker.late_s * 1e3, 1)
             values["loop_idle_max_ms"] = round(self._idle.late_s * 1e3, 1)
             tier.drain(_DRAIN_S)
@@ -109,6 +110,7 @@ class Course:
         )
         for _ in steps(self._sizes.rounds, "reads"):
             await self._read(raw, mover)
+        driven.closely = True
         carried = tier.counts["carried_blocks"]
         for _ in steps(self._sizes.rounds, "both"):
             await self._mix(raw, mover)
@@ -143,8 +145,8 @@ class Course:
         async with self._ticker.running():
             with self._turns.timed("mixed"):
                 await asyncio.gather(
-                    mover.load(self._last[-len(fresh) :], batches=2),
-                    mover.store(fresh, batches=2),
+                    mover.load(self._last[-len(fresh) :], batches=3),
+                    mover.store(fresh, batches=3),
                 )
         self._last = fresh
 

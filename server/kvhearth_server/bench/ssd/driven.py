@@ -53,12 +53,15 @@ class Driven:
     """A tier and the task that takes its turns; use it as a context manager.
 
     Attributes:
-        call_s: the longest single call of the tier.
+        call_s, call_cpu_s: the longest single call of the tier, and the one that took most of the
+            processor.
+        closely: look at the processor too; that clock costs as much as some calls.
     """
 
     def __init__(self, tier: SsdTier) -> None:
         self.tier = tier
-        self.call_s = 0.0
+        self.call_s = self.call_cpu_s = 0.0
+        self.closely = False
         self._out: dict[int, asyncio.Future[Completion]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -89,9 +92,12 @@ class Driven:
             loop.remove_reader(self.tier.event_fd)
 
     def _timed(self, call: Callable[[], _T]) -> _T:
+        used = time.thread_time() if self.closely else 0.0
         start = time.perf_counter()
         found = call()
         self.call_s = max(self.call_s, time.perf_counter() - start)
+        if self.closely:
+            self.call_cpu_s = max(self.call_cpu_s, time.thread_time() - used)
         return found
 
     async def settled(self) -> None:
@@ -146,21 +152,23 @@ class Mover:
                 self._stored.extend(numbers[row] for row in stored)
                 numbers = [numbers[row] for row in put_off]
                 if numbers:
-                    await asyncio.sleep(_HOLD_S)
+                    told = [each for each, _ in done.parts if isinstance(each, Throttled)]
+                    await asyncio.sleep(max(each.retry_after_s for each in told))
 
     async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
         """Load all."""
         left = _cut(numbers)
         async with asyncio.timeout(_DEADLINE_S):
-            await asyncio.gather(*(self._load_some(left) for _ in range(batches)))
+            await asyncio.gather(*(self._load_some(left, place) for place in range(batches)))
 
-    async def _load_some(self, left: Iterator[list[int]]) -> None:
+    async def _load_some(self, left: Iterator[list[int]], place: int) -> None:
         for numbers in left:
-            await self._load(keys_of(numbers), numbers[0])
+            await self._load(keys_of(numbers), place)
 
-    async def _load(self, keys: list[bytes], first: int, *, missing: bool = False) -> int:
-        done = await self._driven.load_batch(self._slots.load_batch(keys, first))
-        there = len(keys) - len(done.rows(Missing)) * missing
+    async def _load(self, keys: list[bytes], place: int, *, scrub: bool = False) -> int:
+        done = await self._driven.load_batch(self._slots.load_batch(keys, place, use=not scrub))
+        # The tier may still be making room.
+        there = len(keys) - len(done.rows(Missing)) * scrub
         if len(done.rows(Done)) != there:
             raise OSError(f"a load failed: {done.parts}")
         return there
@@ -173,7 +181,7 @@ class Mover:
             for _ in range(count):
                 number = self._stored[0]  # not so old that it is evicted meanwhile
                 start = time.perf_counter()
-                await self._load(keys_of([number]), number)
+                await self._load(keys_of([number]), BATCHES_OUT)
                 times.append(time.perf_counter() - start)
         finally:
             self._stop = True
@@ -183,22 +191,19 @@ class Mover:
 
     async def walk(self) -> int:
         """Load everything that is stored, as a scrub does; how many blocks it was."""
-        portions: list[tuple[int, list[bytes]]] = []
-        cursor = at = 0
-        while True:
-            cursor, step = self._driven.tier.walk(cursor, BATCH)
-            for _, keys in step:
-                portions.append((at, keys))
-                at += len(keys)
-            if not cursor:
-                break
-        left = iter(portions)
-        # The tier may still be making room.
-        found = (self._load_portions(left) for _ in range(BATCHES_OUT))
+        left = self._portions()
+        found = (self._load_portions(left, place) for place in range(BATCHES_OUT))
         return sum(await asyncio.gather(*found))
 
-    async def _load_portions(self, left: Iterator[tuple[int, list[bytes]]]) -> int:
-        return sum([await self._load(keys, first, missing=True) for first, keys in left])
+    def _portions(self) -> Iterator[list[bytes]]:
+        cursor, more = 0, True
+        while more:
+            cursor, step = self._driven.tier.walk(cursor, BATCH)
+            yield from (keys for _, keys in step)
+            more = cursor > 0
+
+    async def _load_portions(self, left: Iterator[list[bytes]], place: int) -> int:
+        return sum([await self._load(keys, place, scrub=True) for keys in left])
 
 
 def _cut(numbers: Iterable[int]) -> Iterator[list[int]]:

@@ -28,6 +28,7 @@ FIGURES = (
     ),
     Figure("loop_idle_max_ms", "the same of a loop with nothing to do: what the machine does"),
     Figure("tier_call_max_ms", "longest single call of the tier on the loop"),
+    Figure("tier_call_cpu_max_ms", "most processor time of one: what is not the machine's doing"),
     Figure("cpu_s_per_gb", "processor time a GB, the larger of the next two", "<=", 0.1),
     Figure("write_cpu_s_per_gb", "of stores, checksums and the driving loop included"),
     Figure("read_cpu_s_per_gb", "of loads, checksums and the driving loop included"),

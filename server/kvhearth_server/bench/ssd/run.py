@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import platform
 import sys
@@ -48,6 +49,7 @@ def run(
     result = Result()
     result.values |= {"version": __version__, "machine": machine(), "interface": name}
     start = time.monotonic()
+    gc.freeze()  # as the daemon does
     with _own_folder(folder) as own, _switching(_SWITCH_S):
         try:
             asyncio.run(_measure(own, sizes, name, result))

@@ -16,7 +16,7 @@ SLOTS = 128
 """Blocks that are stored from, and as many that are loaded into."""
 BATCH = 16
 BATCHES_OUT = 7
-"""So many batches are under way, a little less than the slots: as the daemon has it."""
+"""So many batches are under way, and room is left for one: about as much as the daemon's."""
 SMALL_BYTES = PAGE_BYTES
 """A block of the restarts: how long a block is makes no difference to a footer."""
 _SPARE_BYTES = 256 * MIB

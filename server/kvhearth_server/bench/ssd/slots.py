@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from kvhearth.model import U8, Records
-from kvhearth_server.bench.ssd.sizes import BLOCK_BYTES, SLOTS
+from kvhearth_server.bench.ssd.sizes import BATCH, BLOCK_BYTES, SLOTS
 from kvhearth_server.tiers.base import PLACE_DTYPE, Family, LoadBatch, StoreBatch
 
 _MAP_HUGETLB = 0x40000
@@ -51,10 +51,12 @@ class Slots:
         sums = self._sums[slots].reshape(-1, 1)
         return StoreBatch(FAMILY, keys_of(names.tolist()), _places(slots), sums, names, names)
 
-    def load_batch(self, keys: list[bytes], first: int) -> LoadBatch:
-        """Any blocks, into the targets of ``first`` and those behind it."""
-        slots = SLOTS + (first + np.arange(len(keys))) % SLOTS
-        return LoadBatch(FAMILY, keys, _places(slots))
+    def load_batch(self, keys: list[bytes], place: int, *, use: bool = True) -> LoadBatch:
+        """A batch of any blocks, into its own place of ``SLOTS // BATCH``: two that are under way
+        must not have the same.
+        """
+        slots = SLOTS + place * BATCH + np.arange(len(keys))
+        return LoadBatch(FAMILY, keys, _places(slots), is_use=use)
 
 
 def keys_of(numbers: Iterable[int]) -> list[bytes]:

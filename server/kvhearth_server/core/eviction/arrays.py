@@ -86,6 +86,10 @@ class PolicyArrays:
 
         ``slots`` has shape (n,); one that occurs twice counts once, one in no policy has no effect.
         """
+        if len(slots) == 1:
+            slot = int(slots[0])
+            self.freq[slot] = min(int(self.freq.item(slot)) + 1, FREQ_MAX)
+            return
         freq = self.freq[slots]
         freq += freq < FREQ_MAX
         self.freq[slots] = freq
@@ -111,6 +115,18 @@ class PolicyArrays:
             self.position[slots] = 0
             raise ValueError(f"{repeated} of {len(slots)} slots occur more than once")
         self.freq[slots] = 0
+
+    def claim_one(self, slot: int) -> None:
+        """As ``claim``, of one slot.
+
+        Raises:
+            ValueError: if it does not exist or is in a ring already; nothing has changed.
+        """
+        if not 0 <= slot < self.slot_count:
+            raise ValueError(f"slots {slot}..{slot} are not within 0..{self.slot_count - 1}")
+        if self.position.item(slot):
+            raise ValueError(f"1 slots are in a policy already, the first is {slot}")
+        self.freq[slot] = 0
 
     def require_range(self, slots: I64) -> None:
         """Raise ValueError if a slot, of at least one, does not exist; negative ones would wrap."""

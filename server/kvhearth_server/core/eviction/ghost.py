@@ -43,3 +43,11 @@ class Ghost:
         known = self._tags[places] == tags
         self._tags[places] = np.where(known, np.uint8(0), tags)
         return np.asarray(known)
+
+    def take_known_one(self, fingerprint: int) -> bool:
+        """As ``take_known``, of one."""
+        place = fingerprint & (len(self._tags) - 1)
+        tag = max(fingerprint >> int(_TAG_SHIFT), 1)
+        known = bool(self._tags.item(place) == tag)
+        self._tags[place] = 0 if known else tag
+        return known

@@ -44,6 +44,9 @@ class S3FifoPolicy:
         """See ``EvictionPolicy.insert``; a key that the ghost knows goes to the main queue."""
         if fingerprints is not None and len(fingerprints) != len(slots):
             raise ValueError(f"{len(fingerprints)} fingerprints for {len(slots)} slots")
+        if len(slots) == 1 and fingerprints is not None:
+            self._insert_one(int(slots[0]), int(fingerprints[0]))
+            return
         self._arrays.claim(slots)
         if fingerprints is None:
             self._small.push(slots)
@@ -52,6 +55,12 @@ class S3FifoPolicy:
         known = self._ghost.take_known(fingerprints)
         self._small.push(slots[~known])
         self._main.push(slots[known])
+
+    def _insert_one(self, slot: int, fingerprint: int) -> None:
+        self._arrays.claim_one(slot)
+        self._ghost.fit(len(self) + 1)
+        known = self._ghost.take_known_one(fingerprint)
+        (self._main if known else self._small).push_one(slot)
 
     def touch(self, slots: I64) -> None:
         """See ``EvictionPolicy.touch``."""

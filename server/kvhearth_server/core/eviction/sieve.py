@@ -29,6 +29,10 @@ class SievePolicy:
         """See ``EvictionPolicy.insert``."""
         if fingerprints is not None and len(fingerprints) != len(slots):
             raise ValueError(f"{len(fingerprints)} fingerprints for {len(slots)} slots")
+        if len(slots) == 1:
+            self._arrays.claim_one(int(slots[0]))
+            self._ring.push_one(int(slots[0]))
+            return
         self._arrays.claim(slots)
         self._ring.push(slots)
 

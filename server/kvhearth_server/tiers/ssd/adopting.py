@@ -108,7 +108,8 @@ class Adopter:
         if self._index.number_of(of.namespace) < 0:
             self._counts.add("dropped_namespaces", len(keys))
             return
-        if self._index.any_bound(of.namespace, of.group, keys):
+        bound = self._index.any_bound(of.namespace, of.group, keys)
+        if bound:
             younger = self._younger(segment, of, keys)
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
             rows = rows[~younger]
@@ -116,7 +117,8 @@ class Adopter:
         if not keys:
             return
         before = len(self._index)
-        self._index.bind(of.namespace, of.group, keys, segment.number, rows)
+        number = segment.number
+        self._index.bind(of.namespace, of.group, keys, number, rows, unbound=not bound)
         replaced = before + len(keys) - len(self._index)
         self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
         self._counts.add("recovered_blocks", len(keys) - replaced)

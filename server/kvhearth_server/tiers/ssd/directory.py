@@ -11,13 +11,10 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from kvhearth.model import Records
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
-    RECORD_DTYPE,
     DirectoryHead,
     Doubt,
     SegmentHead,
@@ -101,13 +98,11 @@ class Segment:
                 high = middle - 1
         return low
 
-    def footer_records(self) -> Records:
-        """All record headers for the footer, in the order of their places."""
-        every, at = np.zeros(sum(map(len, self.records)), RECORD_DTYPE), 0
-        for part in self.records:
-            every[at : at + len(part)] = part
-            at += len(part)
-        return every[np.argsort(every["position"], kind="stable")]
+    def footer_parts(self) -> list[Records]:
+        """All record headers for the footer, in the order of their places: each part is of a run
+        of neighbours.
+        """
+        return sorted(self.records, key=lambda part: int(part["position"][0]))
 
     def restart(self, head: SegmentHead) -> None:
         """Begin a new life of the file."""

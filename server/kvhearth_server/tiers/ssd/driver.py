@@ -157,10 +157,9 @@ class Driver:
         if self._running or self._flushing:
             return False
         self._verifier.stop()
-        self._sort_verified()
-        for jobs in self._unflushed.values():
-            for job in jobs:
-                self._finish(job, errno.ECANCELED)
+        for job in itertools.chain(self._verified, *self._unflushed.values()):
+            self._finish(job, errno.ECANCELED)
+        self._verified.clear()
         self._unflushed.clear()
         return True
 
@@ -235,13 +234,10 @@ class Driver:
         else:
             self._finish(job, 0)
 
-    def _sort_verified(self) -> None:
+    def _flush(self) -> None:
         while self._verified:
             job = self._verified.popleft()
             self._unflushed.setdefault(job.fd, []).append(job)
-
-    def _flush(self) -> None:
-        self._sort_verified()
         if not self._unflushed:
             return
         busy = {fd for fd, _ in self._flushing.values()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,18 +185,22 @@ def directory_page(head: DirectoryHead) -> bytes:
     return row.tobytes().ljust(PAGE_BYTES, b"\0")
 
 
-def footer(head: SegmentHead, records: Records, end_position: int) -> bytes:
-    """The footer of a segment: whole pages that end where the segment ends."""
-    lines = records.tobytes()
-    row = np.zeros(1, FOOTER_DTYPE)
+def write_footer(pages: U8, head: SegmentHead, parts: Sequence[Records], end_position: int) -> None:
+    """Make zeroed ``pages``, ``footer_pages`` of them, the footer of a segment, which ends where
+    the segment ends. ``parts``: record headers, in the order of their places.
+    """
+    at = 0
+    for part in parts:
+        data = part.view(np.uint8).reshape(-1)
+        pages[at : at + len(data)] = data
+        at += len(data)
+    row = pages[-PAGE_BYTES:][: FOOTER_DTYPE.itemsize].view(FOOTER_DTYPE)
     row["magic"], row["version"] = FOOTER_MAGIC, VERSION
     row["log_id"], row["segment_sequence"] = head.log_id, head.sequence
-    row["segment_bytes"], row["count"] = head.segment_bytes, len(records)
+    row["segment_bytes"], row["count"] = head.segment_bytes, at // RECORD_BYTES
     row["end_position"] = end_position
-    row["digest"] = np.frombuffer(xxhash.xxh3_128_digest(lines), "V16")
+    row["digest"] = np.frombuffer(xxhash.xxh3_128_digest(pages[:at].data), "V16")
     seal(row)
-    padded = lines.ljust(pages_of(len(lines)) * PAGE_BYTES, b"\0")
-    return padded + row.tobytes().ljust(PAGE_BYTES, b"\0")
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
+import numpy.ma  # np.unique would load it at its first call, on the loop
 
 from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
-from kvhearth_server.tiers.base import Evicted
+from kvhearth_server.tiers.base import Evicted, Family
 
 ROW_DTYPE = np.dtype(
     [
@@ -150,6 +151,18 @@ class SsdIndex:
             out[there] = self.rows(entries[there])[:, 0]
         return out
 
+    def present(self, family: Family, keys: Sequence[bytes]) -> tuple[Bools, I64]:
+        """Which blocks of a family are there, (n,), of the right epoch, length and shard count; and
+        the entries of all keys.
+        """
+        entries = self.find(family.namespace, family.group, keys)
+        good = entries >= 0
+        if good.any():
+            heads = self.heads(entries)
+            good &= (heads["epoch"] == family.epoch) & (heads["length"] == family.length)
+            good &= heads["shards"] == family.shards
+        return good, entries
+
     def used(self, entries: I64) -> None:
         """Count a use of each."""
         for entry in entries.tolist():
@@ -163,12 +176,20 @@ class SsdIndex:
         return found is not None and not found.keys().isdisjoint(keys)
 
     def bind(
-        self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
+        self,
+        namespace: bytes,
+        group: int,
+        keys: list[bytes],
+        segment: int,
+        rows: Records,
+        *,
+        unbound: bool = False,
     ) -> None:
         """Bind blocks that are in ``segment`` now; what their keys were bound to is dead.
 
         Args:
             rows: (n, shards); ``family``, ``shard``, ``shards`` and ``live`` are set here.
+            unbound: none of the keys is bound, as the caller has looked.
 
         Raises:
             ValueError: ``number_of`` gave the namespace no number.
@@ -181,7 +202,7 @@ class SsdIndex:
         rows["shard"], rows["shards"], rows["live"] = np.arange(shards), shards, 1
         found = self._maps.setdefault((number, group), {})
         table = self.segments.setdefault(segment, SegmentRows())
-        if found and not found.keys().isdisjoint(keys):
+        if not unbound and found and not found.keys().isdisjoint(keys):
             self.unbind(namespace, group, keys)
         column: list[bytes | None] = [None] * (count * shards)
         column[::shards] = keys

@@ -54,13 +54,12 @@ class PageWriter:
         self._driver, self._counts, self._clock = driver, counts, clock
 
     def write(
-        self, segment: Segment, content: bytes, offset: int, then: Callable[[Job], None]
+        self, segment: Segment, content: Buffer, offset: int, then: Callable[[Job], None]
     ) -> None:
         """Write whole pages at ``offset``; ``then`` is called with the request when it ended."""
-        buffer = Buffer(content)
-        self._counts.add("written_bytes", len(buffer))
-        pieces = ((buffer.address, len(buffer)),)
-        job = Job(Op.WRITE, segment.fd, offset, pieces, len(buffer), (), then, buffer)
+        self._counts.add("written_bytes", len(content))
+        pieces = ((content.address, len(content)),)
+        job = Job(Op.WRITE, segment.fd, offset, pieces, len(content), (), then, content)
         # A segment's first page is waited for by all that is stored; its footer by nobody.
         job.urgent = offset == 0
         self._driver.submit([job])

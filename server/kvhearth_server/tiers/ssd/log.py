@@ -17,10 +17,17 @@ from kvhearth.model import Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.driver import Driver
-from kvhearth_server.tiers.ssd.format import PAGE_BYTES, SegmentHead, footer, segment_page
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    SegmentHead,
+    footer_pages,
+    segment_page,
+    write_footer,
+)
 from kvhearth_server.tiers.ssd.janitor import Result
 from kvhearth_server.tiers.ssd.job import Job
 from kvhearth_server.tiers.ssd.lane import Lane, PageWriter
+from kvhearth_server.tiers.ssd.pages import Buffer
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 
 _STRIPE_BYTES = 8 << 20
@@ -169,7 +176,9 @@ class Log:
         """Write the footer once no write is in flight."""
         if segment.writes:
             return
-        content = footer(segment.head, segment.footer_records(), segment.end)
+        parts = segment.footer_parts()
+        content = Buffer(footer_pages(sum(map(len, parts))) * PAGE_BYTES)
+        write_footer(content.bytes, segment.head, parts, segment.end)
         offset = segment.directory.segment_bytes - len(content)
         segment.writes += 1
         self._pages.write(segment, content, offset, lambda job: self._sealed(segment, job))
@@ -266,7 +275,7 @@ class Log:
         segment.state, lane.next = SegmentState.HEADING, segment
         segment.writes += 1
         self._pages.write(
-            segment, segment_page(head), 0, lambda job: self._headed(lane, segment, job)
+            segment, Buffer(segment_page(head)), 0, lambda job: self._headed(lane, segment, job)
         )
 
     def _headed(self, lane: Lane, segment: Segment, job: Job) -> None:

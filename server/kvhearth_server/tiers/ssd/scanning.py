@@ -64,7 +64,7 @@ class _Window:
     """Pages that are read at once, and the records that seem to begin in them."""
 
     def __init__(self, segment: Segment, reader: Reader, first: int, size: int) -> None:
-        wanted = pages_of(min(SCAN_BYTES, size - first * PAGE_BYTES)) * PAGE_BYTES
+        wanted = pages_of(max(0, min(SCAN_BYTES, size - first * PAGE_BYTES))) * PAGE_BYTES
         data = reader.lend(segment.fd, first * PAGE_BYTES, wanted)
         self.first, self.pages = first, len(data) // PAGE_BYTES
         self._pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
@@ -117,70 +117,83 @@ def scan(
     """Find records by their headers, on any page that is not inside a believed one, and sum their
     payloads: the last ones may be torn. The file is gone through once, in large reads.
     """
-    closed = not found.head.sequence
-    if closed:
-        # The segment's own page is lost: the youngest life among its records is the one.
-        last = _youngest_life(segment, reader, found.head, size, stopped)
-        found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
-    good: list[Records] = []
-    page = found.end
-    while page * PAGE_BYTES < size:
-        window = _Window(segment, reader, page, size)
-        if stopped():
-            return
-        if not window.pages:
-            break
-        page = _go_through(window, segment, reader, found, good, size)
-    lines = np.array(good, RECORD_DTYPE) if good else np.zeros(0, RECORD_DTYPE)
-    found.records = whole_blocks(lines, found.doubts)
-    found.empty = not len(found.records)
-    # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
-    found.resume = not closed and not segment.damaged and not found.empty
+    _Scan(segment, reader, found, size).run(stopped)
 
 
-def _go_through(
-    window: _Window,
-    segment: Segment,
-    reader: Reader,
-    found: Recovered,
-    good: list[Records],
-    size: int,
-) -> int:
-    """Add what is good; the page with which the next window begins."""
-    window_end = window.first + window.pages
-    for index, doubt in window.candidates(found.head, min(size, found.head.segment_bytes)):
-        at = window.first + index
-        if at < found.end:
-            continue  # inside of one that is believed: its payload only looks like a header
-        if doubt is not None:
-            found.doubts[doubt] += 1
-            continue
-        row = window.rows[index]
-        after = at + record_pages(int(row["length"]))
-        if after > window_end and index:
-            return at
-        inside = after <= window_end
-        if window.payload_good(index) if inside else _long_payload_good(segment, reader, row):
-            good.append(row)
-            found.end = after
-        else:
-            found.doubts[Doubt.TORN] += 1
-        if not inside:
-            return max(found.end, at + 1)  # the window's memory was needed for the payload
-    return max(found.end, window_end)
+class _Scan:
+    """Goes through one file of ``size`` bytes."""
 
+    def __init__(self, segment: Segment, reader: Reader, found: Recovered, size: int) -> None:
+        self._segment, self._reader = segment, reader
+        self._found, self._size = found, size
+        self._good: list[Records] = []
 
-def _youngest_life(
-    segment: Segment, reader: Reader, head: SegmentHead, size: int, stopped: Callable[[], bool]
-) -> int:
-    last, page = 0, 1
-    while page * PAGE_BYTES < size and not stopped():
-        window = _Window(segment, reader, page, size)
-        if not window.pages:
-            break
-        last = max(last, window.youngest_life(head.log_id))
-        page += window.pages
-    return last
+    def run(self, stopped: Callable[[], bool]) -> None:
+        found = self._found
+        closed = not found.head.sequence
+        if closed:
+            # The segment's own page is lost: the youngest life among its records is the one.
+            last = self._youngest_life(stopped)
+            found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
+        page = found.end
+        while (window := self._window(page)).pages:
+            if stopped():
+                return
+            page = self._go_through(window)
+        lines = np.array(self._good, RECORD_DTYPE) if self._good else np.zeros(0, RECORD_DTYPE)
+        found.records = whole_blocks(lines, found.doubts)
+        found.empty = not len(found.records)
+        # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
+        found.resume = not closed and not self._segment.damaged and not found.empty
+
+    def _window(self, page: int) -> _Window:
+        return _Window(self._segment, self._reader, page, self._size)
+
+    def _go_through(self, window: _Window) -> int:
+        """Take what is good; the page with which the next window begins."""
+        found, window_end = self._found, window.first + window.pages
+        end_bytes = min(self._size, found.head.segment_bytes)
+        for index, doubt in window.candidates(found.head, end_bytes):
+            at = window.first + index
+            if at < found.end:
+                continue  # inside of one that is believed: its payload only looks like a header
+            if doubt is not None:
+                found.doubts[doubt] += 1
+                continue
+            row = window.rows[index]
+            after = at + record_pages(int(row["length"]))
+            inside = after <= window_end
+            if not inside and index:
+                return at
+            if window.payload_good(index) if inside else self._long_payload_good(row):
+                self._good.append(row)
+                found.end = after
+            else:
+                found.doubts[Doubt.TORN] += 1
+            if not inside:
+                return max(found.end, at + 1)  # the window's memory was needed for the payload
+        return max(found.end, window_end)
+
+    def _youngest_life(self, stopped: Callable[[], bool]) -> int:
+        last, page = 0, 1
+        while (window := self._window(page)).pages and not stopped():
+            last = max(last, window.youngest_life(self._found.head.log_id))
+            page += window.pages
+        return last
+
+    def _long_payload_good(self, row: Records) -> bool:
+        """As ``_Window.payload_good``, of one that is longer than a window."""
+        left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
+        digest = xxhash.xxh3_128()
+        while left:
+            step = min(left, SCAN_BYTES)
+            data = self._reader.lend(self._segment.fd, at, pages_of(step) * PAGE_BYTES)
+            if len(data) < step:
+                return False
+            digest.update(data[:step].data)
+            left -= step
+            at += step
+        return bool(digest.digest() == row["checksum"].tobytes())
 
 
 def _whole(rows: Records) -> list[bool]:
@@ -188,18 +201,3 @@ def _whole(rows: Records) -> list[bool]:
     data, step = rows.tobytes(), RECORD_BYTES
     crcs = enumerate(rows["crc"].tolist())
     return [zlib.crc32(data[index * step : (index + 1) * step - 4]) == crc for index, crc in crcs]
-
-
-def _long_payload_good(segment: Segment, reader: Reader, row: Records) -> bool:
-    """As ``_Window.payload_good``, of one that is longer than a window."""
-    left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
-    digest = xxhash.xxh3_128()
-    while left:
-        step = min(left, SCAN_BYTES)
-        data = reader.lend(segment.fd, at, pages_of(step) * PAGE_BYTES)
-        if len(data) < step:
-            return False
-        digest.update(data[:step].data)
-        left -= step
-        at += step
-    return digest.digest() == row["checksum"].tobytes()

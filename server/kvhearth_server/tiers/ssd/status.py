@@ -48,6 +48,13 @@ class SsdStatus:
         return self._parts.adopter.locked
 
     @property
+    def unusable_places(self) -> int:
+        """Directories that could not be opened: nobody knows what a dead daemon's requests still
+        do there.
+        """
+        return len(self._parts.failed_places)
+
+    @property
     def blocks(self) -> int:
         """Blocks that can be loaded."""
         return len(self._parts.index)

@@ -1,8 +1,9 @@
 """The SSD tier: what the engine sees of it. See ``tiers.base.Tier`` for what it promises.
 
-Threads: one drives the disk (``driver``), one per directory makes files (``janitor``), one reads
-the log back at the start (``recovery``). All state is the loop's, which calls the methods here;
-none of them waits, but ``drain`` and ``close``, and the constructor for opening directories.
+Threads: one drives the disk (``driver``), one verifies (``verifier``), one per directory makes
+files (``janitor``), one reads the log back at the start (``recovery``). All state is the loop's,
+which calls the methods here; none of them waits, but ``drain`` and ``close``, and the constructor
+for opening directories.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class SsdTier:
         if refusal is not None:
             return _counted(self.counts, "stores", refusal, len(batch.keys))
         family = batch.family
-        present = self.look_up(family, batch.keys).present
+        present, _ = self._parts.index.present(family, batch.keys)
         absent = np.flatnonzero(~present)
         if len(absent) * family.shards > min(
             self._parts.pages.free - CARRY_PAGES,
@@ -130,7 +131,7 @@ class SsdTier:
             refusal = Throttled("draining" if self._parts.log.draining else "degraded")
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
-        present = self.look_up(family, batch.keys).present
+        present, entries = self._parts.index.present(family, batch.keys)
         rows = np.flatnonzero(present)
         if self._parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
             refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.reads))
@@ -138,11 +139,9 @@ class SsdTier:
         task = self._task(batch)
         task.settle(np.flatnonzero(~present).tolist(), Missing())
         if len(rows):
-            keys = [batch.keys[row] for row in rows.tolist()]
-            entries = self._parts.index.find(family.namespace, family.group, keys)
             if batch.is_use:
-                self._parts.index.used(entries)
-            self._parts.transfers.load(task, rows, entries)
+                self._parts.index.used(entries[rows])
+            self._parts.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
         return task.ticket
 
@@ -233,15 +232,12 @@ class SsdTier:
 
     def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
-        entries = self._parts.index.find(family.namespace, family.group, keys)
-        heads = self._parts.index.heads(entries)
-        good = (entries >= 0) & (heads["epoch"] == family.epoch)
-        good &= (heads["length"] == family.length) & (heads["shards"] == family.shards)
+        good, entries = self._parts.index.present(family, keys)
         if good.any():
-            facts.present[:] = good
-            facts.sequences[good] = heads["sequence"][good]
-            facts.parents[good] = heads["parent"][good]
             rows = self._parts.index.rows(entries[good], family.shards)
+            facts.present[:] = good
+            facts.sequences[good] = rows["sequence"][:, 0]
+            facts.parents[good] = rows["parent"][:, 0]
             facts.checksums[good] = rows["checksum"]
         return facts
 

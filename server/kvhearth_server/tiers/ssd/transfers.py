@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -224,26 +224,30 @@ class Transfers:
         batch = task.batch
         found = self._index.rows(entries, batch.family.shards)
         numbers = (entries >> 32).tolist()
+        # As plain numbers all at once: a conversion costs as much as half of what is done with it.
+        places = batch.places[rows]
+        columns = (found["position"], found["checksum"], places["region"], places["offset"])
+        blocks = zip(*(column.tolist() for column in columns), strict=True)
         jobs: list[Job] = []
-        for index, row in enumerate(rows.tolist()):
-            if numbers[index] not in self._log.segments:
+        for row, number, shards in zip(rows.tolist(), numbers, blocks, strict=True):
+            if number not in self._log.segments:
                 task.settle([row], Missing())
                 continue
-            jobs += self._read_block(task, row, numbers[index], found[index])
+            jobs += self._read_block(task, row, number, zip(*shards, strict=True))
         task.jobs.update(jobs)
         self.reads += len(jobs)
         self._driver.submit(jobs)
 
-    def _read_block(self, task: Task, row: int, number: int, shards: Records) -> list[Job]:
-        batch = task.batch
-        length = batch.family.length
+    def _read_block(
+        self, task: Task, row: int, number: int, shards: Iterable[tuple[int, bytes, int, int]]
+    ) -> list[Job]:
+        """Requests for the shards of a block: (position, checksum, region, offset) of each."""
+        length = task.batch.family.length
         padded = pages_of(length) * PAGE_BYTES
         segment = self._log.segments[number]
-        places = batch.places[row]
-        positions, sums = shards["position"].tolist(), shards["checksum"].tolist()
-        pairs = zip(places["region"].tolist(), places["offset"].tolist(), strict=True)
+        urgent = task.replacing is not None
         jobs = []
-        for position, sum_, (region, offset) in zip(positions, sums, pairs, strict=True):
+        for position, sum_, region, offset in shards:
             segment.reads += 1
             view = self._views[region][offset : offset + length]
             jobs.append(
@@ -255,7 +259,7 @@ class Transfers:
                     padded,
                     ((view, bytes(sum_)),),
                     lambda job: self._read(job, task, row, number),
-                    urgent=task.replacing is not None,
+                    urgent=urgent,
                 )
             )
         return jobs

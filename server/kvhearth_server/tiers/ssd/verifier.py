@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import xxhash
@@ -17,11 +18,15 @@ from kvhearth_server.tiers.ssd.job import Job
 
 
 class Verifier:
-    """Takes jobs that the device has done, and hands them on to ``done`` on its own thread."""
+    """Takes jobs that the device has done, and hands them on to ``done`` on its own thread, reads
+    before writes.
+    """
 
     def __init__(self, done: Callable[[Job], None], name: str) -> None:
         self._done = done
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._more: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
@@ -32,15 +37,17 @@ class Verifier:
 
     def put(self, job: Job) -> None:
         """Verify a job; never waits. The driver's caller bounds how many there are."""
-        self._jobs.put(job)
+        (self._reads if job.is_read else self._writes).append(job)
+        self._more.put(True)
 
     def stop(self) -> None:
         """End the thread when it has done what was put; that needs no device."""
-        self._jobs.put(None)
+        self._more.put(False)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while self._more.get():
+            job = (self._reads or self._writes).popleft()
             if not (job.cancelled and job.is_read):
                 for index, (view, wanted) in enumerate(job.checks):
                     if xxhash.xxh3_128_digest(view) != wanted:

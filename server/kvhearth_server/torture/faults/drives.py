@@ -7,27 +7,24 @@ import random
 from typing import TYPE_CHECKING
 
 from kvhearth_server.torture.faults.base import Fault, Parameters
-from kvhearth_server.torture.shape import ROOMY, Shape
+from kvhearth_server.torture.shape import Shape
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
 
 
 class _Drive(Fault):
-    """For a while the drive does as ``orders`` say.
-
-    Blocks that were not on it when that ends may be gone from then on: what cannot be written is
-    given up at last, and is evicted as if there were no drive. ``reads`` fail, too: then what was
-    on it may have been forgotten.
-    """
-
-    reads = False
+    """For a while the drive does as ``orders`` say; perhaps the daemon dies then."""
 
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"for_s": round(dice.uniform(0.3, 1.5), 3), "orders": self.orders(dice)}
+        return {
+            "for_s": round(dice.uniform(0.3, 1.5), 3),
+            "kill": dice.random() < 0.7,
+            "orders": self.orders(dice),
+        }
 
     def orders(self, dice: random.Random) -> Parameters:
         """What the drive does."""
@@ -41,13 +38,11 @@ class _Drive(Fault):
             world.traffic(parameters["for_s"])
         finally:
             world.orders()
-        with world.paused():
-            if world.shape.kind != ROOMY:
-                if self.reads:
-                    world.excuse_all(self.name)
-                else:
-                    world.excuse_not_on_disk(self.name)
         world.traffic(0.2)
+        if parameters["kill"]:
+            world.kill_daemon()
+            world.start_daemon()
+            world.traffic(0.2)
 
 
 class ReadErrors(_Drive):
@@ -55,7 +50,6 @@ class ReadErrors(_Drive):
 
     name = "read_errors"
     help = "reads of the drive end with EIO or move fewer bytes"
-    reads = True
 
     def orders(self, dice: random.Random) -> Parameters:
         rate = dice.choice([0.2, 1.0])
@@ -79,11 +73,7 @@ class WriteErrors(_Drive):
 
 
 class NoSpace(_Drive):
-    """ENOSPC for writes and for new segment files.
-
-    A tier that gets no new file makes room among those it has, and asks again a minute later: from
-    then on any block may be evicted.
-    """
+    """ENOSPC for writes and for new segment files."""
 
     name = "no_space"
     help = "ENOSPC: no new segment file can be made, and perhaps no page written"
@@ -91,11 +81,6 @@ class NoSpace(_Drive):
     def orders(self, dice: random.Random) -> Parameters:
         errors = {"write": errno.ENOSPC} if dice.random() < 0.5 else {}
         return {"make": errno.ENOSPC, "errors": errors}
-
-    def run(self, world: World, parameters: Parameters) -> None:
-        if world.shape.kind != ROOMY:
-            world.stop_keeping(self.name)
-        super().run(world, parameters)
 
 
 class SlowDrive(_Drive):
@@ -113,10 +98,9 @@ class HangingDrive(_Drive):
 
     name = "hanging_drive"
     help = "requests of the drive do not come back for 6 s"
-    reads = True
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"for_s": 6.0, "orders": self.orders(dice)}
+        return {**super().plan(dice, shape), "for_s": 6.0}
 
     def orders(self, dice: random.Random) -> Parameters:
         return {"held": dice.choice([["write"], ["read", "write"], ["read"]])}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _POINT_S = 2.5
 _POINT = re.compile(r'\bhit\("([a-z_.]+)"\)')
 _AT_START = ("catalogue", "durable")
+_OF_DRIVES = ("ssd.", "demote.", "promote.")
 
 
 @functools.cache
@@ -70,7 +71,7 @@ class KillDaemonAtPoint(Fault):
         points = [
             each
             for each in daemon_points()
-            if (shape.ssd_bytes or not each.startswith("ssd."))
+            if (shape.ssd_bytes or not each.startswith(_OF_DRIVES))
             and (shape.arena_stays or not each.startswith("journal."))
             and (shape.flush or not each.endswith("_sync"))
         ]

@@ -43,7 +43,7 @@ class Config:
     """What ``prepare`` asks for.
 
     Attributes:
-        part: ``copies`` or ``lookups``.
+        part: ``copies``, ``lookups``, or ``files`` (blocks in files under ``folder``).
         memory_bytes: how much the peer may keep.
         batch, page_bytes: blocks of a batch, and bytes of one.
         small_bytes, blocks: bytes of a block to look up, and how many there are.
@@ -68,7 +68,7 @@ class Peer(Protocol):
 
     Attributes:
         source, target: pages that an engine would have, shape (batch, page_bytes); set by
-            ``start`` for the part ``copies``.
+            ``start`` for the parts ``copies`` and ``files``.
         pages: order of the pages in a batch.
     """
 
@@ -256,9 +256,16 @@ def run_one(peer: Peer, plain: Plain, measure: str, number: int) -> dict[str, An
         wipe(target)
     else:
         stamp(source, number)
+    used = time.process_time()
     seconds = peer.measures()[measure](index)
+    used = time.process_time() - used
     compared = compare(source, target) if load else 0
-    return {"seconds": seconds, "baseline": baseline, "compared_bytes": compared}
+    return {
+        "seconds": seconds,
+        "cpu_s": used,
+        "baseline": baseline,
+        "compared_bytes": compared,
+    }
 
 
 def serve(peer: Peer, folder: Path, requests: Any, answer: Callable[[Any], None]) -> None:

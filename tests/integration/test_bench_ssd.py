@@ -1,0 +1,121 @@
+"""``kvhearth bench ssd`` runs and fills every field; how fast the drive is is not asserted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhearth.errors import KVHearthError
+from kvhearth_server.bench.ssd import figures
+from kvhearth_server.bench.ssd.figures import FIGURES, Result, missed
+from kvhearth_server.bench.ssd.sizes import FULL, QUICK, check_room
+from kvhearth_server.cli import app, bench_ssd
+from kvhearth_server.tiers.ssd.disk.choose import NAMES
+
+SPREADS = (
+    "raw_write_gbs",
+    "write_ratio",
+    "read_ratio",
+    "mixed_ratio",
+    "write_cpu_s_per_gb",
+    "cpu_s_per_gb",
+    "recover_blocks_per_s",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drive")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    """The last line of a quick run; one peer has no environment, the other none that works."""
+    command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "ssd", "--quick", "--json"]
+    where = ["--dir", str(folder), "--vllm", str(folder / "none" / "bin" / "python")]
+    ended = subprocess.run(
+        [*command, *where], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "write_ratio" in ended.stderr
+    last: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return last
+
+
+@pytest.mark.parametrize("name", [each.name for each in FIGURES])
+def test_a_figure_is_a_number(found: dict[str, Any], name: str) -> None:
+    assert isinstance(found[name], int | float)
+    assert not isinstance(found[name], bool)
+
+
+def test_what_does_not_depend_on_the_machine(found: dict[str, Any], folder: Path) -> None:
+    assert found["quick"] is True
+    assert found["interface"] in NAMES
+    assert found["recovered_blocks"] >= QUICK.small_blocks
+    assert found["cold_cache"] in {"drop_caches", "posix_fadvise"}
+    assert 1 < found["write_amplification"] < 1.1
+    assert found["missed"] == missed(found)
+    assert found["peers"] == {}
+    assert set(found["skipped"]) == {"lmcache", "vllm"}
+    assert found["machine"]["cpus"] > 0
+    assert list(folder.iterdir()) == [], "something was left on the drive"
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_a_figure_has_its_spread(found: dict[str, Any], name: str) -> None:
+    low, high = found["spread"][name]
+    assert low <= found[name] <= high
+
+
+def test_the_table_has_every_figure(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = {"write_gbs": 1.5, "spread": {"write_gbs": [1.0, 2.0]}}
+    for each in bench_ssd.shown({**found, "peers": {"lmcache": peer}}):
+        bench_ssd.console().print(each)
+    text = capsys.readouterr().out
+    assert all(each.name in text for each in FIGURES)
+    assert "1 .. 2" in text
+    assert "no interpreter" in text
+
+
+def test_targets_are_those_that_are_missed() -> None:
+    result = Result()
+    result.put("write_ratio", [0.8, 0.91, 0.95])
+    result.put("read_ratio", [0.5, 0.6, 0.7])
+    assert result.as_json()["missed"] == ["read_ratio"]
+    assert result.as_json()["spread"]["write_ratio"] == [0.8, 0.95]
+    assert figures.missed({}) == []
+
+
+def test_a_drive_with_too_little_room_is_refused(tmp_path: Path) -> None:
+    check_room(tmp_path, QUICK)
+    assert QUICK.needed_bytes < FULL.needed_bytes < 6 << 30
+    with pytest.raises(KVHearthError, match="are needed"):
+        check_room(tmp_path, type(FULL)(tier_bytes=1 << 60))
+
+
+@pytest.mark.parametrize("words", [["--dir", "/nowhere"], ["--interface", "carrier-pigeon"]])
+def test_a_wrong_word(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["bench", "ssd", "--quick", *words]) == app.EXIT_CONFIG
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn_or_says_what_it_needs(
+    found: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        assert app.run(["bench", "ssd", "--plot", str(tmp_path / "p.png")]) == app.EXIT_CONFIG
+        assert "pip install 'kvhearth[bench]'" in capsys.readouterr().err
+        return
+    from kvhearth_server.bench.ssd.plot import draw
+
+    peer = {"write_gbs": 1.5, "spread": {"write_gbs": [1.0, 2.0]}}
+    draw({**found, "peers": {"lmcache": peer}}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,259 @@
+"""The SSD tier when its drive or its settings are not what one would wish: stores go on, what is
+read is right, and counters say why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import PAGES, Engine, engine_of
+from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, new_keys, saved, store_all
+
+from kvhearth.faults import DISK_ENVIRONMENT_NAME
+
+EIO, ENOSPC, EROFS = 5, 28, 30
+
+
+class Drive:
+    """What the daemon's drive does; it looks at the file again and again."""
+
+    def __init__(self, path: Path, **orders: object) -> None:
+        self._path = path
+        self.order(**orders)
+
+    def order(self, **orders: object) -> None:
+        """From now on."""
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(orders))
+        os.replace(fresh, self._path)
+        time.sleep(0.05)
+
+
+@contextmanager
+def faulty_drive(folder: Path, **first: object) -> Iterator[tuple[Daemon, Drive]]:
+    """A daemon whose drive can be told to misbehave, from the start or later."""
+    orders = folder / "orders.json"
+    drive = Drive(orders, **first)
+    with stopped_daemon(command=True, **SSD, ssd_dirs=[f"{folder}/ssd=64MiB"]) as daemon:
+        daemon.environment[DISK_ENVIRONMENT_NAME] = str(orders)
+        daemon.start()
+        yield daemon, drive
+
+
+def right_ones(engine: Engine, keys: list[bytes]) -> int:
+    """How many of the keys can be had, by climbing too; none with a wrong byte."""
+    got = 0
+    for start in range(0, len(keys), PAGES):
+        portion = keys[start : start + PAGES]
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            one = engine.client.lookup({0: portion}, lease=False, prefetch=True).groups[0]
+            if (one.ready == one.present).all():
+                break
+            time.sleep(0.02)
+        seen = engine.check(portion)
+        assert seen.bad == []
+        got += len(seen.right)
+    return got
+
+
+def count(daemon: Daemon, name: str) -> int:
+    """A counter, over all its labels."""
+    found = daemon.counters()
+    return sum(value for key, value in found.items() if key.split("{")[0].split("/")[0] == name)
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {"errors": {"write": EIO}},
+        {"errors": {"write": ENOSPC}},
+        {"errors": {"write": EROFS}},
+        {"short": ["write"]},
+        {"held": ["write"]},
+    ],
+    ids=["EIO", "ENOSPC", "read-only", "short", "hangs"],
+)
+def test_stores_go_on_while_the_drive_takes_nothing(
+    tmp_path: Path, orders: dict[str, object]
+) -> None:
+    with (
+        faulty_drive(tmp_path) as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        first = new_keys(64)
+        store_all(engine, first)
+        saved(daemon, 64)
+        drive.order(**orders)
+        more = new_keys(2 * MEMORY_BLOCKS)
+        store_all(engine, more)
+        assert right_ones(engine, more[-MEMORY_BLOCKS // 4 :]) == MEMORY_BLOCKS // 4
+        until(lambda: count(daemon, "demotion_failed") + count(daemon, "demotion_refused"), "told")
+        drive.order()
+        assert right_ones(engine, first) == 64
+        daemon.stats()
+
+
+def test_a_file_system_without_room_from_the_start(tmp_path: Path) -> None:
+    with (
+        faulty_drive(tmp_path, make=ENOSPC) as (daemon, _),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(2 * MEMORY_BLOCKS)
+        store_all(engine, keys)
+        assert right_ones(engine, keys[-64:]) == 64
+        assert count(daemon, "demotion_refused") > 0
+        assert count(daemon, "demoted_blocks") == 0
+        daemon.stats()
+
+
+def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
+    with (
+        faulty_drive(tmp_path) as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(2 * MEMORY_BLOCKS)
+        store_all(engine, keys)
+        saved(daemon, len(keys))
+        drive.order(errors={"read": EIO})
+        assert right_ones(engine, keys) < len(keys)
+        until(lambda: count(daemon, "promotion_failed"), "failed loads are counted")
+        drive.order()
+        assert right_ones(engine, keys) > 0
+        daemon.stats()
+
+
+def test_namespaces_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "ssd"
+    with stopped_daemon(**SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
+        daemon.start()
+        keys = new_keys(32)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, len(keys))
+            (folder / "namespaces.new").mkdir()  # in the way of the file; root meets it, too
+            assert engine.client.bump_epoch()
+            until(lambda: count(daemon, "ssd_catalogue_failures"), "the failure is counted")
+            store_all(engine, new_keys(2 * MEMORY_BLOCKS))
+            daemon.stats()
+
+
+def test_a_daemon_without_its_tier_and_again_with_it(tmp_path: Path) -> None:
+    with stopped_daemon(**SSD, ssd_dirs=[f"{tmp_path}/ssd=128MiB"]) as daemon:
+        daemon.start()
+        keys = new_keys(2 * MEMORY_BLOCKS)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, len(keys))
+        dirs = daemon.settings.pop("ssd_dirs")
+        daemon.restart()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            here = right_ones(engine, keys)
+            assert 0 < here <= MEMORY_BLOCKS
+            store_all(engine, new_keys(MEMORY_BLOCKS))
+        daemon.settings["ssd_dirs"] = dirs
+        daemon.restart()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert sorted(fetch_all(engine, keys)) == sorted(keys)
+            daemon.stats()
+
+
+def test_a_tier_smaller_than_memory(tmp_path: Path) -> None:
+    dirs = [f"{tmp_path}/ssd=20MiB"]
+    with (
+        running_daemon(**{**SSD, "ssd_dirs": dirs, "memory": "32MiB"}) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(3 * 512)
+        store_all(engine, keys)
+        assert right_ones(engine, keys[-256:]) > 200
+        got = right_ones(engine, keys)
+        assert got >= 256
+        daemon.stats()
+
+
+def test_only_what_is_seen_twice_is_written(tmp_path: Path) -> None:
+    dirs = [f"{tmp_path}/ssd=64MiB"]
+    with (
+        running_daemon(**SSD, ssd_dirs=dirs, ssd_admission="seen_twice") as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        wanted, once = new_keys(20), new_keys(20)
+        store_all(engine, wanted + once)
+        until(lambda: count(daemon, "demotion_refused") >= 40, "all are refused at first")
+        assert engine.check(wanted).right == wanted
+        saved(daemon, 20)
+        store_all(engine, new_keys(2 * MEMORY_BLOCKS))
+        assert sorted(fetch_all(engine, wanted)) == sorted(wanted)
+        assert right_ones(engine, once) == 0
+
+
+def test_a_write_budget_that_is_used_up(tmp_path: Path) -> None:
+    dirs = [f"{tmp_path}/ssd=64MiB"]
+    with (
+        running_daemon(**SSD, ssd_dirs=dirs, ssd_bytes_per_day="240MiB") as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(2 * MEMORY_BLOCKS)
+        store_all(engine, keys)
+        until(lambda: count(daemon, "demotion_refused") > 0, "the budget is used up")
+        assert 0 < count(daemon, "demoted_blocks") < 64
+        assert right_ones(engine, keys) >= MEMORY_BLOCKS // 2
+        daemon.stats()
+
+
+@pytest.mark.parametrize("damage", ["torn", "other epoch", "no JSON", "gone"])
+def test_damaged_namespaces_beside_the_tier_are_believed_in_nothing(
+    tmp_path: Path, damage: str
+) -> None:
+    with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{tmp_path}/ssd=64MiB"]) as daemon:
+        daemon.start()
+        keys = new_keys(20)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, len(keys))
+            assert engine.client.bump_epoch()
+        daemon.kill()
+        path = tmp_path / "ssd" / "namespaces.json"
+        text = path.read_text()
+        if damage == "torn":
+            path.write_text(text[: len(text) // 2])
+        elif damage == "other epoch":
+            content = json.loads(text)
+            content["namespaces"][0]["epoch"] -= 1
+            path.write_text(json.dumps(content))
+        elif damage == "no JSON":
+            path.write_bytes(os.urandom(500))
+        else:
+            path.unlink()
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert not engine.client.lookup({0: keys}, lease=False).groups[0].present.any()
+            store_all(engine, keys)
+            assert engine.check(keys).right == keys
+
+
+def test_two_directories_of_which_one_is_lost(tmp_path: Path) -> None:
+    dirs = [f"{tmp_path}/one=64MiB", f"{tmp_path}/two=64MiB"]
+    with stopped_daemon(arena=False, **SSD, ssd_dirs=dirs) as daemon:
+        daemon.start()
+        keys = new_keys(200)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, len(keys))
+        daemon.kill()
+        shutil.rmtree(tmp_path / "one")
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            until(lambda: "the SSD log is read back" in daemon.log_text(), "the log is read back")
+            assert 0 < right_ones(engine, keys) < len(keys)
+            store_all(engine, keys)
+            daemon.stats()

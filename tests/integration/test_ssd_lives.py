@@ -1,0 +1,55 @@
+"""Several lives of a daemon over one arena and one tier: what was on its way when it died."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from support.daemon import Daemon, stopped_daemon, until
+from support.engine import PAGES, Engine, engine_of
+from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
+
+BLOCKS = 400
+
+
+def ask_until_dead(daemon: Daemon, engine: Engine, keys: list[bytes]) -> None:
+    """Look up and store until the daemon has died at its fault point."""
+    end = time.monotonic() + 30
+    while not daemon.dead:
+        assert time.monotonic() < end, "it does not come to its fault point"
+        with contextlib.suppress(grpc.RpcError):
+            for start in range(0, len(keys), PAGES):
+                engine.client.lookup({0: keys[start : start + PAGES]}, lease=False, prefetch=True)
+            engine.store(new_keys(4))
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "fault", ["promote.loading", "promote.loaded", "demote.submitted", "demote.done"]
+)
+def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
+    dirs = [f"{tmp_path}/ssd=256MiB"]
+    with stopped_daemon(command=True, **SSD, ssd_dirs=dirs) as daemon:
+        daemon.start()
+        keys = new_keys(BLOCKS)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, BLOCKS)
+            daemon.kill()
+            for count in (1, 2):
+                boot_id = engine.client.boot_id
+                if daemon.start(f"{fault}:{count}"):
+                    until(
+                        lambda old=boot_id: daemon.dead or engine.client.boot_id not in ("", old),
+                        "the engine is back",
+                    )
+                    ask_until_dead(daemon, engine, keys)
+            boot_id = engine.client.boot_id
+            daemon.start()
+            until(lambda: engine.ready and engine.client.boot_id != boot_id, "it is back")
+            until(lambda: not daemon.aside_bytes(), "what was loading is free again")
+            assert sorted(fetch_all(engine, keys)) == sorted(keys)
+        daemon.wait_quiet()

@@ -1,0 +1,56 @@
+"""Engines and daemons with an SSD tier: storing and fetching more than memory holds."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from support.daemon import Daemon, until
+from support.engine import PAGES, Engine, contract_of
+
+PAGE = 64 << 10
+CONTRACT = contract_of(PAGE)
+SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
+MEMORY_BLOCKS = 256
+"""That the 16 MiB of a small daemon hold."""
+
+
+def new_keys(count: int) -> list[bytes]:
+    """Keys that nobody knows."""
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def store_all(engine: Engine, keys: list[bytes]) -> None:
+    """Store all keys, waiting for room where there is none yet."""
+    left = list(keys)
+
+    def portion() -> bool:
+        done = engine.store(left[:PAGES])
+        del left[: len(done.bound)]
+        return not left
+
+    until(portion, "everything is stored", 30)
+
+
+def saved(daemon: Daemon, count: int) -> None:
+    """Wait until so many blocks are on the SSD."""
+    until(lambda: daemon.counters()["demoted_blocks"] >= count, f"{count} blocks are saved")
+
+
+def fetch_all(engine: Engine, keys: list[bytes]) -> list[bytes]:
+    """Load all keys, letting them climb; those that came, every byte of them right."""
+    right = []
+    for start in range(0, len(keys), PAGES):
+        portion = keys[start : start + PAGES]
+        end = time.monotonic() + 10
+        while True:
+            found = engine.client.lookup({0: portion}, lease=False, prefetch=True)
+            if found.groups[0].ready.all() or not found.groups[0].present.all():
+                break
+            assert time.monotonic() < end, f"they do not climb: {found}"
+            assert found.eta_us > 0
+            time.sleep(0.005)
+        seen = engine.check(portion)
+        assert seen.bad == []
+        right += seen.right
+    return right

@@ -1,0 +1,142 @@
+"""Memory touched in the background: no faults afterwards, contents as before, and an end."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.attached import attached, url_of
+from support.fake_daemon import running, small_contract, until
+
+from kvhearth import populate
+from kvhearth.client import connect
+from kvhearth.layout import PagedKV
+from kvhearth.populate import Populate, Span
+
+PAGE = mmap.PAGESIZE
+PAGES = 9000
+"""More than two pieces."""
+
+
+def memory(pages: int = PAGES) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Anonymous memory without pages."""
+    return np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
+
+
+def span(area: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Span:
+    return Span(int(area.ctypes.data), area.nbytes, PAGE)
+
+
+def faults_of_writing(area: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    area[::PAGE] = 1
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+needs_populate = pytest.mark.skipif(
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(0), 0, 23) != 0, reason="needs Linux 5.14"
+)
+
+
+@needs_populate
+def test_what_was_touched_faults_no_more() -> None:
+    area, other = memory(), memory()
+    work = Populate([span(area)], [area])
+    assert work.wait(20)
+    assert work.done_bytes == area.nbytes
+    assert faults_of_writing(area) < 100
+    assert faults_of_writing(other) > 100
+    assert work.close()
+
+
+@needs_populate
+def test_contents_stay() -> None:
+    area = memory(64)
+    area[:] = np.arange(area.nbytes, dtype=np.uint64).astype(np.uint8)
+    before = area.copy()
+    assert Populate([Span(int(area.ctypes.data) + 5, area.nbytes - 9, PAGE)], [area]).wait(20)
+    assert np.array_equal(area, before)
+
+
+@needs_populate
+def test_it_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, held = threading.Event(), threading.Event()
+    real = populate._madvise
+
+    def slow(*arguments: int) -> int:
+        reached.set()
+        assert held.wait(20)
+        return int(real(*arguments))
+
+    monkeypatch.setattr(populate, "_madvise", slow)
+    area = memory()
+    work = Populate([span(area)], [area])
+    assert reached.wait(20)
+    assert not work.close(0.01)
+    held.set()
+    assert work.close(20)
+    assert work.done_bytes == populate._PIECE_PAGES * PAGE < area.nbytes
+
+
+def test_memory_that_is_not_there_is_no_error() -> None:
+    work = Populate([Span(1 << 20, 1 << 20, PAGE)], [])
+    assert work.wait(20)
+    assert work.done_bytes == 0
+
+
+@needs_populate
+def test_scarce_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = tmp_path / "meminfo"
+    figures.write_text("MemTotal: 8388608 kB\nMemAvailable: 1060000 kB\n")
+    monkeypatch.setattr(populate, "_MEMORY", figures)
+    monkeypatch.setattr(populate, "_NODES", tmp_path / "online")
+    monkeypatch.setattr(populate, "_CGROUP", tmp_path)
+    area = memory()
+    work = Populate([span(area)], [area], allocates=True)
+    assert work.wait(20)
+    assert work.done_bytes == 0
+    figures.write_text("MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\n")
+    assert populate._plenty(1 << 30)
+    (tmp_path / "memory.max").write_text(f"{4 << 30}")
+    (tmp_path / "memory.current").write_text(f"{3 << 30}")
+    assert not populate._plenty(1 << 20)
+    (tmp_path / "memory.max").write_text("max")
+    assert populate._plenty(1 << 20)
+    (tmp_path / "online").write_text("0-1\n")
+    work = Populate([span(area)], [area], allocates=True)
+    assert work.wait(20)
+    assert work.done_bytes == 0
+
+
+def test_spans_of_pages_cover_them_once() -> None:
+    whole = np.zeros((3, 8, 4, PAGE), np.uint8)
+    apart = PagedKV([whole[0], whole[2]])
+    inside = PagedKV([whole[0, :, 0], whole[0, :, 2]])
+    base = int(whole.ctypes.data)
+    assert [(one.address - base, one.size_bytes) for one in apart.host_spans()] == [
+        (0, 32 * PAGE),
+        (64 * PAGE, 32 * PAGE),
+    ]
+    assert [(one.address - base, one.size_bytes) for one in inside.host_spans()] == [(0, 31 * PAGE)]
+
+
+def test_an_attached_client_leaves_no_thread(tmp_path: Path) -> None:
+    with attached(tmp_path) as (_, client):
+        assert client.arena is not None
+        until(lambda: client.arena._populate.wait(0))  # type: ignore[union-attr]
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+
+
+def test_a_client_that_goes_at_once_waits_for_no_page(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()):
+        client = connect(url_of(tmp_path), small_contract(), engine_id="e1")
+        assert client.wait_ready(10)
+        began = time.monotonic()
+        assert client.close()
+        assert time.monotonic() - began < 5

@@ -1,0 +1,154 @@
+"""What the SSD tier says of itself: figures, findings in a word, and what it did not take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.daemon import until
+from support.tiers import LENGTH, Arena, Desk, NoDirect, family, settings
+
+from kvhearth_server.tiers.base import Done, Throttled
+from kvhearth_server.tiers.ssd.admission import SeenTwice
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.health import WORDS
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+
+def a_tier(told: SsdSettings, **more: object) -> Desk:
+    """A tier that has read its log back."""
+    arena = Arena()
+    desk = Desk(SsdTier(told, [arena.bytes], **more), arena)  # type: ignore[arg-type]
+    desk.settle()
+    return desk
+
+
+def ended(desk: Desk) -> None:
+    """Close it; the books must balance."""
+    tier = desk.tier
+    assert tier.drain(20.0)
+    desk.events += tier.poll()
+    tier.check()  # type: ignore[attr-defined]
+    tier.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = a_tier(settings(tmp_path / "one", segments=6))
+    yield desk
+    ended(desk)
+
+
+def figures(desk: Desk):  # type: ignore[no-untyped-def]
+    return desk.tier.status.figures()  # type: ignore[attr-defined]
+
+
+def test_figures(desk: Desk, tmp_path: Path) -> None:
+    desk.store_all(range(10))
+    assert desk.load(range(4)).rows(Done).tolist() == [0, 1, 2, 3]
+    now = figures(desk)
+    assert (now.blocks, now.live_bytes) == (10, 10 * LENGTH)
+    (place,) = now.directories
+    assert place.path == str(tmp_path / "one")
+    assert place.file_bytes == sum(place.segments.values()) * (256 << 10) <= place.capacity_bytes
+    assert place.segments["open"] >= 1
+    assert place.findings == ()
+    assert not now.recovering
+    assert now.count("stored_blocks") == 10
+    assert now.count("loaded_blocks") == 4
+    assert now.count("written_bytes") > now.count("stored_bytes")
+    assert (now.queued_reads, now.queued_writes, now.running_requests) == (0, 0, 0)
+    assert now.budget_left_bytes is None
+    assert now.reasons == []
+
+
+def test_files_of_an_earlier_run_are_counted(tmp_path: Path) -> None:
+    desk = a_tier(settings(tmp_path / "one"))
+    desk.store_all(range(40))
+    files = sum(figures(desk).directories[0].segments.values())
+    ended(desk)
+    desk = a_tier(settings(tmp_path / "one"))
+    now = figures(desk)
+    assert now.files_found == now.files_recovered == files > 1
+    assert now.count("recovered_blocks") == 40
+    ended(desk)
+
+
+def test_what_admission_and_budget_keep_out_is_counted(tmp_path: Path) -> None:
+    told = settings(tmp_path / "one", bytes_per_day=24 * 10 * 16384)
+    desk = a_tier(told, admission=SeenTwice())
+    until(lambda: figures(desk).directories[0].segments["open"] > 0 or desk.pump(0.01), "a place")
+    assert len(desk.store(range(6)).rows(Throttled)) == 6
+    done = desk.store(range(6))
+    kept_out = len(done.rows(Throttled))
+    now = figures(desk)
+    assert now.count("stores_refused_admission") == 6
+    assert now.count("stores_refused_budget") == kept_out > 0
+    assert now.budget_left_bytes <= 0
+    ended(desk)
+
+
+def test_a_batch_that_finds_the_queue_full_is_counted(tmp_path: Path) -> None:
+    desk = a_tier(settings(tmp_path / "one", queue_reads=2))
+    desk.store_all(range(4))
+    answer = desk.tier.submit_load(desk.load_batch(range(4), family()))
+    assert isinstance(answer, Throttled)
+    assert figures(desk).count("loads_refused_queue") == 4
+    ended(desk)
+
+
+def test_a_load_that_is_no_use_leaves_blocks_as_cold_as_they_were(desk: Desk) -> None:
+    desk.store_all(range(2))
+    of = family()
+    for number, is_use in ((0, True), (1, False)):
+        batch = desk.load_batch([number], of)
+        quiet = type(batch)(of, batch.keys, batch.places, is_use=is_use)
+        ticket = desk.tier.submit_load(quiet)
+        assert desk.wait(ticket).rows(Done).tolist() == [0]
+    index = desk.tier._parts.index  # type: ignore[attr-defined]
+    entries = index.find(of.namespace, of.group, desk.load_batch(range(2), of).keys)
+    assert index.heads(np.asarray(entries))["hits"].tolist() == [1, 0]
+
+
+# -- findings --------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
+    told = settings(tmp_path / "good")
+    bad = Place(tmp_path / "absent", told.places[0].capacity_bytes)
+    desk = a_tier(SsdSettings((*told.places, bad), segment_bytes=told.segment_bytes))
+    good, unusable = figures(desk).directories
+    assert good.findings == ()
+    assert (unusable.path, unusable.file_bytes) == (str(bad.path), 0)
+    ((word, sentence),) = unusable.findings
+    assert word == "unusable"
+    assert str(bad.path) in sentence
+    assert desk.tier.health().reasons == (sentence,)
+    ended(desk)
+
+
+@pytest.mark.parametrize(("files", "words"), [(Files(), []), (NoDirect(), ["buffered"])])
+def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) -> None:
+    desk = a_tier(settings(tmp_path / "one"), files=files)
+    desk.store_all(range(2))
+    found = figures(desk).directories[0].findings
+    assert [word for word, _ in found] == words
+    assert set(words) <= WORDS
+    assert [sentence for _, sentence in found] == list(desk.tier.health().reasons)
+    ended(desk)
+
+
+@pytest.mark.parametrize("reason", ["io", "no_space", "read_only", "short", "what is this"])
+def test_words_are_few(desk: Desk, reason: str) -> None:
+    health = desk.tier._parts.log.lanes[0].directory.health  # type: ignore[attr-defined]
+    health.write_failed(reason, now=0.0)
+    health.read_failed(reason)
+    found = health.findings(0.0)
+    assert len(found) == 2
+    assert {word for word, _ in found} <= WORDS
+    health.write_done()
+    health.read_done()
+    assert health.findings(1e9) == []
