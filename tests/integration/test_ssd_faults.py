@@ -131,9 +131,9 @@ def test_reads_that_fail_are_misses(tmp_path: Path) -> None:
         daemon.stats()
 
 
-def test_namespaces_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_namespaces_that_cannot_be_written_are_told_and_not_believed(tmp_path: Path) -> None:
     folder = tmp_path / "ssd"
-    with stopped_daemon(**SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
+    with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
         daemon.start()
         keys = new_keys(32)
         with engine_of(daemon.url(), CONTRACT) as engine:
@@ -144,6 +144,14 @@ def test_namespaces_that_cannot_be_written_are_told(tmp_path: Path) -> None:
             until(lambda: count(daemon, "ssd_catalogue_failures"), "the failure is counted")
             store_all(engine, new_keys(2 * MEMORY_BLOCKS))
             daemon.stats()
+        daemon.kill()
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            until(
+                lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back"
+            )
+            found = engine.client.lookup({0: keys}, lease=False, prefetch=True)
+            assert not found.groups[0].present.any(), "blocks of old weights"
 
 
 def test_a_daemon_without_its_tier_and_again_with_it(tmp_path: Path) -> None:
@@ -161,6 +169,7 @@ def test_a_daemon_without_its_tier_and_again_with_it(tmp_path: Path) -> None:
             store_all(engine, new_keys(MEMORY_BLOCKS))
         daemon.settings["ssd_dirs"] = dirs
         daemon.restart()
+        until(lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back")
         with engine_of(daemon.url(), CONTRACT) as engine:
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
             daemon.stats()
@@ -253,7 +262,9 @@ def test_two_directories_of_which_one_is_lost(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "one")
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
-            until(lambda: "the SSD log is read back" in daemon.log_text(), "the log is read back")
+            until(
+                lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back"
+            )
             assert 0 < right_ones(engine, keys) < len(keys)
             store_all(engine, keys)
             daemon.stats()

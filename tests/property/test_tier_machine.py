@@ -19,5 +19,5 @@ SETTINGS = settings(
 
 def test_a_core_with_a_slower_tier() -> None:
     run_state_machine_as_test(
-        TierMachine, settings=settings(SETTINGS, max_examples=12, stateful_step_count=35)
+        TierMachine, settings=settings(SETTINGS, max_examples=25, stateful_step_count=40)
     )

@@ -152,7 +152,7 @@ def a_world(
         segment_bytes=MIB,
         models=((PAGE_BYTES, 1), (4096, 1)),
         clients=((0, True), (1, False)),
-        blocks_max=200,
+        blocks_max=4000 if kind == PRESSED else 200,
         flush=False,
         interface="auto",
         verify_adopted=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,9 @@ def ssd(
     interface: Annotated[
         str, typer.Option("--interface", help="auto, io_uring, libaio or threads.")
     ] = "auto",
+    depth: Annotated[
+        int, typer.Option("--depth", help="Requests in the kernel at once.", min=1, max=4096)
+    ] = 32,
     lmcache: Annotated[
         Path | None,
         typer.Option(
@@ -70,7 +74,8 @@ def ssd(
     if plot is not None:
         require_plotter()
     peers = {LMCACHE: lmcache, VLLM: vllm}
-    found = {**run(folder, QUICK if quick else FULL, interface, peers), "quick": quick}
+    sizes = replace(QUICK if quick else FULL, depth=depth)
+    found = {**run(folder, sizes, interface, peers), "depth": depth, "quick": quick}
     if plot is not None:
         draw(found, plot)
         note(f"drawn into {plot}")

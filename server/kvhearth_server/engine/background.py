@@ -16,6 +16,7 @@ from kvhearth.model import FLAG_VERIFY, I64, U8, U32
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.core.table import State
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.restart import STRAYS_S
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.memory.sums import sum_extents
@@ -29,8 +30,6 @@ fair.
 _SUM_AFTER_S = 0.001
 _WATCH_S = 0.05
 _IDLE_S = 1.0
-_STRAYS_S = 60.0
-"""Without its SSD directories nobody can see whether a dead daemon's reads have ended."""
 _log = get_logger("kvhearth.engine")
 
 
@@ -248,7 +247,7 @@ class Background:
         engine = self._engine
         while True:
             engine.call(engine.core.pinning.expire, engine.now())
-            if engine.tiering is None and engine.now() - engine.started_at > _STRAYS_S:
+            if engine.tiering is None and engine.now() - engine.started_at > STRAYS_S:
                 engine.call(engine.core.climbing.free_strays)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)

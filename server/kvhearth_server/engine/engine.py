@@ -32,7 +32,7 @@ from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.ages import TickClock
 from kvhearth_server.engine.catalogue import catalogue_content
-from kvhearth_server.engine.restart import take_over
+from kvhearth_server.engine.restart import loading_from, quiet_at, take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.ssd_catalogue import SsdCatalogue
 from kvhearth_server.engine.tiering import Tiering
@@ -113,6 +113,7 @@ class Engine:
         take_over(self)
         if tier is not None:
             self.tiering = Tiering(self.core, tier, self.lineage, self.call, now)
+            self.tiering.strays_after = quiet_at(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
 
@@ -329,5 +330,5 @@ class Engine:
         """Make namespaces and groups durable, where anything is."""
         if self.arena.durable or self.ssd_catalogue.paths:
             content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
-            self.arena.write_catalogue(content)
+            self.arena.write_catalogue({**content, "ssd_dirs": loading_from(self)})
             self.ssd_catalogue.write(content)

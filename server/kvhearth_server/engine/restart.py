@@ -24,6 +24,8 @@ from kvhearth_server.observability.logs import get_logger
 if TYPE_CHECKING:
     from kvhearth_server.engine.engine import Engine
 
+STRAYS_S = 60.0
+"""Without all of its directories nobody can see whether a dead daemon's reads have ended."""
 _log = get_logger("kvhearth.engine")
 
 
@@ -51,6 +53,23 @@ def take_over(engine: Engine) -> None:
         engine.to_verify.append((heads, state.table.generation[heads].copy()))
     for group in groups.values():
         engine.call(engine.core.membership.settle, group)
+
+
+def quiet_at(engine: Engine) -> float:
+    """When slots that a dead daemon was loading into may be used, if the locks on the files allow
+    it: later where it had other directories.
+    """
+    here = {str(path.parent) for path in engine.ssd_catalogue.paths}
+    return engine.started_at + STRAYS_S if set(loading_from(engine)) - here else 0.0
+
+
+def loading_from(engine: Engine) -> list[str]:
+    """Directories from which blocks may be on their way into the arena: this run's, and those of
+    an earlier one that left slots behind.
+    """
+    old = engine.arena.catalogue or {}
+    left = old.get("ssd_dirs", ()) if len(engine.core.climbing.strays) else ()
+    return sorted({str(path.parent) for path in engine.ssd_catalogue.paths}.union(left))
 
 
 def _start_cold(engine: Engine) -> None:

@@ -47,6 +47,8 @@ class Tiering:
         self._raising = Raising(core, tier, self._names, call)
         self._lowering = Lowering(core, tier, self._names, call, now)
         self._turning = False
+        self.strays_after = 0.0
+        """When drives of an earlier run that are not this one's are certainly quiet, too."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something for ``turn`` to do."""
         core.state.offers.on = True
@@ -139,11 +141,16 @@ class Tiering:
                 self._raising.completed(completion)
         for evicted in self.tier.take_evicted():
             self._evicted(evicted)
-        status = self.tier.status
-        if len(self._core.climbing.strays) and not (status.locked_files or status.unusable_places):
+        if len(self._core.climbing.strays) and self._strays_are_quiet():
             self._call(self._core.climbing.free_strays)
         self._raising.begin()
         self._lowering.begin()
+
+    def _strays_are_quiet(self) -> bool:
+        """No request of a dead daemon can still be under way."""
+        status = self.tier.status
+        locked = status.locked_files or status.unusable_places
+        return not locked and self._now() >= self.strays_after
 
     @property
     def idle(self) -> bool:

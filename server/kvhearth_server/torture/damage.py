@@ -137,13 +137,16 @@ def _records(path: Path) -> Iterator[OnDisk]:
     pages = len(data) // PAGE_BYTES
     if not pages:
         return
-    head = parse_segment_page(data[:PAGE_BYTES])
-    if not isinstance(head, SegmentHead):
-        return
     grid = data[: pages * PAGE_BYTES].reshape(pages, PAGE_BYTES)
     rows = np.ascontiguousarray(grid[:, :RECORD_BYTES]).view(RECORD_DTYPE).reshape(-1)
-    mine = (rows["magic"] == RECORD_MAGIC) & (rows["segment_sequence"] == head.sequence)
-    mine &= (rows["log_id"] == head.log_id) & (rows["position"] == np.arange(pages))
+    mine = (rows["magic"] == RECORD_MAGIC) & (rows["position"] == np.arange(pages))
+    head = parse_segment_page(data[:PAGE_BYTES])
+    if isinstance(head, SegmentHead):
+        mine &= (rows["log_id"] == head.log_id) & (rows["segment_sequence"] == head.sequence)
+    else:
+        # Its first page is damaged: the youngest life is the one.
+        lives = [int(row["segment_sequence"]) for row in rows[mine] if crc_good(row)]
+        mine &= rows["segment_sequence"] == max(lives, default=0)
     for page in np.flatnonzero(mine).tolist():
         row = rows[page]
         if not crc_good(row):

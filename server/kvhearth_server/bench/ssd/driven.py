@@ -18,7 +18,7 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 _TURN_S = 0.1
 _HOLD_S = 0.002
 _DEADLINE_S = 300.0
-_TICK_S = 0.002
+_TICK_S = 0.005
 _RECENT = 64
 """Of so many blocks that were stored last the oldest is read among stores."""
 

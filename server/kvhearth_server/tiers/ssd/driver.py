@@ -1,9 +1,8 @@
-"""The thread that drives the disk: priorities, depth, flushes.
+"""The thread that drives the disk: priorities, depth, verification, flushes.
 
 It owns the queue and nothing else. The loop hands it jobs and takes them back when they have
-ended, most of them by way of the verifier's thread; all sides only append to and take from deques,
-and wake each other by eventfds. All that takes long here (system calls) releases the interpreter
-lock.
+ended; both sides only append to and take from deques, and wake each other by eventfds. All that
+takes long here (system calls, checksums) releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import xxhash
+
 from kvhearth.faults import hit
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
 from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.job import Group, Job
-from kvhearth_server.tiers.ssd.verifier import Verifier
 
 _TICK_S = 0.25
 _BATCH_JOBS = 8
@@ -30,6 +30,10 @@ _TOLD_JOBS = 32
 """So many are told before their group has ended: the loop should not get too many at once."""
 _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
+
+
+def _read_first(ended: tuple[Job, int]) -> bool:
+    return not ended[0].is_read
 
 
 class Driver:
@@ -58,8 +62,6 @@ class Driver:
         self._wake = make_event()
         self._stop = False
         self.broken = ""
-        self._verified: deque[Job] = deque()
-        self._verifier = Verifier(self._checked, f"{name}-sums")
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
@@ -111,11 +113,6 @@ class Driver:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._drive()
-        self._verifier.stop()
-        signal_event(self.event_fd)
-
-    def _drive(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -132,9 +129,6 @@ class Driver:
             except OSError as error:
                 self._break(error)
                 return
-            if not self._verifier.alive:
-                self._break(OSError(errno.EIO, "the verifying thread has ended"))
-                return
             now = self._clock()
             ended = []
             for tag, result in reaped:
@@ -144,8 +138,8 @@ class Driver:
                     ended.append((self._running.pop(tag), result))
             self._running_writes -= sum(job.op is Op.WRITE for job, _ in ended)
             if ended and not self._stop:
-                self._start()  # the drive comes first
-            for job, result in ended:
+                self._start()  # the drive works on while what it did is verified
+            for job, result in sorted(ended, key=_read_first):
                 self._end(job, result, now)
 
     def _cancel_waiting(self, error: int) -> None:
@@ -156,10 +150,8 @@ class Driver:
         self._cancel_waiting(errno.ECANCELED)
         if self._running or self._flushing:
             return False
-        self._verifier.stop()
-        for job in itertools.chain(self._verified, *self._unflushed.values()):
+        for job in itertools.chain.from_iterable(self._unflushed.values()):
             self._finish(job, errno.ECANCELED)
-        self._verified.clear()
         self._unflushed.clear()
         return True
 
@@ -219,25 +211,16 @@ class Driver:
             return
         job.short = result != job.length
         hit(_AFTER[job.op])
-        if not job.good:
-            self._finish(job, 0)
-        elif job.checks:
-            self._verifier.put(job)
-        else:
-            self._checked(job)
-
-    def _checked(self, job: Job) -> None:
-        """Nothing is left to do but a flush; called by both threads."""
-        if job.sync:
-            self._verified.append(job)
-            signal_event(self._wake)
+        if job.good and not (job.is_read and job.cancelled):
+            for index, (view, wanted) in enumerate(job.checks):
+                if xxhash.xxh3_128_digest(view) != wanted:
+                    job.wrong.append(index)
+        if job.good and job.sync:
+            self._unflushed.setdefault(job.fd, []).append(job)
         else:
             self._finish(job, 0)
 
     def _flush(self) -> None:
-        while self._verified:
-            job = self._verified.popleft()
-            self._unflushed.setdefault(job.fd, []).append(job)
         if not self._unflushed:
             return
         busy = {fd for fd, _ in self._flushing.values()}
@@ -256,14 +239,14 @@ class Driver:
 
     def _finish(self, job: Job, error: int) -> None:
         """Hand a job back, and wake the loop once for a whole group: a batch is of use to nobody
-        before its end, and each turn of the loop costs as much as a few blocks. Called by both
-        threads.
+        before its end, and each turn of the loop costs as much as a few blocks.
         """
         job.error = error
         self._ended.append(job)
         group = job.group
-        count = next(group.ended) if group is not None else 0
-        if group is None or count == group.size or not count % _TOLD_JOBS:
+        if group is not None:
+            group.left -= 1
+        if group is None or not group.left % _TOLD_JOBS:
             signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvhearth_server.tiers.ssd.disk.base import Op
@@ -22,12 +21,9 @@ _REASONS = {
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """So many jobs that were submitted together; ``ended`` counts those that have ended, on
-    whichever thread.
-    """
+    """Jobs that were submitted together; ``left`` of them have not ended."""
 
-    size: int
-    ended: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    left: int
 
 
 @dataclass(slots=True, eq=False)
