@@ -24,7 +24,8 @@ from support.tiers import (
 )
 
 from kvhearth_server.tiers.base import Corrupt, Done, Family, Missing
-from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd import recovery
+from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, Doubt
 from kvhearth_server.tiers.ssd.recovery import Reader, Recovered, read_segment
@@ -285,3 +286,22 @@ def test_garbage_of_every_kind_is_survived(copy: Path) -> None:
         desk.load(range(20))  # compares every byte of what it says is there
         assert (copy / "notes.txt").exists()
         assert not (copy / "00000001.segment.new").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, broken = recovery.read_segment, list[int]()
+
+    def failing(segment: Segment, *rest: object) -> Recovered:
+        if not broken:
+            broken.append(segment.number)
+            raise RuntimeError("a bug")
+        return real(segment, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recovery, "read_segment", failing)
+    with opened(copy) as desk:
+        assert len(desk.load(range(20)).rows(Done)) in {5, 15}
+        assert desk.tier.counts["recovery_failures"] == 1
+        assert desk.tier.counts["segments_lost"] == 1

@@ -237,6 +237,8 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
     # After the others: no engine goes through gRPC between two blocks.
     times["rpc_one"] = _empty_calls(bench, calls, count)
     values["memcpy_one_p50_us"] = us(memcpy_s)
+    again = [plain_one(bench.source, bench.target, 0) for _ in range(count)]
+    values["memcpy_one_cached_p50_us"] = us(p50(again))
     for name, seconds in times.items():
         values[f"{name}_p50_us"] = us(p50(seconds))
     for name in ("store_one", "load_one"):

@@ -43,6 +43,7 @@ FIGURES = (
     Figure("load_unverified_ratio", "lookup and copy against memcpy", ">=", 0.9),
     Figure("first_touch_ratio", "first store into a mapping that was never touched"),
     Figure("memcpy_one_p50_us", "plain copy of one block of 2 MiB"),
+    Figure("memcpy_one_cached_p50_us", "the same pair again and again: from the cache"),
     Figure("store_one_p50_us", "copy and commit of one block, slots in hand"),
     Figure("store_one_ratio", "that against memcpy of one block", "<=", 3.5),
     Figure("store_one_sealed_p50_us", "copy, checksum and commit of one block"),

@@ -22,8 +22,8 @@ _REFUSED = {
     "load": ("degraded", "draining", "queue"),
 }
 _TROUBLE = (
-    *("carries_without_place", "footers_failed", "read_errors", "segments_lost"),
-    *("segments_not_made", "slow_requests", "stuck_batches", "write_errors"),
+    *("carries_without_place", "footers_failed", "read_errors", "recovery_failures"),
+    *("segments_lost", "segments_not_made", "slow_requests", "stuck_batches", "write_errors"),
 )
 
 

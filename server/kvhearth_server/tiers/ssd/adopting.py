@@ -64,6 +64,9 @@ class Adopter:
             self._go_on(self._current)
             return True
         if self._recovery is not None and self._recovery.done:
+            if unread := self._recovery.unread:
+                self._pass_over(unread)
+                return True
             self._recovery, self._retried = None, []
             if self.recovering:
                 self.recovering = False
@@ -73,6 +76,13 @@ class Adopter:
             self._retried, self._locked = self._locked, []
             self._recovery = Recovery(self._retried, self._event_fd)
         return False
+
+    def _pass_over(self, unread: list[Segment]) -> None:
+        """The reader failed over the first of these, by a bug: go on with the others."""
+        lost = Recovered(unread[0], failed=OSError("the reader failed"))
+        self._counts.add("recovery_failures")
+        self._end(lost)
+        self._recovery = Recovery(unread[1:], self._event_fd)
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""

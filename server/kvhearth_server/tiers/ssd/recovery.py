@@ -55,6 +55,11 @@ class Recovery:
         """Everything was read and taken."""
         return not self._thread.is_alive() and self._ready.empty()
 
+    @property
+    def unread(self) -> list[Segment]:
+        """Of a thread that is done without having been told to stop: what it did not come to."""
+        return [] if self._stop.is_set() else self._segments[self.read :]
+
     def take(self) -> Recovered | None:
         """The next segment, if one is ready."""
         try:
