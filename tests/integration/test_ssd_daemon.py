@@ -313,7 +313,9 @@ def test_what_rots_on_ssd_is_written_again(tmp_path: Path) -> None:
         assert counters["checksum_failures{ssd}"] == 1
         on_ssd(daemon, 20)
         rounds = counters.get("scrub_rounds{ssd}", 0)
-        until(lambda: daemon.counters()["scrub_rounds{ssd}"] > rounds + 1, "all is read again")
+        until(
+            lambda: daemon.counters().get("scrub_rounds{ssd}", 0) > rounds + 1, "all is read again"
+        )
         after = daemon.counters()
         assert after["checksum_failures{ssd}"] == 1
         assert after["scrubbed_blocks{ssd}"] >= 20

@@ -353,3 +353,15 @@ def test_clocks_that_follow_a_file(tmp_path: Path) -> None:
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert abs(int(said[0]) + 1000) <= 5
     assert abs(int(said[1]) - 500) <= 5
+
+
+def test_a_block_that_is_hit_before_the_word_of_its_commit_is_excused() -> None:
+    oracle = Oracle(keeps=True)
+    oracle.tried("m", 1, [5, 6])
+    assert oracle.within_reach("m") == [5, 6]
+    assert oracle.excuse("m", [5], "flip") == 0
+    oracle.bound("m", 1, [5, 6])
+    assert oracle.sealed("m") == (1, [6])
+    oracle.tried("m", 1, [5])
+    oracle.bound("m", 1, [5])
+    assert oracle.sealed("m") == (1, [6, 5])

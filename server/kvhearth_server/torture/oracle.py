@@ -18,6 +18,10 @@ class _Model:
     sealed: dict[int, None] = field(default_factory=dict)
     tried: int = 0
     bumped: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    """Blocks that a client stores, of which no word has come yet."""
+    struck: set[int] = field(default_factory=set)
+    """Of these, blocks that a fault may have hit after their commit."""
 
 
 class Oracle:
@@ -42,14 +46,19 @@ class Oracle:
         """A client begins to store blocks."""
         with self._lock:
             one = self._of(model, epoch)
+            numbers = list(numbers)
             one.tried += sum(number not in one.sealed for number in numbers)
+            one.begun.update(numbers)
+            one.struck.difference_update(numbers)
 
     def bound(self, model: str, epoch: int, numbers: Iterable[int]) -> None:
         """The daemon acknowledged blocks."""
         with self._lock:
             one = self._of(model, epoch)
+            numbers = list(numbers)
+            one.begun.difference_update(numbers)
             if epoch == one.epoch:
-                one.sealed.update(dict.fromkeys(numbers))
+                one.sealed.update(dict.fromkeys(n for n in numbers if n not in one.struck))
 
     def bumped(self, model: str, epoch: int) -> None:
         """The kit itself made the weights epoch ``epoch``."""
@@ -60,7 +69,9 @@ class Oracle:
         """Blocks that a fault may have taken; how many were sealed."""
         with self._lock:
             one = self._models.get(model, _Model())
+            numbers = list(numbers)
             gone = [n for n in numbers if n in one.sealed]
+            one.struck.update(n for n in numbers if n not in one.sealed)
             for number in gone:
                 del one.sealed[number]
             self._count(why, len(gone))
@@ -81,6 +92,12 @@ class Oracle:
         """Blocks that may be there."""
         with self._lock:
             return list(self._models.get(model, _Model()).sealed)
+
+    def within_reach(self, model: str) -> list[int]:
+        """Blocks that a fault may hit: those that may be there, and those being stored."""
+        with self._lock:
+            one = self._models.get(model, _Model())
+            return [*one.sealed, *(one.begun - one.sealed.keys())]
 
     @property
     def total(self) -> int:

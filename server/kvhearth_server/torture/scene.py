@@ -121,7 +121,7 @@ class Scene:
         """Blocks that may be gone."""
         wanted = set(keys)
         for model in self.models:
-            known = self.oracle.known(model)
+            known = self.oracle.within_reach(model)
             hit = [number for number in known if key_of(model, number) in wanted]
             self.oracle.excuse(model, hit, why)
 
@@ -138,12 +138,12 @@ class Scene:
             self.oracle.excuse(model, above, why)
 
     def not_on_disk(self) -> dict[str, list[int]]:
-        """By model, sealed blocks that are not whole on the drive under the present weights."""
+        """By model, blocks that are not whole on the drive under the present weights."""
         whole = damage.blocks_on_disk(self.ssd_dir) if self.shape.ssd_bytes else set()
         found = {}
         for model in self.models:
             epoch = self.oracle.epoch(model)
-            known = self.oracle.known(model)
+            known = self.oracle.within_reach(model)
             found[model] = [n for n in known if (key_of(model, n), epoch) not in whole]
         return found
 
