@@ -27,7 +27,6 @@ _SECONDS = 60.0
 _TEXT_CHARS_MAX = 2000
 
 
-_TEMPORARY = Path(tempfile.gettempdir())
 _SHARED_MEMORY = Path("/dev/shm")
 
 Seed = Annotated[
@@ -42,7 +41,12 @@ Faults = Annotated[
 ]
 Ssd = Annotated[bool, typer.Option("--ssd/--no-ssd", help="Worlds with an SSD tier.")]
 Dir = Annotated[
-    Path, typer.Option("--dir", help="On the drive that is to be tried.", metavar="DIR")
+    Path | None,
+    typer.Option(
+        "--dir",
+        help="On the drive that is to be tried (default: the temporary directory).",
+        metavar="DIR",
+    ),
 ]
 ArenaRoot = Annotated[Path, typer.Option("--arena-root", help="A tmpfs for arenas.", metavar="DIR")]
 OneWorld = Annotated[
@@ -72,7 +76,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     seconds: Seconds = _SECONDS,
     faults: Faults = "",
     ssd: Ssd = True,
-    directory: Dir = _TEMPORARY,
+    directory: Dir = None,
     arena_root: ArenaRoot = _SHARED_MEMORY,
     world: OneWorld = None,
     log: Log = None,
