@@ -32,6 +32,9 @@ def _plan(dice: random.Random) -> Parameters:
     return {"seed": dice.randrange(1 << 32), "bits": dice.randint(1, _BITS)}
 
 
+_LATER_S = 0.2
+
+
 class _Flip(Fault):
     """Flips bits while the daemon is dead, or under it while clients pause."""
 
@@ -67,9 +70,15 @@ class FlipArena(_Flip):
     def flip(self, world: World, dice: random.Random, bits: int) -> None:
         world.expect_checksum_failures()
         found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
-        for each in _some(dice, found, bits):
+        hit = _some(dice, found, bits)
+        for each in hit:
             damage.flip_bit(each.path, each.offset + dice.randrange(each.length), dice.randrange(8))
             world.excuse_unless_on_disk([each.key], self.name)
+        # Since the journal was read, another block may have come into a slot.
+        time.sleep(_LATER_S)
+        slots = {each.header_at for each in hit}
+        later = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
+        world.excuse_unless_on_disk([e.key for e in later if e.header_at in slots], self.name)
 
 
 class FlipJournal(_Flip):
