@@ -147,9 +147,7 @@ def test_namespaces_that_cannot_be_written_are_told_and_not_believed(tmp_path: P
         daemon.kill()
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
-            until(
-                lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back"
-            )
+            until(lambda: daemon.read_back, "it is read back")
             found = engine.client.lookup({0: keys}, lease=False, prefetch=True)
             assert not found.groups[0].present.any(), "blocks of old weights"
 
@@ -169,7 +167,7 @@ def test_a_daemon_without_its_tier_and_again_with_it(tmp_path: Path) -> None:
             store_all(engine, new_keys(MEMORY_BLOCKS))
         daemon.settings["ssd_dirs"] = dirs
         daemon.restart()
-        until(lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back")
+        until(lambda: daemon.read_back, "it is read back")
         with engine_of(daemon.url(), CONTRACT) as engine:
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
             daemon.stats()
@@ -262,9 +260,7 @@ def test_two_directories_of_which_one_is_lost(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "one")
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
-            until(
-                lambda: daemon.log_text().count("the SSD log is read back") == 2, "it is read back"
-            )
+            until(lambda: daemon.read_back, "it is read back")
             assert 0 < right_ones(engine, keys) < len(keys)
             store_all(engine, keys)
             daemon.stats()

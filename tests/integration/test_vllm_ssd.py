@@ -112,7 +112,7 @@ def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
             fill(engine, own, "kept")
         own.kill()
         own.start()
-        until(lambda: "the SSD log is read back" in own.log_text(), "the log is read back")
+        until(lambda: own.read_back, "the log is read back")
         with fake_engine(own.url(), engine_id="second") as engine:
             for number in range(4):
                 assert engine.run(f"b{number}", f"kept {number}", TOKENS) == TOKENS

@@ -77,6 +77,7 @@ class Daemon:
         self.environment: dict[str, str] = {}
         """More of it for a daemon that is run by its command line."""
         self.starts = 0
+        self._log_from = 0
         self.process: subprocess.Popen[bytes] | Child | None = None
 
     # -- the process -------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class Daemon:
         assert self.dead, "end the running daemon first"
         self.starts += 1
         with self.log_path.open("ab") as log:
+            self._log_from = log.tell()
             if self.command:
                 self.process = self._spawn(log, fault)
             else:
@@ -182,6 +184,11 @@ class Daemon:
     def log_text(self) -> str:
         """The output of all starts."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    @property
+    def read_back(self) -> bool:
+        """Whether the present start has said that its SSD log is read back."""
+        return b"the SSD log is read back" in self.log_path.read_bytes()[self._log_from :]
 
     def log_tail(self, lines: int = 30) -> str:
         """The end of the log, for messages."""
