@@ -11,31 +11,27 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from kvhearth_server.bench.peers.adapters.harness import U8, Config, fill, huge_or_not, order
+from kvhearth_server.bench.peers.adapters.file_peer import FilePeer
+from kvhearth_server.bench.peers.adapters.harness import U8, Config
 
 _WORKERS = 4
 """Its default."""
 _DEADLINE_S = 60.0
 
 
-class Peer:
+class Peer(FilePeer):
     """As ``harness.Peer`` says."""
 
-    source: U8
-    target: U8
-    pages: Sequence[int] = ()
-
     def __init__(self) -> None:
+        super().__init__()
         self._adapter: Any = None
         self._keys: list[Any] = []
         self._objects: dict[str, list[Any]] = {}
-        self._folder = Path()
         self._stores = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
@@ -45,14 +41,8 @@ class Peer:
         import torch
         from lmcache.v1.distributed.l2_adapters import fs_native_l2_adapter as fs
 
-        self._folder = config.folder / "blocks"
-        self._folder.mkdir()
-        self.source, kind = huge_or_not(config.batch, config.page_bytes, config.hugepages)
-        self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
-        fill(self.source)
-        self.target[:] = 0
-        self.pages = order(config.batch)
-        made = fs.FSNativeL2AdapterConfig(str(self._folder), num_workers=_WORKERS, use_odirect=True)
+        kind = self.prepare(config)
+        made = fs.FSNativeL2AdapterConfig(str(self.folder), num_workers=_WORKERS, use_odirect=True)
         self._adapter = fs._create_fs_native_l2_adapter(made)
         for name, blocks in (("source", self.source), ("target", self.target)):
             self._objects[name] = [self._object(blocks[page]) for page in self.pages]
@@ -67,26 +57,13 @@ class Peer:
             "leftovers": [],
         }
 
-    def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """As ``harness.Peer`` says."""
-        return {"store": lambda _: self._store(), "load": lambda _: self._load()}
-
-    def drop(self) -> None:
-        """As ``harness.Peer`` says."""
-        for path in self._folder.rglob("*"):
-            if path.is_file():
-                path.unlink()
-
-    def lookups(self, count: int) -> list[float]:
-        """As ``harness.Peer`` says; there is no such part."""
-        raise RuntimeError("no lookups are measured")
-
     def close(self) -> None:
         """As ``harness.Peer`` says."""
         if self._adapter is not None:
             self._adapter.close()
 
-    def _store(self) -> float:
+    def store(self) -> float:
+        """As ``FilePeer`` says."""
         from lmcache.v1.distributed.api import ObjectKey
 
         self._stores += 1
@@ -105,7 +82,8 @@ class Peer:
     def _stored(self, task: int) -> Any:
         return self._adapter.pop_completed_store_tasks().get(task)
 
-    def _load(self) -> float:
+    def load(self) -> float:
+        """As ``FilePeer`` says."""
         start = time.perf_counter()
         task = self._adapter.submit_load_task(self._keys, self._objects["target"])
         fd = self._adapter.get_load_event_fd()

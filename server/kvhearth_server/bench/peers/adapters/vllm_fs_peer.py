@@ -10,14 +10,14 @@ import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from kvhearth_server.bench.peers.adapters.harness import U8, Config, fill, huge_or_not, order
+from kvhearth_server.bench.peers.adapters.file_peer import FilePeer
+from kvhearth_server.bench.peers.adapters.harness import Config
 
 _JOB_BLOCKS = 16
 """As many as ours has in a batch; a job is one thread's."""
@@ -25,17 +25,13 @@ _DEADLINE_S = 60.0
 _POLL_S = 0.0002
 
 
-class Peer:
+class Peer(FilePeer):
     """As ``harness.Peer`` says."""
 
-    source: U8
-    target: U8
-    pages: Sequence[int] = ()
-
     def __init__(self) -> None:
+        super().__init__()
         self._tiers: dict[str, Any] = {}
         self._keys: list[bytes] = []
-        self._folder = Path()
         self._stores = self._jobs = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
@@ -45,15 +41,9 @@ class Peer:
         from vllm.v1.kv_offload.tiering.fs import io
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        self._folder = config.folder / "blocks"
-        self._folder.mkdir()
-        self.source, kind = huge_or_not(config.batch, config.page_bytes, config.hugepages)
-        self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
-        fill(self.source)
-        self.target[:] = 0
-        self.pages = order(config.batch)
+        kind = self.prepare(config)
         for name, blocks in (("source", self.source), ("target", self.target)):
-            self._tiers[name] = FileSystemTierManager(_spec(), blocks.data, "fs", str(self._folder))
+            self._tiers[name] = FileSystemTierManager(_spec(), blocks.data, "fs", str(self.folder))
         where = "C" if io._HAS_FSIO_C else "Python"
         direct = "O_DIRECT" if self._tiers["source"]._use_o_direct else "page cache"
         return {
@@ -67,25 +57,13 @@ class Peer:
             "leftovers": [],
         }
 
-    def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """As ``harness.Peer`` says."""
-        return {"store": lambda _: self._store(), "load": lambda _: self._load()}
-
-    def drop(self) -> None:
-        """As ``harness.Peer`` says."""
-        for path in self._folder.rglob("*.bin"):
-            path.unlink()
-
-    def lookups(self, count: int) -> list[float]:
-        """As ``harness.Peer`` says; there is no such part."""
-        raise RuntimeError("no lookups are measured")
-
     def close(self) -> None:
         """As ``harness.Peer`` says."""
         for tier in self._tiers.values():
             tier.shutdown()
 
-    def _store(self) -> float:
+    def store(self) -> float:
+        """As ``FilePeer`` says."""
         from vllm.v1.kv_offload.base import make_offload_key
 
         self._stores += 1
@@ -93,7 +71,8 @@ class Peer:
         self._keys = [make_offload_key(name, 0) for name in names]
         return self._move("source", promotion=False)
 
-    def _load(self) -> float:
+    def load(self) -> float:
+        """As ``FilePeer`` says."""
         return self._move("target", promotion=True)
 
     def _move(self, name: str, *, promotion: bool) -> float:
