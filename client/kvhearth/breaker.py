@@ -22,6 +22,9 @@ class BreakerState(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
+_CLOSED = BreakerState.CLOSED
+
+
 class Breaker:
     """Opens after ``failures_max`` counted failures in a row, then lets one probe through at a
     time.
@@ -49,6 +52,13 @@ class Breaker:
     def state(self) -> BreakerState:
         """Where it stands."""
         return self._state
+
+    @property
+    def calm(self) -> bool:
+        """Whether it is closed and the last call was answered: ``allow`` would say yes, and
+        recording one more answer would change nothing.
+        """
+        return self._state is _CLOSED and not self._failures
 
     def allow(self, now: float) -> bool:
         """Whether a call may be made. In half-open this hands out the one probe.

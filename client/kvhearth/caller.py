@@ -69,7 +69,7 @@ class Caller:
     @property
     def closed(self) -> bool:
         """Whether this client answers nothing any more: closed, or a forked child's copy."""
-        return self._closed or self.foreign
+        return self._closed or os.getpid() != self._pid
 
     @property
     def foreign(self) -> bool:
@@ -86,7 +86,7 @@ class Caller:
         Raises:
             KVHearthError: ``closed``, ``daemon_away`` or why the daemon refuses this engine.
         """
-        if self.closed:
+        if self._closed:
             raise NotSent(Reason.CLOSED, "this client is closed")
         link = self._keeper.link
         if link is None:
@@ -157,6 +157,9 @@ class Caller:
         )
 
     def _allowed(self, link: Link) -> bool:
+        # Without the lock, which nothing here needs while all is well.
+        if link is self._breaker_link and self._breaker.calm:
+            return True
         with self._lock:
             if link is not self._breaker_link:
                 self._breaker_link = link
@@ -164,5 +167,7 @@ class Caller:
             return self._breaker.allow(time.monotonic())
 
     def _record(self, reason: Reason | None) -> None:
+        if reason is None and self._breaker.calm:
+            return
         with self._lock:
             self._breaker.record(reason, time.monotonic())

@@ -11,11 +11,10 @@ import numpy as np
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.extents import bad_reply, parse_extents
 from kvhearth.model import (
     CHECKSUM_BYTES,
-    EXTENT_BYTES,
     EXTENT_DTYPE,
-    EXTENT_RECORD,
     U8,
     Bools,
     Records,
@@ -29,8 +28,8 @@ from kvhearth.wire import Welcome
 
 KeysByGroup = Mapping[int, Sequence[bytes]]
 _TIERS = bytes(Tier)
-_FEW = 4
-"""So many extents cost less one by one."""
+_DRAM = bytes([Tier.DRAM])
+_YES = b"\1"
 
 
 class _OfGroup(Protocol):
@@ -132,6 +131,9 @@ def parse_presence(
     results = {}
     for group, count in query.sent.items():
         reply, asked = by_group[group], query.asked[group]
+        if count == asked and _is_whole(reply, count):
+            results[group] = _whole(contract, welcome, reply, count)
+            continue
         bitmaps = (reply.present, reply.ready, reply.leased or bytes(len(reply.ready)))
         present, ready, leased = _bitmaps(bitmaps, count)
         extent_count = int(np.count_nonzero(leased)) * contract.groups[group].shards
@@ -144,6 +146,30 @@ def parse_presence(
             extents=extents,
         )
     return results
+
+
+def _is_whole(reply: pb.GroupPresence, count: int) -> bool:
+    """Whether all keys of a group, of at least one, are ready and leased."""
+    bits = reply.present
+    if bits != _all_bits(count) or reply.tiers != _DRAM * count:
+        return False
+    return bool(count) and reply.ready == bits and reply.leased == bits
+
+
+def _whole(
+    contract: Contract, welcome: Welcome, reply: pb.GroupPresence, count: int
+) -> GroupResult:
+    """As ``parse_presence`` of one group, without taking apart what says the same for every key."""
+    extent_count = count * contract.groups[reply.group].shards
+    extents = parse_extents(contract, welcome, reply.group, reply.extents, extent_count)
+    present, ready, leased = (np.frombuffer(bytearray(_YES * count), np.bool_) for _ in range(3))
+    tiers = np.frombuffer(bytearray(reply.tiers), np.uint8)
+    return GroupResult(present, ready, leased, tiers, extents)
+
+
+def _all_bits(count: int) -> bytes:
+    """The bitmap in which each of ``count`` bits is set."""
+    return ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
 
 
 def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
@@ -194,7 +220,7 @@ def parse_reservation(
     for group in {*asked, *granted}:
         count, shards = granted.get(group, 0), _shards(contract, group)
         if count > asked.get(group, 0):
-            raise _bad_reply(f"group {group}: {count} blocks, more than asked for")
+            raise bad_reply(f"group {group}: {count} blocks, more than asked for")
         data = by_group[group].extents if group in by_group else b""
         flat = parse_extents(contract, welcome, group, data, count * shards)
         results[group] = flat.reshape(count, shards)
@@ -205,57 +231,6 @@ def no_extents(contract: Contract, groups: Iterable[int]) -> dict[int, Records]:
     """Empty arrays of shape (0, shards), for groups that the contract knows."""
     known = [group for group in groups if 0 <= group < len(contract.groups)]
     return {group: np.empty((0, contract.groups[group].shards), EXTENT_DTYPE) for group in known}
-
-
-def parse_extents(
-    contract: Contract, welcome: Welcome, group: int, data: bytes, count: int
-) -> Records:
-    """``count`` extents, each inside its segment and of the group's page length.
-
-    Raises:
-        KVHearthError: ``bad_message``.
-    """
-    if len(data) != count * EXTENT_BYTES:
-        raise _bad_reply(f"group {group}: {len(data)} bytes are not {count} extents")
-    # A copy, so that the caller may write to it; copying the bytes is quicker than the records.
-    extents = np.frombuffer(bytearray(data), EXTENT_DTYPE)
-    page_bytes = contract.groups[group].page_bytes
-    # A reader or writer trusts these numbers with its memory.
-    if count <= _FEW:
-        right, inside = _count_few(welcome, page_bytes, data)
-    else:
-        right, inside = _count_many(welcome, page_bytes, extents)
-    if right != count:
-        raise _bad_reply(f"group {group}: an extent is not of the contract's page length")
-    if welcome.segments and inside != count:
-        raise _bad_reply(f"group {group}: an extent lies outside the arena")
-    return extents
-
-
-def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int]:
-    """As ``_count_many``; for few extents numpy's calls cost more."""
-    ends = {info.segment: info.bytes for info in welcome.segments}
-    right = inside = 0
-    for slot, segment, _, offset, length, _, _ in EXTENT_RECORD.iter_unpack(data):
-        right += length == page_bytes
-        within = offset + page_bytes <= ends.get(segment, 0)
-        inside += within and slot < welcome.generation_count
-    return right, inside
-
-
-def _count_many(welcome: Welcome, page_bytes: int, extents: Records) -> tuple[int, int]:
-    """How many extents have a page's length, and how many lie inside the arena if they have."""
-    right = int(np.count_nonzero(extents["length"] == page_bytes))
-    known = extents["slot"] < welcome.generation_count
-    inside = 0
-    for info in welcome.segments:
-        last = info.bytes - page_bytes
-        if last >= 0:
-            within = extents["offset"] <= np.uint64(last)
-            within &= extents["segment"] == info.segment
-            within &= known
-            inside += int(np.count_nonzero(within))
-    return right, inside
 
 
 def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.GroupSlots:
@@ -330,7 +305,7 @@ def _check_group(contract: Contract, group: int) -> None:
 
 def _shards(contract: Contract, group: int) -> int:
     if group >= len(contract.groups):
-        raise _bad_reply(f"group {group} is not in the contract")
+        raise bad_reply(f"group {group} is not in the contract")
     return contract.groups[group].shards
 
 
@@ -345,7 +320,7 @@ def _each_once(replies: Iterable[OfGroupT], wanted: Mapping[int, int]) -> dict[i
     items = list(replies)
     by_group = {item.group: item for item in items}
     if len(items) != len(by_group) or by_group.keys() != wanted.keys():
-        raise _bad_reply(f"groups {sorted(item.group for item in items)} answer {sorted(wanted)}")
+        raise bad_reply(f"groups {sorted(item.group for item in items)} answer {sorted(wanted)}")
     return by_group
 
 
@@ -353,7 +328,7 @@ def _bits(data: bytes, count: int) -> Bools:
     try:
         return unpack_bits(data, count)
     except ValueError as error:
-        raise _bad_reply(str(error)) from None
+        raise bad_reply(str(error)) from None
 
 
 def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
@@ -367,9 +342,9 @@ def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
 
 def _tiers(data: bytes, count: int, asked: int) -> U8:
     if len(data) != count:
-        raise _bad_reply(f"{len(data)} tiers for {count} keys")
+        raise bad_reply(f"{len(data)} tiers for {count} keys")
     if unknown := data.translate(None, _TIERS):
-        raise _bad_reply(f"unknown tier {unknown[0]}")
+        raise bad_reply(f"unknown tier {unknown[0]}")
     return np.frombuffer(bytearray(data.ljust(asked, b"\0")), np.uint8)
 
 
@@ -389,7 +364,3 @@ def _absent_group(count: int) -> GroupResult:
         tiers=np.zeros(count, np.uint8),
         extents=np.empty(0, EXTENT_DTYPE),
     )
-
-
-def _bad_reply(problem: str) -> KVHearthError:
-    return KVHearthError(Reason.BAD_MESSAGE, f"the daemon's reply makes no sense: {problem}")

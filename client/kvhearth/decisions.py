@@ -372,7 +372,7 @@ class Decisions:
 
 def _new_id() -> int:
     """Random, not 0, and below 2^63 - 1, so that it fits a signed integer everywhere."""
-    return secrets.randbelow((1 << 63) - 2) + 1
+    return secrets.randbits(62) + 1
 
 
 def _check_boot(link: Link, boot_id: str) -> None:

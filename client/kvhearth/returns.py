@@ -43,6 +43,9 @@ class Returns:
 
         What is left out the next load finds.
         """
+        if bad is None:
+            self.release_id(link, lease.id)
+            return
         request = pb.ReleaseRequest(lease_ids=[lease.id])
         reported, most = 0, link.welcome.keys_max
         for group, extents in _by_group(lease, bad).items():
@@ -94,10 +97,8 @@ class Returns:
         )
 
 
-def _by_group(lease: Lease, bad: BadExtents) -> dict[int, Records]:
+def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, Records]:
     """Bad extents by group; plain records are assigned by the slots of the lease."""
-    if bad is None:
-        return {}
     if isinstance(bad, Mapping):
         return dict(bad)
     flat = np.asarray(bad).reshape(-1)

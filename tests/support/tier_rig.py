@@ -225,7 +225,7 @@ class TierRig(Rig):
 
     def _apply(self) -> None:
         self.to_sum += [each for each in self.state.take_actions() if isinstance(each, Sum)]
-        self.counted += self.state.take_counts()
+        self.counted.update(self.state.take_counts())
 
     def check(self) -> None:
         """The books balance, what may be served is right, and the tier's slots are the tier's."""
@@ -353,5 +353,5 @@ class TierRig(Rig):
 
     def count_of(self, name: str, label: str = "") -> int:
         """A counter."""
-        self.counted += self.state.take_counts()
+        self.counted.update(self.state.take_counts())
         return self.counted[name, label]

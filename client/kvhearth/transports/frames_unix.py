@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import socket
 import threading
 import time
@@ -187,10 +188,14 @@ class _Connection:
     def __init__(self, path: str, token: bytes, message_bytes_max: int, end: float) -> None:
         self._message_bytes_max = message_bytes_max
         self._number = 0
-        self._timeout_ms = 0
         # The token travels with the first request and costs no round trip of its own.
         self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A timeout of Python's own would poll before each send too, and the kernel's would wake the
+        # reader when the daemon takes the request, not only when it answers.
+        self._socket.setblocking(False)
+        self._answers = select.poll()
+        self._answers.register(self._socket, select.POLLIN)
         try:
             self._connect(path, end)
         except BaseException:
@@ -199,12 +204,12 @@ class _Connection:
 
     def _connect(self, path: str, end: float) -> None:
         while True:
-            self._wait_until(end)
             try:
                 self._socket.connect(path)
                 return
             except BlockingIOError:
                 # The daemon's backlog is full; the kernel waits for a place only without a timeout.
+                _left_ms(end)
                 time.sleep(_BACKLOG_PAUSE_S)
 
     def exchange(self, method: int, body: bytes, end: float) -> tuple[int, bytes]:
@@ -217,9 +222,9 @@ class _Connection:
         """
         self._number = number = (self._number + 1) % frames.NUMBERS
         preface, self._preface = self._preface, b""
-        self._wait_until(end)
-        self._socket.sendall(preface + frames.HEADER.pack(len(body), method, number) + body)
-        data = self._read()
+        _left_ms(end)
+        self._send(preface + frames.HEADER.pack(len(body), method, number) + body, end)
+        data = self._read(end)
         if preface:
             kind, reply, _, data = self._receive(data, 0, end)
             if kind == frames.REFUSED:
@@ -240,7 +245,21 @@ class _Connection:
         """Close it. Idempotent."""
         self._socket.close()
 
-    def _read(self) -> bytes:
+    def _send(self, data: bytes, end: float) -> None:
+        """Send all of it; mostly one system call does."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._socket.send(view) :]
+            except BlockingIOError:
+                room = select.poll()
+                room.register(self._socket, select.POLLOUT)
+                room.poll(_left_ms(end))
+
+    def _read(self, end: float) -> bytes:
+        """Wait for some bytes until the time, or up to a millisecond after it."""
+        if not self._answers.poll(_left_ms(end)):
+            raise TimeoutError
         data = self._socket.recv(_READ_BYTES)
         if not data:
             raise ConnectionResetError("the daemon closed the connection")
@@ -267,24 +286,20 @@ class _Connection:
         """Read until there are ``size`` bytes, or a few more."""
         buffer = bytearray(data)
         while len(buffer) < size:
-            self._wait_until(end)
-            buffer += self._read()
+            buffer += self._read(end)
         return bytes(buffer)
 
-    def _wait_until(self, end: float) -> None:
-        """Let the next wait end at the time, or up to a millisecond after it.
 
-        In whole milliseconds it is mostly the same one again, which costs no system call. A wait
-        in ``recv`` itself, by the kernel's own timeout, would also be woken when the daemon takes
-        the request, not only by its answer.
-        """
-        left_ms = math.ceil((end - time.monotonic()) * 1000)
-        if left_ms <= 0:
-            raise TimeoutError
-        if left_ms == self._timeout_ms:
-            return
-        self._timeout_ms = left_ms
-        self._socket.settimeout(left_ms / 1000)
+def _left_ms(end: float) -> int:
+    """Whole milliseconds until the monotonic time, at least one.
+
+    Raises:
+        TimeoutError: it has passed.
+    """
+    left_ms = math.ceil((end - time.monotonic()) * 1000)
+    if left_ms <= 0:
+        raise TimeoutError
+    return left_ms
 
 
 def _refused_connection(reply: bytes) -> KVHearthError:

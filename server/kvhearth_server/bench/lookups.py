@@ -6,12 +6,9 @@ daemon with a lookup that is measured.
 
 from __future__ import annotations
 
-import http.client
 import random
 import secrets
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +20,7 @@ from kvhearth.transports.base import CacheTransport
 from kvhearth_server.bench.crowd import crowd
 from kvhearth_server.bench.figures import Result, p50, p99, us
 from kvhearth_server.bench.keys import CHAIN_KEYS, keys_of
+from kvhearth_server.bench.scrapes import scrape_part
 from kvhearth_server.bench.served import (
     Served,
     attached,
@@ -33,7 +31,6 @@ from kvhearth_server.bench.served import (
     wire,
 )
 from kvhearth_server.bench.sizes import (
-    CROWD_KEYS,
     KEYS,
     KEYS_LONG,
     SLAB_BYTES,
@@ -41,11 +38,9 @@ from kvhearth_server.bench.sizes import (
     Sizes,
 )
 from kvhearth_server.bench.steps import steps
-from kvhearth_server.values import host_and_port
 
 _COMMIT_KEYS = 4096
 _SERIES = 50
-_DEADLINE_S = 10.0
 CONTRACT = contract(SMALL_BYTES)
 
 
@@ -107,15 +102,6 @@ class Lookups:
             self.daemon.wait_quiet()
         return Series(calls[:count], framed[:count], lookups[:count])
 
-    def rate(self, asked: list[list[bytes]], seconds: float) -> float:
-        """Lookups per second of this client alone."""
-        count, start = 0, time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            _, found = self.lookup(asked[count % len(asked)])
-            self.client.release(found.lease)
-            count += 1
-        return count / (time.perf_counter() - start)
-
 
 @dataclass(frozen=True)
 class Series:
@@ -147,7 +133,8 @@ def lookup_part(result: Result, sizes: Sizes) -> None:
             result.values["blocks"] = sizes.blocks
             result.values["index_bytes_per_block"] = round(grown / sizes.blocks, 1)
             _many(one, sizes)
-            _scraped(one, sizes, str(said["http"]))
+            address = str(said["http"])
+            scrape_part(result, sizes, daemon, client, seed=one.seed, address=address)
         result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
 
 
@@ -174,66 +161,3 @@ def _many(one: Lookups, sizes: Sizes) -> None:
         rate = crowd(one.daemon.url, one.seed, sizes.blocks, sizes.crowd_s)
         values["clients8_lookups_per_s"] = round(rate)
     one.daemon.wait_quiet()
-
-
-def _scraped(one: Lookups, sizes: Sizes, address: str) -> None:
-    """What ``/metrics`` takes, and what lookups lose to a scrape each second; null without HTTP."""
-    values = one.result.values
-    place = host_and_port(address)
-    if place is None:
-        values.update(metrics_p99_ms=None, metrics_cpu_ms=None, metrics_overhead=None)
-        return
-
-    def scrape() -> float:
-        start = time.perf_counter()
-        connection = http.client.HTTPConnection(*place, timeout=_DEADLINE_S)
-        try:
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            answer.read()
-        finally:
-            connection.close()
-        if answer.status != http.client.OK:
-            raise broken(f"/metrics answers {answer.status}")
-        return time.perf_counter() - start
-
-    used_s = one.daemon.cpu_s()
-    times = [scrape() for _ in steps(sizes.scrapes, "scrapes")]
-    used_s = one.daemon.cpu_s() - used_s
-    values["metrics_p99_ms"] = round(p99(times) * 1e3, 2)
-    values["metrics_cpu_ms"] = round(used_s / sizes.scrapes * 1e3, 2)
-    places = random.Random(3)
-    starts = [places.randrange(sizes.blocks - CROWD_KEYS + 1) for _ in range(64)]
-    asked = [keys_of(one.seed, start, CROWD_KEYS) for start in starts]
-    lost = []
-    for number in steps(sizes.scrape_pairs, "lookups with and without scrapes"):
-        rates = {}
-        # In turns the one first and the other: a machine that becomes slower harms both.
-        for scraped in (bool(number % 2), not number % 2):
-            with _Each(scrape if scraped else lambda: 0.0):
-                rates[scraped] = one.rate(asked, sizes.scrape_slice_s)
-        lost.append(1 - rates[True] / rates[False])
-    one.daemon.wait_quiet()
-    values["metrics_overhead"] = round(p50(lost), 4)
-    one.result.spread["metrics_overhead"] = [round(min(lost), 4), round(max(lost), 4)]
-
-
-class _Each:
-    """A context in which ``work`` is done once a second, by a thread."""
-
-    def __init__(self, work: Callable[[], float]) -> None:
-        self._work = work
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="kvhearth-bench-scraper")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _main(self) -> None:
-        while not self._ended.is_set():
-            self._work()
-            self._ended.wait(1.0)

@@ -37,7 +37,8 @@ class Sizes:
         crowd_s: how long the clients of the crowd look up.
         idle_s: how long the idle daemon is watched.
         scrapes: of ``/metrics``, at ``blocks`` blocks.
-        scrape_pairs, scrape_slice_s: slices with and without a scraper, and how long each is.
+        scrape_pairs, scrape_lookups: portions of so many lookups, one with a scrape and one
+            without.
     """
 
     memory_bytes: int
@@ -52,7 +53,7 @@ class Sizes:
     idle_s: float
     scrapes: int
     scrape_pairs: int
-    scrape_slice_s: float
+    scrape_lookups: int
 
 
 FULL = Sizes(
@@ -67,8 +68,8 @@ FULL = Sizes(
     crowd_s=5.0,
     idle_s=15.0,
     scrapes=100,
-    scrape_pairs=12,
-    scrape_slice_s=2.0,
+    scrape_pairs=300,
+    scrape_lookups=40,
 )
 QUICK = Sizes(
     memory_bytes=MEMORY_BYTES_MIN,
@@ -82,8 +83,8 @@ QUICK = Sizes(
     crowd_s=0.5,
     idle_s=1.0,
     scrapes=5,
-    scrape_pairs=1,
-    scrape_slice_s=1.0,
+    scrape_pairs=12,
+    scrape_lookups=20,
 )
 
 

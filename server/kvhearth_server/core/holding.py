@@ -8,19 +8,18 @@ from kvhearth.errors import Reason
 from kvhearth.model import I64
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.state import CoreState, require
-from kvhearth_server.core.table import State
+from kvhearth_server.core.table import Pick, State, numbers, rising
 
 _QUARANTINED = int(State.QUARANTINED)
 
 
-def not_held(state: CoreState, slots: I64) -> I64:
+def not_held(state: CoreState, slots: Pick) -> Pick:
     """Those of these slots that no lease and no pin counts."""
-    counts = state.table.refs[slots]
-    counts |= state.table.pins[slots]
-    return slots[counts == 0] if np.count_nonzero(counts) else slots
+    counts = state.table.refs[slots] | state.table.pins[slots]
+    return numbers(slots)[counts == 0] if np.count_nonzero(counts) else slots
 
 
-def newly_held_bytes(state: CoreState, slots: I64) -> int:
+def newly_held_bytes(state: CoreState, slots: Pick) -> int:
     """Bytes that holding these committed slots would add to the books."""
     return state.table.total_bytes(not_held(state, slots))
 
@@ -54,27 +53,30 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
         table.refs[slots] += 1
 
 
-def let_go(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> None:
+def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
     """Count one lease (or pin) less; what was quarantined only for its readers becomes free."""
     table = state.table
     if pin:
         table.pins[slots] -= 1
     else:
-        table.refs[slots] -= 1
-        state.ledger.segments[segment].leased_slots -= len(slots)
+        counts = table.refs[slots] - np.uint32(1)
+        table.refs[slots] = counts
+        state.ledger.segments[segment].leased_slots -= len(counts)
     loose = not_held(state, slots)
-    if not len(loose):
+    states = table.state[loose]
+    if not len(states):
         return
-    aside = table.state[loose] == _QUARANTINED
-    kept, done = loose, loose[:0]
-    if np.count_nonzero(aside):
-        kept, done = loose[~aside], loose[aside]
-    state.ledger.held(segment, kept, -1)
+    aside = states == _QUARANTINED
     state.loosened += 1
-    if len(done):
-        state.ledger.quarantined(segment, done, -1)
-        state.count("released_quarantine_slots", len(done))
-        state.free_slots(segment, np.sort(done))
+    if not np.count_nonzero(aside):
+        state.ledger.held(segment, loose, -1)
+        return
+    loose = numbers(loose)
+    done = loose[aside]
+    state.ledger.held(segment, loose[~aside], -1)
+    state.ledger.quarantined(segment, done, -1)
+    state.count("released_quarantine_slots", len(done))
+    state.free_slots(segment, np.sort(done))
 
 
 def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
@@ -83,5 +85,5 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     if slots is None:
         return False
     del group.leased_at[lease_id]
-    let_go(state, group.segment, slots)
+    let_go(state, group.segment, rising(slots))
     return True

@@ -108,11 +108,13 @@ class Index:
         if head < 0:
             return None
         # The slots of a block lie side by side too, so heads are as far apart as it has shards.
-        step = max(int(self._after[head]) - 1 - head, 1)
+        step = max(self._after.item(head) - 1 - head, 1)
         links = self._after[head : head + step * (len(words) - 1) : step]
         heads = np.arange(head, head + step * (len(links) + 1), step)
-        strays = np.flatnonzero(links != heads[1:] + 1)
-        length = int(strays[0]) + 1 if len(strays) else len(heads)
+        follows = links == heads[1:] + 1
+        length = len(heads)
+        if np.count_nonzero(follows) < len(follows):
+            length = int(follows.argmin()) + 1
         rows = self._rows[words.shape[1]][head : head + step * length : step]
         if rows.tobytes() != words[:length].tobytes():
             length = int((rows == words[:length]).all(axis=1).argmin())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhearth.model import I64
-from kvhearth_server.core.table import SlotTable
+from kvhearth_server.core.table import Pick, SlotTable
 
 
 @dataclass
@@ -74,7 +74,6 @@ class Ledger:
         self.segments[segment].loading += sign * size
         return size
 
-    def held(self, segment: int, slots: I64, sign: int) -> None:
+    def held(self, segment: int, slots: Pick, sign: int) -> None:
         """Committed slots that became (+1) unevictable or ceased to be (-1)."""
-        if len(slots):
-            self.segments[segment].held += sign * self._table.total_bytes(slots)
+        self.segments[segment].held += sign * self._table.total_bytes(slots)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
-from kvhearth_server.core.table import SlotTable
+from kvhearth_server.core.table import Pick, SlotTable
 
 
 class PolicySet:
@@ -38,7 +38,7 @@ class PolicySet:
         marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
         policy.insert(heads, marks)
 
-    def touch(self, heads: I64) -> None:
+    def touch(self, heads: Pick) -> None:
         """Mark heads of any policies as used."""
         self._arrays.touch(heads)
 

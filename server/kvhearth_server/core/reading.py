@@ -19,6 +19,7 @@ from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.single import Singles
 from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
+from kvhearth_server.core.whole import Wholes
 from kvhearth_server.core.writing import SlotsItem
 
 # A member of an enumeration costs a search each time it is named.
@@ -82,6 +83,7 @@ class Reading:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._singles = Singles(state)
+        self._wholes = Wholes(state)
 
     def lookup(
         self,
@@ -103,8 +105,8 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
-        if lease_id and len(items) == 1 and len(items[0].keys) == 1:
-            found = self._lookup_one(session, epoch, items[0], lease_id, now)
+        if lease_id and len(items) == 1:
+            found = self._lookup_plain(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found
         group, namespace, seen = self._resolve(session, epoch, items)
@@ -134,15 +136,31 @@ class Reading:
         self._count_keys(seen)
         return Found(granted, hit, groups, short, self._wishes(namespace, items, seen))
 
-    def _lookup_one(
+    def _lookup_plain(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """As ``lookup``, of one key; None where the general way must look."""
-        state = self._state
-        group = state.group_of(session)
-        namespace = state.namespaces.get(group.namespace)
+        """As ``lookup``, of a group that has all its keys; None: the general way must look."""
+        group = self._state.group_of(session)
+        namespace = self._state.namespaces.get(group.namespace)
         if epoch != namespace.epoch:
             return None
+        if len(item.keys) == 1:
+            return self._lookup_one(group, namespace, item, lease_id, now)
+        whole = self._wholes.lookup(group, namespace, item.kv_group, item.keys, lease_id)
+        if whole is None:
+            return None
+        group.leases[lease_id] = whole.slots
+        group.leased_at[lease_id] = now
+        yes = whole.yes
+        presence = Presence(item.kv_group, yes, yes, yes, whole.tiers, whole.extents)
+        hit = len(yes) * namespace.contract.groups[item.kv_group].block_tokens
+        return Found(lease_id, hit, [presence], None, [])
+
+    def _lookup_one(
+        self, group: Group, namespace: Namespace, item: KeysItem, lease_id: int, now: float
+    ) -> Found | None:
+        """As ``_lookup_plain``, of one key."""
+        state = self._state
         head = self._singles.lookup(group, namespace, item.kv_group, item.keys[0], lease_id)
         if head < 0:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,7 +73,7 @@ class CoreState:
         self.groups = Groups()
         self.ledger = Ledger(self.table)
         self.events = EventLog()
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
         self.clock = 0
         self.sequence = 0
@@ -93,9 +92,9 @@ class CoreState:
         actions, self.actions = self.actions, []
         return actions
 
-    def take_counts(self) -> Counter[tuple[str, str]]:
+    def take_counts(self) -> dict[tuple[str, str], int]:
         """Counters (name, label) since the last call."""
-        counts, self.counts = self.counts, Counter()
+        counts, self.counts = self.counts, {}
         return counts
 
     def take_evicted(self) -> list[U32]:
@@ -107,7 +106,6 @@ class CoreState:
         """Count something for the shell's metrics."""
         if amount:
             place = (name, label)
-            # Not `+=`: a counter that is emptied after each call misses most names.
             self.counts[place] = self.counts.get(place, 0) + amount
 
     def tick(self) -> int:

@@ -51,6 +51,24 @@ class Sunk(enum.IntEnum):
 KERNEL = 0xFFFF_FFFE
 """Owner of slots that the kernel may write to for us: blocks on their way from a slower tier."""
 
+Pick = slice | I64
+"""Rows of the table: slot numbers, or a slice where slots lie side by side, which costs half as
+much. A slice has both ends and no step.
+"""
+
+
+def rising(slots: I64) -> Pick:
+    """Rows of slots whose numbers rise."""
+    count = len(slots)
+    if not count or slots.item(-1) - slots.item(0) != count - 1:
+        return slots
+    return slice(slots.item(0), slots.item(-1) + 1)
+
+
+def numbers(rows: Pick) -> I64:
+    """The slots of some rows."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
 
 @dataclass(frozen=True)
 class SegmentGeometry:
@@ -163,9 +181,14 @@ class SlotTable:
         """Slot size of each slot, in bytes."""
         return self.slab_slot_bytes[self.slabs_of(slots)]
 
-    def total_bytes(self, slots: I64) -> int:
+    def total_bytes(self, rows: Pick) -> int:
         """Bytes of arena that the slots take."""
-        return int(np.add.reduce(self.slot_bytes_of(slots)))
+        if isinstance(rows, slice):
+            slab = rows.start // self._stride
+            count: int = rows.stop - rows.start
+            if (rows.stop - 1) // self._stride == slab:
+                return count * int(self.slab_slot_bytes.item(slab))
+        return int(np.add.reduce(self.slot_bytes_of(numbers(rows))))
 
     def in_use(self, slots: I64) -> npt.NDArray[np.bool_]:
         """Which numbers name a slot that exists now: within the table, in an assigned slab, inside
@@ -227,6 +250,25 @@ class SlotTable:
         if summed:
             records["checksum"] = self.checksum[flat]
             records["flags"] = self.flags[flat] & FLAG_VERIFY | FLAG_SUMMED
+        return records
+
+    def extents_beside(self, rows: slice, length: int) -> Records:
+        """As ``extents`` of SUMMED slots that lie side by side."""
+        slab = rows.start // self._stride
+        if (rows.stop - 1) // self._stride != slab:
+            return self.extents(numbers(rows), length, summed=True)
+        first, size = slab * self._stride, self.slab_slot_bytes.item(slab)
+        start = (slab - self.slab_first.item(slab)) * self.geometry.slab_bytes
+        start += (rows.start - first) * size
+        count = rows.stop - rows.start
+        records = np.empty(count, EXTENT_DTYPE)
+        records["slot"] = np.arange(rows.start, rows.stop, dtype=np.uint32)
+        records["segment"] = self.slab_segment.item(slab)
+        records["flags"] = self.flags[rows] & FLAG_VERIFY | FLAG_SUMMED
+        records["offset"] = np.arange(start, start + count * size, size)
+        records["length"] = length
+        records["generation"] = self.generation[rows]
+        records["checksum"] = self.checksum[rows]
         return records
 
     def _extent(self, slot: int, length: int, summed: bool) -> Records:

@@ -80,12 +80,16 @@ def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[
 
 def presence_message(one: Presence) -> cache_pb2.GroupPresence:
     """The answer for one group."""
+    present = pack_bits(one.present)
+    # Where all is there the three are one array.
+    ready = present if one.ready is one.present else pack_bits(one.ready)
+    leased = ready if one.leased is one.ready else pack_bits(one.leased)
     return cache_pb2.GroupPresence(
         group=one.kv_group,
-        present=pack_bits(one.present),
-        ready=pack_bits(one.ready),
+        present=present,
+        ready=ready,
         tiers=one.tiers.tobytes(),
-        leased=pack_bits(one.leased),
+        leased=leased,
         extents=one.extents.tobytes(),
     )
 

@@ -81,18 +81,18 @@ class PolicyArrays:
         self.chunks: list[Chunk | None] = []
         self._free: list[int] = []
 
-    def touch(self, slots: I64) -> None:
+    def touch(self, slots: I64 | slice) -> None:
         """Count a use of each slot, whichever policies they are in; moves nothing.
 
-        ``slots`` has shape (n,); one that occurs twice counts once, one in no policy has no effect.
+        ``slots`` has shape (n,), or is a slice; one that occurs twice counts once, one in no policy
+        has no effect.
         """
-        if len(slots) == 1:
+        if not isinstance(slots, slice) and len(slots) == 1:
             slot = int(slots[0])
             self.freq[slot] = min(int(self.freq.item(slot)) + 1, FREQ_MAX)
             return
         freq = self.freq[slots]
-        freq += freq < FREQ_MAX
-        self.freq[slots] = freq
+        self.freq[slots] = freq + (freq < FREQ_MAX)
 
     def claim(self, slots: I64) -> None:
         """Make sure that slots may be pushed, and forget the uses that their former blocks had.
