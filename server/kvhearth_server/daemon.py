@@ -136,8 +136,8 @@ async def _drain(
     try:
         async with asyncio.timeout(settings.drain_timeout_s):
             await background.settled()
-            if engine.tiering is not None and not engine.arena.durable:
-                await written(engine.tiering)  # what is in anonymous memory only is lost
+            if engine.tiering is not None:
+                await written(engine.tiering)  # memory may end with the process, or the machine
             await rpc.stop(settings.drain_timeout_s)
     except TimeoutError:
         _log.warning("drain took too long: committed blocks without checksum are summed at restart")

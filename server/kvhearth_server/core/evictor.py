@@ -19,6 +19,11 @@ _CONSIDER_SLABS_EVERY = 64
 """Between two looks at whether another size's coldest slab is colder than our own next victim."""
 _PASSED_MAX = 1024
 """Blocks that wait to be saved and are passed over in one call: a call must stay short."""
+_AHEAD_MIN, _AHEAD_MAX = 8, 64
+"""Passed-over blocks without a copy below that are saved at once. More of them would drive each
+other out of a tier that is smaller than memory, before they can be evicted here: it would write
+without end.
+"""
 
 
 class _PassedEnough(Exception):
@@ -38,13 +43,14 @@ class Evictor:
         self._offers = state.offers
         self._unsaved: list[int] = []
         self._passed = 0
+        self._under_way = 0
         self._at_any_cost = False
 
     def make_room(self, segment: int, slot_bytes: int, count: int) -> int:
         """Evict until ``count`` slots of a size can be taken, or nothing more helps; returns how
         many can.
         """
-        self._passed = 0
+        self._passed = self._under_way = 0
         pool = self._state.pools[segment]
         while (have := pool.can_take(slot_bytes)) < count:
             if (slab := pool.empty_of_others(slot_bytes)) is not None:
@@ -56,7 +62,7 @@ class Evictor:
                 continue
             if not self._steal_slab(segment, slot_bytes):
                 break
-        self._offer_unsaved()
+        self._offer_unsaved(count)
         return min(count, have)
 
     def shrink(
@@ -65,7 +71,7 @@ class Evictor:
         """Evict a namespace's own blocks until it uses at most so many bytes, or ``blocks_max`` are
         evicted; returns how many were. If it was asked for, blocks without a copy below go too.
         """
-        evicted = self._passed = 0
+        evicted = self._passed = self._under_way = 0
         self._at_any_cost = cause == "asked"
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
@@ -80,7 +86,7 @@ class Evictor:
             forget_blocks(state, heads, cause)
             evicted += len(heads)
         self._at_any_cost = False
-        self._offer_unsaved()
+        self._offer_unsaved(_AHEAD_MAX)
         return evicted
 
     def evictable(self, head: int) -> bool:
@@ -94,16 +100,22 @@ class Evictor:
         self._offers.pressed = True
         if self._state.table.sunk.item(head) == Sunk.NOT:
             self._unsaved.append(head)
+        else:
+            self._under_way += 1
         self._passed += 1
         if self._passed > _PASSED_MAX:
             raise _PassedEnough
         return False
 
-    def _offer_unsaved(self) -> None:
-        """Blocks that would have been evicted, but have no copy below any more."""
+    def _offer_unsaved(self, wanted: int) -> None:
+        """Blocks that would have been evicted, but have no copy below any more: the coldest first,
+        and no more of them than are wanted soon.
+        """
         if self._unsaved:
-            heads, self._unsaved = np.unique(np.array(self._unsaved, np.int64)), []
-            self._offers.offer(heads[self._state.table.sunk[heads] == Sunk.NOT])
+            heads, self._unsaved = np.array([*dict.fromkeys(self._unsaved)], np.int64), []
+            heads = heads[self._state.table.sunk[heads] == Sunk.NOT]
+            room = min(max(wanted, _AHEAD_MIN), _AHEAD_MAX) - self._under_way
+            self._offers.offer(heads[: max(0, room)])
 
     def _policies(self, segment: int, slot_bytes: int) -> dict[int, EvictionPolicy]:
         """By namespace, those of one tenant that hold slots of a size: its neighbours' blocks are

@@ -110,6 +110,7 @@ class Engine:
         self.tiering: Tiering | None = None
         self.ssd_catalogue = SsdCatalogue(tier.settings if tier else None, counters)
         self.core.state.offers.on = tier is not None
+        self._written_version = -1
         take_over(self)
         if tier is not None:
             self.tiering = Tiering(self.core, tier, self.lineage, self.call, now)
@@ -330,5 +331,11 @@ class Engine:
         """Make namespaces and groups durable, where anything is."""
         if self.arena.durable or self.ssd_catalogue.paths:
             content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
-            self.arena.write_catalogue({**content, "ssd_dirs": loading_from(self)})
+            whole = {**content, "ssd_dirs": loading_from(self)}
+            self.arena.write_catalogue(whole)
+            if self._written_version != (version := self.core.state.namespaces.version):
+                # Into both of its halves: with one damaged, the other must not bring back an epoch
+                # that is over.
+                self.arena.write_catalogue(whole)
+                self._written_version = version
             self.ssd_catalogue.write(content)

@@ -4,6 +4,7 @@ arena was lost: without its epoch a block cannot be told from one of other weigh
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.ssd.settings import SsdSettings
@@ -24,37 +26,56 @@ _FORMAT = 1
 _FIELDS = ("lineage", "next_session", "epoch_floor", "namespaces")
 _SESSIONS = 4096
 """Numbers of sessions that are taken at once: attaching must not cost a write to the drive."""
-_PATIENCE_S = 0.25
-"""So long the loop waits for a drive that may hang: an epoch that was bumped should be written
-before anybody is told."""
+_PATIENCE_S = 0.01
+"""So long the loop itself waits for a drive: most are done by then."""
+_AWAIT_S = 1.5
+"""So long an answer waits that promises that older blocks never come back: less than a client does
+by default.
+"""
+_LOOK_S = 0.005
+_RETRY_S = 5.0
 _log = get_logger("kvhearth.engine")
 
 
 class SsdCatalogue:
     """One file in each directory of the tier, the same in all; replaced as a whole.
 
-    What cannot be written is counted and told, never fatal: the blocks under it are then of no use
-    after a cold start, but still now. A thread for each directory writes, because a drive may hang;
-    ``write`` waits for it a moment, and not at all for one that hung the last time.
+    What cannot be written is counted, told and tried again, never fatal: the blocks under it are
+    then of no use after a cold start, but still now. A thread for each directory writes, because a
+    drive may hang.
     """
 
     def __init__(self, settings: SsdSettings | None, counters: Counters) -> None:
         self.paths = [place.path / FILE_NAME for place in settings.places] if settings else []
-        sync = settings is not None and settings.flush
-        self._copies = [_Copy(path, counters, sync=sync) for path in self.paths]
+        self._copies = [_Copy(path, counters) for path in self.paths]
+        self._counters = counters
         self._number = 0
 
     def read(self) -> dict[str, Any] | None:
-        """The content that was written last, of all directories; None if there is none."""
-        found = [content for path in self.paths if (content := _read(path)) is not None]
-        newest = max(found, key=lambda content: content["number"], default=None)
-        if newest is not None:
-            self._number = newest["number"]
+        """The content that was written last, of all directories; None if there is none, or none
+        that can be believed.
+
+        A directory that cannot be written to may not have been when the content changed last, and
+        what it says may be old: it is believed only if another one says the same.
+        """
+        found = {path: content for path in self.paths if (content := _read(path)) is not None}
+        newest = max(found.values(), key=lambda content: content["number"], default=None)
+        if newest is None:
+            return None
+        self._number = max(self._number, newest["number"])
+        sayers = [path for path in found if found[path]["number"] == newest["number"]]
+        if not any(os.access(path.parent, os.W_OK, effective_ids=True) for path in sayers):
+            _log.error(
+                "the namespaces beside the SSD tier may be old: their directory cannot be written "
+                "to; starting without them",
+                paths=[str(path) for path in sayers],
+            )
+            return None
         return newest
 
     def write(self, content: dict[str, Any]) -> None:
-        """Replace the content, where it changed: lineage, next session, epochs and namespaces of
-        the durable catalogue.
+        """Have the content replaced, where it changed: lineage, next session, epochs and namespaces
+        of the durable catalogue.
         """
         if not self.paths:
             return
@@ -66,7 +87,8 @@ class SsdCatalogue:
         late = [copy for copy in self._copies if copy.kept != data]
         if not late:
             return
-        self._number += 1
+        # Not just the next number: a directory that was away may still have a greater one.
+        self._number = max(self._number + 1, int(time.time()))
         head = {"format": _FORMAT, "number": self._number}
         whole = json.dumps({**head, **kept, "check": _check({**head, **kept})}).encode()
         for copy in late:
@@ -75,28 +97,61 @@ class SsdCatalogue:
         for copy in late:
             copy.wait(end)
 
+    async def confirm(self) -> None:
+        """Wait until no directory can bring back what ``write`` was told last to be over: one of
+        them says so, or all have lost what they said before.
+
+        Raises:
+            KVHearthError: ``ssd_unusable`` if that is not so in time.
+        """
+        end = time.monotonic() + _AWAIT_S
+        while not self._safe:
+            if time.monotonic() > end or all(copy.failed for copy in self._copies):
+                where = ", ".join(str(path) for path in self.paths)
+                self._counters.add("ssd_catalogue_failures")
+                _log.error("an epoch that is over could come back", paths=where)
+                raise KVHearthError(
+                    Reason.SSD_UNUSABLE,
+                    f"the new epoch holds, but cannot be written to {where}: older blocks could "
+                    "come back after a restart; see kvhearth_ssd_degraded, then bump it again",
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    @property
+    def _safe(self) -> bool:
+        copies = self._copies
+        return any(copy.stands for copy in copies) or all(copy.removed for copy in copies)
+
 
 class _Copy:
     """The file in one directory."""
 
-    def __init__(self, path: Path, counters: Counters, *, sync: bool) -> None:
+    def __init__(self, path: Path, counters: Counters) -> None:
         self.kept = b""
-        """What the file was last told to say; empty after a failure, so that it is tried again with
-        the next change of anything."""
+        """What the file was last told to say."""
+        self.removed = False
+        """It could not be written, and is not there any more."""
+        self.failed = False
+        """It could not be written, nor removed: it may say what is over."""
         self._path = path
         self._counters = counters
-        self._sync = sync
         self._changed = threading.Condition()
-        self._wanted: tuple[bytes, bytes] | None = None
+        self._wanted: bytes | None = None
         self._busy = False
-        self._hangs = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def stands(self) -> bool:
+        """It says what it was last told to, for good."""
+        with self._changed:
+            return self._settled() and not (self.removed or self.failed)
 
     def put(self, data: bytes, whole: bytes) -> None:
         """Have the file replaced; the newest content wins."""
         with self._changed:
             self.kept = data
-            self._wanted = data, whole
+            self._wanted = whole
+            self.removed = self.failed = False
             self._changed.notify_all()
         if self._thread is None:
             name = "kvhearth-namespaces"
@@ -106,50 +161,84 @@ class _Copy:
     def wait(self, end: float) -> None:
         """Until it is written, or the time is over."""
         with self._changed:
-            if self._hangs and self._busy:
-                return
-            left = max(0.0, end - time.monotonic())
-            self._hangs = not self._changed.wait_for(self._settled, left)
-        if self._hangs:
-            self._counters.add("ssd_catalogue_failures")
-            _log.error("namespaces not written in time", path=str(self._path))
+            self._changed.wait_for(self._settled, max(0.0, end - time.monotonic()))
 
     def _settled(self) -> bool:
         return self._wanted is None and not self._busy
 
     def _run(self) -> None:
+        again: bytes | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted is not None)
-                assert self._wanted is not None
-                (data, whole), self._wanted, self._busy = self._wanted, None, True
-            try:
-                self._replace(whole)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    self._path.unlink()  # better none than one whose epochs may be old
-                self._counters.add("ssd_catalogue_failures")
-                _log.error("namespaces not written", path=str(self._path), error=str(error))
-                with self._changed:
-                    if self.kept == data:
-                        self.kept = b""
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+                wait_s = None if again is None else _RETRY_S
+                self._changed.wait_for(lambda: self._wanted is not None, wait_s)
+                first = self._wanted is not None
+                whole = self._wanted or again
+                if whole is None:
+                    continue
+                self._wanted, self._busy = None, True
+            again = None if self._try(whole, tell=first) else whole
 
-    def _replace(self, data: bytes) -> None:
-        if 2 * len(data) > RESERVE_BYTES:
-            raise OSError(f"{len(data)} bytes of namespaces are too many")
-        fresh = self._path.with_suffix(".new")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    def _try(self, whole: bytes, *, tell: bool) -> bool:
+        """Replace the file; what is left of it where that fails is removed, for its epochs may be
+        old.
+        """
+        removed = failed = False
         try:
-            os.write(descriptor, data)
-            if self._sync:
-                os.fsync(descriptor)
+            _replace(self._path, whole)
+        except OSError as error:
+            removed = _remove(self._path)
+            failed = not removed
+            self._counters.add("ssd_catalogue_failures")
+            if tell:
+                _log.error("namespaces not written", path=str(self._path), error=str(error))
         finally:
-            os.close(descriptor)
-        os.replace(fresh, self._path)
+            with self._changed:
+                self._busy = False
+                if self._wanted is None:
+                    self.removed, self.failed = removed, failed
+                self._changed.notify_all()
+        return not (removed or failed)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file for good: a power cut must not bring the old one back.
+
+    It has its name before it is flushed, which may take long: the death of the process alone costs
+    nothing then, and one that a power cut left half written is not believed.
+    """
+    if 2 * len(data) > RESERVE_BYTES:
+        raise OSError(f"{len(data)} bytes of namespaces are too many")
+    fresh = path.with_suffix(".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.replace(fresh, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    _sync_directory(path.parent)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a file for good; false if that is not certain."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        _sync_directory(path.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from kvhearth_server.memory.pages import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 CATALOGUE_FORMAT = 2
+CATALOGUE_NAME = "catalogue"
 CATALOGUE_BYTES_MAX = 12 << 20
 """Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
 _PAGE_ROUND = 2 << 20
@@ -138,7 +139,7 @@ def _open_folder(
     with contextlib.ExitStack() as undo:
         lock_fd = lock_directory(folder)
         undo.callback(os.close, lock_fd)
-        blob = DurableBlob(folder / "catalogue", CATALOGUE_BYTES_MAX)
+        blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
         old, notes = _catalogue(blob, plan, folder)
         if old is None:
             arena = _cold(plan, folder, generations, blob, progress)
@@ -166,7 +167,8 @@ def _catalogue(
     """The earlier run's catalogue if its arena can be adopted, else why not."""
     data = blob.read()
     if data is None:
-        return None, []
+        made = journal_path(folder).exists()
+        return None, [f"the catalogue in {folder} is damaged: starting cold"] if made else []
     try:
         old = json.loads(data)
         shape, form = old["geometry"], old["format"]

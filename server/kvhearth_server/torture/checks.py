@@ -229,7 +229,7 @@ def _sunk(world: World) -> None:
     with world.paused():
         end = time.monotonic() + DRIVE_S
         while True:
-            above = sum(map(len, world.not_on_disk().values()))
+            above = sum(map(len, world.not_on_disk(sealed=True).values()))
             if not above or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)

@@ -22,6 +22,9 @@ class _Model:
     """Blocks that a client stores, of which no word has come yet."""
     struck: set[int] = field(default_factory=set)
     """Of these, blocks that a fault may have hit after their commit."""
+    spoilt: set[int] = field(default_factory=set)
+    """Blocks whose bytes in memory a fault has damaged: until the daemon has found out, it takes a
+    store of the same for a duplicate, and acknowledges it."""
 
 
 class Oracle:
@@ -58,7 +61,8 @@ class Oracle:
             numbers = list(numbers)
             one.begun.difference_update(numbers)
             if epoch == one.epoch:
-                one.sealed.update(dict.fromkeys(n for n in numbers if n not in one.struck))
+                doubted = one.struck | one.spoilt
+                one.sealed.update(dict.fromkeys(n for n in numbers if n not in doubted))
 
     def bumped(self, model: str, epoch: int) -> None:
         """The kit itself made the weights epoch ``epoch``."""
@@ -76,6 +80,12 @@ class Oracle:
                 del one.sealed[number]
             self._count(why, len(gone))
             return len(gone)
+
+    def spoil(self, model: str, numbers: Iterable[int], why: str) -> int:
+        """As ``excuse``, and nothing is expected of them for as long as these weights are."""
+        with self._lock:
+            self._models.setdefault(model, _Model()).spoilt.update(numbers)
+        return self.excuse(model, numbers, why)
 
     def sealed(self, model: str) -> tuple[int, list[int]]:
         """(epoch, blocks) that must be there."""
@@ -116,7 +126,7 @@ class Oracle:
             # Older weights' blocks are void; on purpose only if the kit bumped them.
             if epoch not in one.bumped and self.keeps:
                 self.vanished += len(one.sealed)
-            one.epoch, one.sealed = epoch, {}
+            one.epoch, one.sealed, one.spoilt = epoch, {}, set()
         return one
 
     def _count(self, why: str, amount: int) -> None:

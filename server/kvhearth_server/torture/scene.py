@@ -125,25 +125,40 @@ class Scene:
             hit = [number for number in known if key_of(model, number) in wanted]
             self.oracle.excuse(model, hit, why)
 
-    def excuse_unless_on_disk(self, keys: Iterable[bytes], why: str) -> None:
-        """Blocks whose copy in memory is damaged: a whole one on the drive repairs them."""
+    def excuse_unless_on_disk(
+        self, keys: Iterable[bytes], why: str, *, spoilt: bool = False
+    ) -> None:
+        """Blocks whose copy in memory is damaged: a whole one on the drive repairs them.
+
+        Args:
+            spoilt: the daemon may not have found out yet (``Oracle.spoil``).
+        """
         wanted = set(keys)
+        take = self.oracle.spoil if spoilt else self.oracle.excuse
         for model, above in self.not_on_disk().items():
-            hit = [number for number in above if key_of(model, number) in wanted]
-            self.oracle.excuse(model, hit, why)
+            take(model, [number for number in above if key_of(model, number) in wanted], why)
+
+    def excuse_all(self, why: str) -> None:
+        """Nobody can name the blocks any more."""
+        for model in self.models:
+            self.oracle.excuse(model, self.oracle.within_reach(model), why)
 
     def excuse_not_on_disk(self, why: str) -> None:
         """Blocks that are in memory only."""
         for model, above in self.not_on_disk().items():
             self.oracle.excuse(model, above, why)
 
-    def not_on_disk(self) -> dict[str, list[int]]:
-        """By model, blocks that are not whole on the drive under the present weights."""
+    def not_on_disk(self, *, sealed: bool = False) -> dict[str, list[int]]:
+        """By model, blocks that are not whole on the drive under the present weights.
+
+        Args:
+            sealed: only those that were acknowledged; else also those that may be.
+        """
         whole = damage.blocks_on_disk(self.ssd_dir) if self.shape.ssd_bytes else set()
         found = {}
         for model in self.models:
             epoch = self.oracle.epoch(model)
-            known = self.oracle.within_reach(model)
+            known = self.oracle.known(model) if sealed else self.oracle.within_reach(model)
             found[model] = [n for n in known if (key_of(model, n), epoch) not in whole]
         return found
 

@@ -233,15 +233,24 @@ class Decisions:
             boot_id=engine.boot_id, freed_slots=freed, quarantined_slots=aside
         )
 
-    async def _release(
+    def _release(
         self, request: cache_pb2.ReleaseRequest, caller: Caller
-    ) -> cache_pb2.ReleaseResponse:
+    ) -> cache_pb2.ReleaseResponse | Awaitable[cache_pb2.ReleaseResponse]:
         engine = self._engine
         _few(len(request.lease_ids), "lease ids")
         _few(len(request.cancelled_ids), "cancelled ids")
         if engine.tiering is not None and request.cancelled_ids:
             group = engine.core.state.group_of(caller.session)
             engine.tiering.cancel(group.number, request.cancelled_ids)
+        if request.bad:
+            return self._release_bad(request, caller)
+        engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
+        return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
+
+    async def _release_bad(
+        self, request: cache_pb2.ReleaseRequest, caller: Caller
+    ) -> cache_pb2.ReleaseResponse:
+        engine = self._engine
         try:
             engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
         finally:
@@ -295,7 +304,7 @@ class Decisions:
 
     def _bump_epoch(
         self, request: cache_pb2.BumpEpochRequest, caller: Caller
-    ) -> cache_pb2.BumpEpochResponse:
+    ) -> cache_pb2.BumpEpochResponse | Awaitable[cache_pb2.BumpEpochResponse]:
         engine = self._engine
         epoch = engine.call(
             engine.core.bump_epoch,
@@ -303,7 +312,14 @@ class Decisions:
             request.expected_epoch,
             only_alone=request.only_alone,
         )
-        return cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
+        reply = cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
+        # Who is alone and keeps its weights may meet its old blocks again.
+        sure = request.only_alone or not engine.ssd_catalogue.paths
+        return reply if sure else self._confirmed(reply)
+
+    async def _confirmed(self, reply: cache_pb2.BumpEpochResponse) -> cache_pb2.BumpEpochResponse:
+        await self._engine.ssd_catalogue.confirm()
+        return reply
 
 
 def _named(number: int, what: str) -> None:

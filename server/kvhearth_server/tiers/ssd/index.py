@@ -92,6 +92,15 @@ class SegmentRows:
         rows = self.rows[start:end]
         return start + np.flatnonzero((rows["live"] > 0) & (rows["shard"] == 0))
 
+    def bury(self, heads: I64) -> None:
+        """Blocks that begin at ``heads`` and are bound no more."""
+        shards = self.rows["shards"][heads].astype(np.int64)
+        ends = np.cumsum(shards)
+        every = np.repeat(heads - (ends - shards), shards) + np.arange(shards.sum())
+        self.rows["live"][every] = 0
+        self.live_blocks -= len(heads)
+        self.live_bytes -= int(self.rows["length"][every].sum(dtype=np.int64))
+
 
 class SsdIndex:
     """Which block is where."""
@@ -247,16 +256,20 @@ class SsdIndex:
         table.live_blocks -= 1
         table.live_bytes -= int(rows["length"][span].sum(dtype=np.int64))
 
-    def forget_segment(self, segment: int) -> list[Evicted]:
-        """Forget all blocks of a segment and its rows; which they were."""
-        table = self.segments.pop(segment, None)
+    def forget_some(self, segment: int, count: int) -> list[Evicted]:
+        """Forget up to ``count`` blocks of a segment, and with the last one its rows; which they
+        were.
+        """
+        table = self.segments.get(segment)
         if table is None:
             return []
+        heads = table.live_heads()[:count]
         gone: dict[int, list[bytes]] = {}
-        for row in table.live_heads().tolist():
+        for row, family in zip(heads.tolist(), table.rows["family"][heads].tolist(), strict=True):
             key = table.keys[row]
             if key is not None:
-                gone.setdefault(int(table.rows["family"][row]), []).append(key)
+                gone.setdefault(family, []).append(key)
+                table.keys[row] = None
         evicted = []
         for family, keys in gone.items():
             number, group = divmod(family, 256)
@@ -264,6 +277,9 @@ class SsdIndex:
             for key in keys:
                 del found[key]
             evicted.append(Evicted(self._namespaces[number], group, keys))
+        table.bury(heads)
+        if not table.live_blocks:
+            del self.segments[segment]
         return evicted
 
     def of_family(self, family: int) -> tuple[bytes, int]:

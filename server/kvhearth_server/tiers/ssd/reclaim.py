@@ -37,6 +37,9 @@ CARRY_BYTES = 32 << 20
 a segment takes few turns: each waits for the drive twice, and new stores wait for the segment.
 """
 
+_FORGET_BLOCKS = 2048
+"""Evicted in one turn of the loop, which tells the core of each."""
+
 CARRY_PAGES = 64
 """Header pages kept for carried blocks."""
 
@@ -75,6 +78,7 @@ class Reclaimer:
         self._clock = clock
         self._work: dict[Lane, _Work] = {}
         self._carrying: _Work | None = None
+        self._forgot = False
         self.evicted: list[Evicted] = []
         self._transfers: Transfers | None = None
         self._pages: HeaderPages | None = None
@@ -89,16 +93,20 @@ class Reclaimer:
         """Whether a block is being carried."""
         return self._carrying is not None
 
-    def tick(self) -> None:
-        """Begin or go on wherever a directory has run out of segments."""
+    def tick(self) -> bool:
+        """Begin or go on wherever a directory has run out of segments; true if there is more to do
+        at once.
+        """
         for lane in self._log.lanes:
             if lane not in self._work and not self._log.draining and lane.starved(self._clock()):
                 victim = self._victim(lane)
                 if victim is not None:
                     victim.state = SegmentState.RECLAIMING
                     self._work[lane] = _Work(victim, self._portions(lane, victim))
+        more = self._forgot = False
         for lane, work in list(self._work.items()):
-            self._go_on(lane, work)
+            more |= self._go_on(lane, work)
+        return more
 
     # -- the victim --------------------------------------------------------------------------------
 
@@ -149,23 +157,31 @@ class Reclaimer:
 
     # -- carrying ----------------------------------------------------------------------------------
 
-    def _go_on(self, lane: Lane, work: _Work) -> None:
+    def _go_on(self, lane: Lane, work: _Work) -> bool:
         if work.running:
-            return
+            return False
         if not work.carried:
             if self._carrying is not None:
-                return
+                return False
             portion = next(work.portions, None)
             if portion is not None:
                 self._carry(work, portion)
-                return
+                return False
             work.carried = True
-            gone = self._index.forget_segment(work.segment.number)
+        number = work.segment.number
+        if number in self._index.segments:
+            if self._forgot:
+                return True  # another directory's blocks are enough for this turn
+            self._forgot = True
+            gone = self._index.forget_some(number, _FORGET_BLOCKS)
             self.evicted += gone
             self._counts.add("evicted_blocks", sum(len(each.keys) for each in gone))
+            if number in self._index.segments:
+                return True
         if not work.segment.reads and not work.segment.writes:
             del self._work[lane]
             self._log.release(work.segment)
+        return False
 
     def _carry(self, work: _Work, portion: _Portion) -> None:
         transfers = self._transfers
@@ -192,6 +208,7 @@ class Reclaimer:
     def _carried_in(self, work: _Work, task: Task, entries: I64) -> None:
         transfers, pages, batch = self._transfers, self._pages, task.batch
         good = task.completion().rows(Done)
+        self._tell_doubted(batch, good)
         if transfers is None or pages is None or not len(good):
             self._carried_out(work)
             return
@@ -217,6 +234,18 @@ class Reclaimer:
         self._counts.add("carries_without_place", len(left))
         out.settle(left.tolist(), Throttled("full"))
         out.finish_if_done()
+
+    def _tell_doubted(self, batch: LoadBatch, good: I64) -> None:
+        """What could not be read right was forgotten: whoever has it in memory must know that it
+        has no copy here.
+        """
+        family = batch.family
+        others = np.setdiff1d(np.arange(len(batch.keys)), good)
+        keys = [batch.keys[row] for row in others.tolist()]
+        gone = self._index.find(family.namespace, family.group, keys) < 0
+        lost = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
+        if lost:
+            self.evicted.append(Evicted(family.namespace, family.group, lost))
 
     def _carried_out(self, work: _Work) -> None:
         work.running, self._carrying = False, None

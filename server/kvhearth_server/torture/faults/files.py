@@ -73,12 +73,13 @@ class FlipArena(_Flip):
         hit = _some(dice, found, bits)
         for each in hit:
             damage.flip_bit(each.path, each.offset + dice.randrange(each.length), dice.randrange(8))
-            world.excuse_unless_on_disk([each.key], self.name)
+            world.excuse_unless_on_disk([each.key], self.name, spoilt=True)
         # Since the journal was read, another block may have come into a slot.
         time.sleep(_LATER_S)
         slots = {each.header_at for each in hit}
         later = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
-        world.excuse_unless_on_disk([e.key for e in later if e.header_at in slots], self.name)
+        now = [each.key for each in later if each.header_at in slots]
+        world.excuse_unless_on_disk(now, self.name, spoilt=True)
 
 
 class FlipJournal(_Flip):

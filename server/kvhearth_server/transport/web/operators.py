@@ -89,6 +89,8 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
         """Make all blocks of a namespace invalid at once: its weights have changed."""
         expected = request.expected_epoch if request else None
         epoch = engine.call(engine.core.bump_namespace, bytes.fromhex(ns), expected)
+        if engine.ssd_catalogue.paths:
+            await engine.ssd_catalogue.confirm()
         return models.Bumped(boot_id=boot_id, epoch=epoch)
 
     @router.post("/v1/admin:drain")

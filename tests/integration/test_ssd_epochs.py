@@ -1,0 +1,152 @@
+"""Weights that were bumped while the drive takes no file: what is told, and what must not come back
+after a cold start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.daemon import Daemon, stopped_daemon, until
+from support.engine import Engine, engine_of
+from support.memory_places import mounted
+from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
+
+from kvhearth_server.memory.arena import CATALOGUE_NAME
+
+BLOCKS = 20
+
+
+@contextmanager
+def cold_daemon(folder: Path) -> Iterator[tuple[Daemon, list[bytes]]]:
+    """A daemon whose memory ends with it, and blocks that are on its drive."""
+    with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
+        daemon.start()
+        keys = new_keys(BLOCKS)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            saved(daemon, BLOCKS)
+        yield daemon, keys
+
+
+@contextmanager
+def read_only(drive: Path) -> Iterator[None]:
+    """A mount over it that cannot be written to: files that are open for writing keep a file system
+    itself from that, but not from what the kernel does to that of a drive that fails.
+    """
+    subprocess.run(["mount", "--bind", str(drive), str(drive)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(drive)], check=True)
+        assert not os.access(drive, os.W_OK)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(drive)], check=True)
+
+
+def assert_old_ones_stay_out(daemon: Daemon, keys: list[bytes]) -> None:
+    """The daemon dies and starts cold."""
+    daemon.kill()
+    daemon.start()
+    with engine_of(daemon.url(), CONTRACT) as engine:
+        until(lambda: daemon.read_back, "it is read back")
+        found = engine.client.lookup({0: keys}, lease=False, prefetch=True)
+        assert not found.reason
+        assert not found.groups[0].present.any(), "blocks of old weights"
+
+
+def failures(daemon: Daemon) -> int:
+    """Writes of the namespaces that failed."""
+    return daemon.counters().get("ssd_catalogue_failures", 0)
+
+
+def test_a_bump_is_not_confirmed_while_the_drive_hangs(tmp_path: Path) -> None:
+    folder = tmp_path / "ssd"
+    with cold_daemon(folder) as (daemon, keys):
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            # Whoever opens it waits for a reader, as for a drive that hangs; so does root.
+            os.mkfifo(folder / "namespaces.new")
+            assert engine.client.bump_epoch() == -1
+            daemon.stats()
+            assert failures(daemon) > 0
+            assert engine.client.lookup({0: keys}, lease=False).reason
+            assert "an epoch that is over could come back" in daemon.log_text()
+            # It goes on, and fails: then there is no file, and nothing can come back.
+            fifo = os.open(folder / "namespaces.new", os.O_RDONLY | os.O_NONBLOCK)
+            (folder / "namespaces.new").unlink(missing_ok=True)
+            os.close(fifo)
+            until(lambda: not (folder / "namespaces.json").exists(), "the old file is removed")
+            assert_bumped_again(engine)
+        assert_old_ones_stay_out(daemon, keys)
+
+
+def assert_bumped_again(engine: Engine) -> None:
+    """The engine asks until its new weights have an epoch."""
+    until(lambda: engine.client.bump_epoch() > 0, "the bump is confirmed")
+    fresh = new_keys(4)
+    store_all(engine, fresh)
+    assert sorted(fetch_all(engine, fresh)) == sorted(fresh)
+
+
+def test_a_read_only_drives_epochs_are_not_believed(tmp_path: Path) -> None:
+    with (
+        mounted("tmpfs", "size=128m", tmp_path / "drive") as drive,
+        contextlib.ExitStack() as stack,
+        cold_daemon(drive / "ssd") as (daemon, keys),
+    ):
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            stack.enter_context(read_only(drive))
+            assert engine.client.bump_epoch() == -1
+            assert failures(daemon) > 0
+            assert engine.client.lookup({0: keys}, lease=False).reason
+        assert_old_ones_stay_out(daemon, keys)
+        assert "may be old" in daemon.log_text()
+
+
+def test_one_damaged_half_of_the_arenas_catalogue_brings_no_epoch_back(tmp_path: Path) -> None:
+    with stopped_daemon() as daemon:
+        daemon.start()
+        keys = new_keys(BLOCKS)
+        arena = daemon.arena_dir
+        assert arena is not None
+        path = arena / CATALOGUE_NAME
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            epoch = engine.client.bump_epoch()
+            assert epoch > 0
+            whole = path.read_bytes()
+            daemon.kill()
+        # Of the instant after the bump, and the half that was written last is damaged.
+        assert whole == path.read_bytes()
+        half = len(whole) // 2
+        numbers = [int.from_bytes(whole[at + 16 : at + 24], "little") for at in (0, half)]
+        assert all(numbers)
+        at = half * (numbers[1] > numbers[0])
+        damaged = bytearray(whole)
+        damaged[at + 100] ^= 1
+        path.write_bytes(damaged)
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            found = engine.client.lookup({0: keys}, lease=False)
+            assert not found.reason
+            assert not found.groups[0].present.any(), "blocks of old weights"
+            assert engine.client.epoch == epoch
+
+
+def test_what_waits_is_written_before_an_orderly_end_in_an_arena_too(tmp_path: Path) -> None:
+    with stopped_daemon(**SSD, ssd_dirs=[f"{tmp_path}/ssd=64MiB"]) as daemon:
+        daemon.start()
+        keys = new_keys(200)
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            store_all(engine, keys)
+            assert daemon.terminate() == 0
+        assert daemon.arena_dir is not None
+        for path in daemon.arena_dir.iterdir():  # the machine is rebooted
+            path.unlink()
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            until(lambda: daemon.read_back, "it is read back")
+            assert sorted(fetch_all(engine, keys)) == sorted(keys)

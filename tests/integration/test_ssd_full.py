@@ -1,0 +1,157 @@
+"""The SSD tier on a real file system that runs full: the daemon serves, says why it is degraded,
+and goes on when there is room again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, running_daemon, until
+from support.engine import Engine, engine_of
+from support.http_door import ANY_PORT, ask
+from support.memory_places import mounted
+from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, new_keys, store_all
+
+from kvhearth_server.torture.damage import segment_files, taken_bytes
+
+MIB = 1 << 20
+DRIVE_BYTES = 80 * MIB
+CAPACITY = 48 * MIB
+LEFT_BYTES = 14 * MIB
+"""That others leave on the file system: some segments, but not all."""
+FULL = "no space left on its file system"
+AGAIN_S = 100.0
+"""The tier asks for room once a minute."""
+
+
+@contextmanager
+def ext4(folder: Path) -> Iterator[Path]:
+    """A small ext4 on a file, for the time of the test; root only."""
+    tool = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if os.geteuid() != 0 or tool is None:
+        pytest.skip("a file system on a file needs root and mkfs.ext4")
+    image, place = folder / "image", folder / "drive"
+    with image.open("wb") as file:
+        file.truncate(DRIVE_BYTES)
+    subprocess.run([tool, "-q", "-m", "0", str(image)], check=True, capture_output=True)
+    place.mkdir()
+    mount = ["mount", "-o", "loop", str(image), str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a file here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@contextmanager
+def tmpfs(folder: Path) -> Iterator[Path]:
+    """The same without a drive under it."""
+    with mounted("tmpfs", f"size={DRIVE_BYTES}", folder / "drive") as place:
+        yield place
+
+
+KINDS = {"ext4": ext4, "tmpfs": tmpfs}
+
+
+@pytest.fixture(params=KINDS)
+def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    with KINDS[request.param](tmp_path) as place:
+        yield place
+
+
+def ballast(drive: Path, left_bytes: int) -> Path:
+    """A file of somebody else's that leaves so much room."""
+    path = drive / "ballast"
+    found = os.statvfs(drive)
+    size = found.f_bavail * found.f_frsize - left_bytes
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return path
+
+
+@contextmanager
+def full_drive(drive: Path) -> Iterator[tuple[Daemon, Engine]]:
+    """A daemon on it, and an engine."""
+    dirs = [f"{drive}/kv={CAPACITY}"]
+    with (
+        running_daemon(**SSD, ssd_dirs=dirs, http=ANY_PORT) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        yield daemon, engine
+
+
+def says(daemon: Daemon, text: str) -> Callable[[], bool]:
+    """Whether its readiness says so; it must be ready in any case."""
+
+    def look() -> bool:
+        reply = ask(daemon, "/readyz?verbose")
+        assert reply.status == 200
+        return text in reply.body.decode()
+
+    return look
+
+
+def serves(daemon: Daemon, engine: Engine) -> None:
+    """More than memory holds is stored, the last of it served, and the capacity kept."""
+    keys = new_keys(2 * MEMORY_BLOCKS)
+    store_all(engine, keys)
+    last = keys[-MEMORY_BLOCKS // 4 :]
+    assert sorted(fetch_all(engine, last)) == sorted(last)
+    daemon.stats()
+
+
+def test_a_file_system_that_runs_full(drive: Path) -> None:
+    other = ballast(drive, LEFT_BYTES)
+    with full_drive(drive) as (daemon, engine):
+        folder = drive / "kv"
+        serves(daemon, engine)
+        until(says(daemon, FULL), "it says what is wrong")
+        files = len(segment_files(folder))
+        assert 2 <= files <= LEFT_BYTES // (2 * MIB)
+        # What there is of the log is reused.
+        before = daemon.counters()["demoted_blocks"]
+        serves(daemon, engine)
+        assert daemon.counters()["demoted_blocks"] > before
+        assert taken_bytes(folder) <= LEFT_BYTES
+        other.unlink()
+        boot_id = engine.client.boot_id
+        daemon.restart()
+        until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine is back")
+        until(lambda: daemon.read_back, "it is read back")
+        serves(daemon, engine)
+        until(lambda: len(segment_files(folder)) > files, "it takes the room that is there")
+        until(says(daemon, "[i]ssd: healthy"), "it is well again")
+        assert taken_bytes(folder) <= CAPACITY
+
+
+def test_a_file_system_that_is_full_from_the_start(drive: Path) -> None:
+    ballast(drive, MIB)
+    with full_drive(drive) as (daemon, engine):
+        serves(daemon, engine)
+        until(says(daemon, FULL), "it says what is wrong")
+        assert not segment_files(drive / "kv")
+        assert daemon.counters().get("demoted_blocks", 0) == 0
+        assert taken_bytes(drive / "kv") <= MIB
+
+
+@pytest.mark.slow
+def test_room_that_comes_back_is_taken_without_a_restart(drive: Path) -> None:
+    other = ballast(drive, LEFT_BYTES)
+    with full_drive(drive) as (daemon, engine):
+        serves(daemon, engine)
+        until(says(daemon, FULL), "it says what is wrong")
+        files = len(segment_files(drive / "kv"))
+        other.unlink()
+        until(says(daemon, "[i]ssd: healthy"), "it is well again", AGAIN_S)
+        serves(daemon, engine)
+        until(lambda: len(segment_files(drive / "kv")) > files, "it takes the room that is there")
+        assert taken_bytes(drive / "kv") <= CAPACITY
