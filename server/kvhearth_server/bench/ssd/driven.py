@@ -63,6 +63,7 @@ class Driven:
         self.call_s = self.call_cpu_s = 0.0
         self.closely = False
         self._out: dict[int, asyncio.Future[Completion]] = {}
+        self._put_off: deque[asyncio.Future[None]] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Driven:
@@ -87,9 +88,27 @@ class Driven:
                 for each in self._timed(self.tier.poll):
                     if each.final:
                         self._out.pop(each.ticket).set_result(each)
+                        self._wake_one()
                 await asyncio.sleep(0)
         finally:
             loop.remove_reader(self.tier.event_fd)
+
+    def _wake_one(self) -> None:
+        while self._put_off:
+            waiting = self._put_off.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+    async def put_off(self, most_s: float) -> None:
+        """Wait until a batch has ended, but no longer than ``most_s``: as the daemon does where
+        the tier has no place for now.
+        """
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put_off.append(waiting)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await waiting
 
     def _timed(self, call: Callable[[], _T]) -> _T:
         used = time.thread_time() if self.closely else 0.0
@@ -153,7 +172,7 @@ class Mover:
                 numbers = [numbers[row] for row in put_off]
                 if numbers:
                     told = [each for each, _ in done.parts if isinstance(each, Throttled)]
-                    await asyncio.sleep(max(each.retry_after_s for each in told))
+                    await self._driven.put_off(max(each.retry_after_s for each in told))
 
     async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
         """Load all."""

@@ -64,7 +64,7 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    tier_bytes=576 * MIB,
+    tier_bytes=1152 * MIB,
     segment_bytes=64 * MIB,
     round_bytes=128 * MIB,
     rounds=2,

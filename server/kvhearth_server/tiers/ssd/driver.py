@@ -1,7 +1,7 @@
-"""The thread that drives the disk: priorities, depth, verification, flushes.
+"""The thread that drives the disk: priorities, depth, flushes; others verify (``checking``).
 
 It owns the queue and nothing else. The loop hands it jobs and takes them back when they have
-ended; both sides only append to and take from deques, and wake each other by eventfds. All that
+ended; all sides only append to and take from deques, and wake each other by eventfds. All that
 takes long here (system calls, checksums) releases the interpreter lock.
 """
 
@@ -17,23 +17,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-import xxhash
-
 from kvhearth.faults import hit
+from kvhearth_server.tiers.ssd.checking import Checkers
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
 from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.job import Group, Job
 
 _TICK_S = 0.25
-_BATCH_JOBS = 8
+_CHECKED_S = 5.0
+"""So long the last checks may take when the thread ends."""
+_FIRST_JOBS = 8
+"""For the first call of the kernel in a turn: so few that they do not wait for all others."""
 _TOLD_JOBS = 32
 """So many are told before their group has ended: the loop should not get too many at once."""
 _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
-
-
-def _read_first(ended: tuple[Job, int]) -> bool:
-    return not ended[0].is_read
 
 
 class Driver:
@@ -59,9 +57,12 @@ class Driver:
         self._unflushed: dict[int, list[Job]] = {}
         self._flushing: dict[int, tuple[int, list[Job]]] = {}
         self._tags = itertools.count(1)
+        self._checked: deque[Job] = deque()
         self._wake = make_event()
         self._stop = False
         self.broken = ""
+        self._telling = threading.Lock()
+        self._checkers = Checkers(self._verified, name)
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
@@ -87,7 +88,7 @@ class Driver:
     def take(self) -> list[Job]:
         """Jobs that have ended since the last call."""
         reset_event(self.event_fd)
-        if not self.alive:
+        if not self._thread.is_alive():
             # What came while the thread was ending; nobody else touches these any more.
             self._cancel_waiting(errno.EIO)
         ended = []
@@ -97,8 +98,8 @@ class Driver:
 
     @property
     def alive(self) -> bool:
-        """False if the thread has died; its jobs never end then."""
-        return self._thread.is_alive()
+        """False if a thread has died; some jobs never end then."""
+        return self._thread.is_alive() and self._checkers.alive
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread once nothing runs; false if the device did not let go in time.
@@ -120,27 +121,33 @@ class Driver:
             if not self._stop:
                 self._start()
             elif self._empty():
-                return
+                break
             ready = poll.poll(_TICK_S * 1000)
             if any(descriptor == self._wake for descriptor, _ in ready):
                 reset_event(self._wake)
             try:
-                reaped = self._queue.reap()
+                self._reap()
             except OSError as error:
                 self._break(error)
-                return
-            now = self._clock()
-            ended = []
-            for tag, result in reaped:
-                if tag in self._flushing:
-                    self._flushed(tag, result)
-                else:
-                    ended.append((self._running.pop(tag), result))
-            self._running_writes -= sum(job.op is Op.WRITE for job, _ in ended)
-            if ended and not self._stop:
-                self._start()  # the drive works on while what it did is verified
-            for job, result in sorted(ended, key=_read_first):
-                self._end(job, result, now)
+                break
+        self._checkers.stop(_CHECKED_S)
+
+    def _reap(self) -> None:
+        reaped = self._queue.reap()
+        now = self._clock()
+        ended = []
+        for tag, result in reaped:
+            if tag in self._flushing:
+                self._flushed(tag, result)
+            else:
+                job = self._running.pop(tag)
+                self._running_writes -= job.op is Op.WRITE
+                ended.append((job, result))
+        if ended and not self._stop:
+            self._start()  # the drive works on while what it did is looked at
+        unchecked = [job for job, result in ended if self._end(job, result, now)]
+        if unchecked:
+            self._checkers.check(unchecked)
 
     def _cancel_waiting(self, error: int) -> None:
         while self._reads or self._writes:
@@ -150,15 +157,19 @@ class Driver:
         self._cancel_waiting(errno.ECANCELED)
         if self._running or self._flushing:
             return False
-        for job in itertools.chain.from_iterable(self._unflushed.values()):
+        self._checkers.stop(_CHECKED_S)
+        for job in itertools.chain(self._checked, *self._unflushed.values()):
             self._finish(job, errno.ECANCELED)
+        self._checked.clear()
         self._unflushed.clear()
         return True
 
     def _start(self) -> None:
         try:
             self._flush()
-            while jobs := self._pick_some():
+            most = _FIRST_JOBS
+            while jobs := self._pick_some(most):
+                most = self._queue.depth
                 requests = []
                 now = self._clock()
                 for job in jobs:
@@ -174,10 +185,12 @@ class Driver:
         except OSError as error:
             self._break(error)
 
-    def _pick_some(self) -> list[Job]:
-        """Jobs for one call of the kernel; few, so that the first does not wait for the last."""
+    def _pick_some(self, most: int) -> list[Job]:
+        """Jobs for one call of the kernel. Each call gives the interpreter lock away, and getting
+        it back from a busy loop takes longer than many jobs.
+        """
         jobs: list[Job] = []
-        while len(jobs) < _BATCH_JOBS and (job := self._pick(len(jobs))):
+        while len(jobs) < most and (job := self._pick(len(jobs))):
             if job.cancelled:
                 self._finish(job, errno.ECANCELED)
                 continue
@@ -204,23 +217,31 @@ class Driver:
             self._running_writes -= job.op is Op.WRITE
             (self._reads if job.op is Op.READ else self._writes).appendleft(job)
 
-    def _end(self, job: Job, result: int, now: float) -> None:
+    def _end(self, job: Job, result: int, now: float) -> bool:
+        """Note how a job went; whether its bytes are to be verified."""
         job.ended_at = now
         if result < 0:
             self._finish(job, -result)
-            return
+            return False
         job.short = result != job.length
         hit(_AFTER[job.op])
-        if job.good and not (job.is_read and job.cancelled):
-            for index, (view, wanted) in enumerate(job.checks):
-                if xxhash.xxh3_128_digest(view) != wanted:
-                    job.wrong.append(index)
+        if job.good and job.checks and not (job.is_read and job.cancelled):
+            return True
+        self._verified(job)
+        return False
+
+    def _verified(self, job: Job) -> None:
+        """Hand a job back, or have its file flushed first. Also called by threads that verify."""
         if job.good and job.sync:
-            self._unflushed.setdefault(job.fd, []).append(job)
+            self._checked.append(job)
+            signal_event(self._wake)
         else:
             self._finish(job, 0)
 
     def _flush(self) -> None:
+        while self._checked:
+            job = self._checked.popleft()
+            self._unflushed.setdefault(job.fd, []).append(job)
         if not self._unflushed:
             return
         busy = {fd for fd, _ in self._flushing.values()}
@@ -245,8 +266,10 @@ class Driver:
         self._ended.append(job)
         group = job.group
         if group is not None:
-            group.left -= 1
-        if group is None or not group.left % _TOLD_JOBS:
+            with self._telling:
+                group.left -= 1
+                left = group.left
+        if group is None or not left % _TOLD_JOBS:
             signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:

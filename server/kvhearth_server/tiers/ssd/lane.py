@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,17 +15,29 @@ from kvhearth_server.tiers.ssd.janitor import Janitor
 from kvhearth_server.tiers.ssd.job import Job
 from kvhearth_server.tiers.ssd.pages import Buffer
 
+_READY_MAX = 4
+_AHEAD_S = 10.0
+
 
 @dataclass(eq=False)
 class Lane:
-    """A directory with its open segment and the next one."""
+    """A directory with its open segment and those that come after it.
+
+    Attributes:
+        ready: the next segments in their order, the first pages of some still being written.
+        sealing: segments that are full but not wholly written.
+        ahead, ahead_until: most of them lately, and until when that counts.
+    """
 
     directory: Directory
     janitor: Janitor
     count_max: int
     carry_share: float
     open: Segment | None = None
-    next: Segment | None = None
+    ready: deque[Segment] = field(default_factory=deque)
+    sealing: int = 0
+    ahead: int = 0
+    ahead_until: float = 0.0
     retry_at: float = 0.0
     free: list[Segment] = field(default_factory=list)
 
@@ -33,18 +46,36 @@ class Lane:
         """Pages of an open segment that are kept for what is carried over to it."""
         return int(self.directory.segment_bytes // PAGE_BYTES * self.carry_share)
 
+    def closed(self, now: float) -> None:
+        """A segment is full, and not wholly written yet."""
+        self.sealing += 1
+        if self.sealing >= self.ahead or now >= self.ahead_until:
+            self.ahead, self.ahead_until = self.sealing, now + _AHEAD_S
+
+    def ready_wanted(self, now: float) -> int:
+        """How many segments should be ready: as many as places are given out ahead of the drive,
+        and one. At most an eighth of the files, because they hold nothing.
+        """
+        ahead = self.ahead if now < self.ahead_until else self.sealing
+        return max(1, min(1 + ahead, self.count_max // 8, _READY_MAX))
+
+    def kept_pages(self, *, carried: bool) -> int:
+        """Pages of the open segment that are not to be used for a block, carried or new."""
+        return 0 if carried or self.ready else self.carry_pages
+
     @property
     def surplus(self) -> bool:
         """There are more files than there may be: the capacity was lowered."""
         return self.directory.writable and len(self.directory.segments) > self.count_max
 
     def starved(self, now: float) -> bool:
-        """There is no next segment, and none can be had but by reclaiming one."""
+        """Too few segments are ready, and no more can be had but by reclaiming one."""
         if self.surplus and not self.janitor.busy:
             return True
         files = len(self.directory.segments)
         full = files >= self.count_max or now < self.retry_at
-        return self.next is None and not self.free and full and not self.janitor.busy
+        ready = len(self.ready) + len(self.free)
+        return ready < self.ready_wanted(now) and full and not self.janitor.busy
 
 
 class PageWriter:

@@ -1,8 +1,8 @@
 """The log: which segment takes the next record, when one is full, when one is free again.
 
 Each directory has one open segment and, so that nothing ever waits for it, a next one whose first
-page is written already. Places are given out in stripes over all directories that may be written
-to.
+page is written already; more than one while places are given out faster than the drive writes.
+Places are given out in stripes over all directories that may be written to.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Log:
         elif segment.state is SegmentState.FREE:
             self._lane_of(segment).free.append(segment)
         elif segment.state is SegmentState.SEALING:
-            self.seal(segment)
+            self._close(segment)
 
     def resume(self, segment: Segment) -> None:
         """Go on appending to a segment that a dead daemon left unfinished."""
@@ -90,8 +90,7 @@ class Log:
         if lane.open is None:
             segment.state, lane.open = SegmentState.OPEN, segment
         else:
-            segment.state = SegmentState.SEALING
-            self.seal(segment)
+            self._close(segment)
 
     def begin(self) -> None:
         """All segments that can be read are known: new ones may be opened.
@@ -131,7 +130,7 @@ class Log:
                 misses += 1
                 continue
             misses = 0
-            keep = self._kept(lane, carried)
+            keep = lane.kept_pages(carried=carried)
             take = min(count, stripe, segment.room_for(pages, records, keep))
             runs.append(Run(segment, segment.end, take))
             segment.writes += 1
@@ -140,25 +139,22 @@ class Log:
             count -= take
         return runs
 
-    def _kept(self, lane: Lane, carried: bool) -> int:
-        return 0 if carried or lane.next is not None else lane.carry_pages
-
     def _writable(self, lane: Lane, pages: int, records: int, carried: bool) -> Segment | None:
         if not lane.directory.writable or not lane.directory.health.may_write(self._clock()):
             return None
-        ready = lane.next is not None and lane.next.state is SegmentState.OPEN
+        # Only the first: a segment's number in the log says how young its blocks are.
+        ready = bool(lane.ready) and lane.ready[0].state is SegmentState.OPEN
         full = lane.open is not None and not lane.open.room_for(pages, records)
         if full and lane.open is not None:
             if not ready or not lane.open.promised:
                 return None  # nothing to change to, or empty and still too small
-            lane.open.state = SegmentState.SEALING
-            self.seal(lane.open)
+            self._close(lane.open)
             lane.open = None
         if lane.open is None and ready:
-            lane.open, lane.next = lane.next, None
+            lane.open = lane.ready.popleft()
             self._prepare(lane)
         found = lane.open
-        if found is None or not found.room_for(pages, records, self._kept(lane, carried)):
+        if found is None or not found.room_for(pages, records, lane.kept_pages(carried=carried)):
             return None
         return found
 
@@ -171,6 +167,12 @@ class Log:
             self.seal(segment)
 
     # -- the end of a segment ----------------------------------------------------------------------
+
+    def _close(self, segment: Segment) -> None:
+        """It takes no more places."""
+        segment.state = SegmentState.SEALING
+        self._lane_of(segment).closed(self._clock())
+        self.seal(segment)
 
     def seal(self, segment: Segment) -> None:
         """Write the footer once no write is in flight."""
@@ -185,6 +187,7 @@ class Log:
 
     def _sealed(self, segment: Segment, job: Job) -> None:
         segment.writes -= 1
+        self._lane_of(segment).sealing -= 1
         self._pages.note(segment.directory, job)
         # Without its footer a segment is recovered from its record headers.
         self._counts.add("segments_sealed" if job.good else "footers_failed")
@@ -228,14 +231,16 @@ class Log:
     def _prepare(self, lane: Lane) -> None:
         now = self._clock()
         directory = lane.directory
-        if self.draining or self.paused or lane.next is not None or not directory.writable:
+        if self.draining or self.paused or not directory.writable:
             return
         if not directory.health.may_write(now):
             return
-        if lane.free:
+        wanted = lane.ready_wanted(now)
+        while lane.free and len(lane.ready) < wanted:
             self._head(lane, lane.free.pop())
-        elif (
-            len(directory.segments) < lane.count_max
+        if (
+            len(lane.ready) < wanted
+            and len(directory.segments) < lane.count_max
             and not lane.janitor.busy
             and now >= lane.retry_at
         ):
@@ -272,7 +277,8 @@ class Log:
         )
         self.next_sequence += 1
         segment.restart(head)
-        segment.state, lane.next = SegmentState.HEADING, segment
+        segment.state = SegmentState.HEADING
+        lane.ready.append(segment)
         segment.writes += 1
         self._pages.write(
             segment, Buffer(segment_page(head)), 0, lambda job: self._headed(lane, segment, job)
@@ -284,7 +290,8 @@ class Log:
         if job.good:
             segment.state = SegmentState.OPEN
             return
-        segment.state, lane.next = SegmentState.FREE, None
+        segment.state = SegmentState.FREE
+        lane.ready.remove(segment)
         lane.free.append(segment)
 
     def _lane_of(self, segment: Segment) -> Lane:

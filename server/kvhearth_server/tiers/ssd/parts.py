@@ -63,6 +63,12 @@ class Parts:
         """Header pages in all."""
         return self.settings.queue_writes + CARRY_PAGES
 
+    @property
+    def starved(self) -> bool:
+        """Whether a directory waits for the reclaimer's next turn."""
+        now = self.clock()
+        return any(lane.starved(now) for lane in self.log.lanes)
+
 
 def build(
     settings: SsdSettings,

@@ -1,8 +1,9 @@
 """The SSD tier: what the engine sees of it. See ``tiers.base.Tier`` for what it promises.
 
-Threads: one drives the disk (``driver``), one per directory makes files (``janitor``), one reads
-the log back at the start (``recovery``). All state is the loop's, which calls the methods here;
-none of them waits, but ``drain`` and ``close``, and the constructor for opening directories.
+Threads: one drives the disk (``driver``), two verify what it moved (``checking``), one per
+directory makes files (``janitor``), one reads the log back at the start (``recovery``). All state
+is the loop's, which calls the methods here; none of them waits, but ``drain`` and ``close``, and
+the constructor for opening directories.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class SsdTier:
                 task.settle(left.tolist(), refusal)
             self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
+        if self._completions or self._parts.starved:
+            signal_event(self.event_fd)
         return task.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -142,6 +145,8 @@ class SsdTier:
                 self._parts.index.used(entries[rows])
             self._parts.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
+        if self._completions or self._parts.starved:
+            signal_event(self.event_fd)
         return task.ticket
 
     def cancel(self, ticket: int) -> None:
@@ -159,7 +164,7 @@ class SsdTier:
         more = self._parts.adopter.turn(now)
         self._parts.log.tick()
         if not self._parts.adopter.recovering:
-            self._parts.reclaimer.tick()
+            more |= self._parts.reclaimer.tick()
         self._completions += self._watch.look(self._tasks.values(), now)
         if more:
             signal_event(self.event_fd)
@@ -180,7 +185,6 @@ class SsdTier:
     def _finished(self, task: Task) -> None:
         if self._tasks.pop(task.ticket, None) is not None:
             self._completions.append(task.completion())
-            signal_event(self.event_fd)
 
     def _refusal(self) -> Throttled | None:
         if self._parts.log.draining:
@@ -199,7 +203,9 @@ class SsdTier:
         if not good.all():
             refusal = _counted(self.counts, "stores", Throttled("admission"), int((~good).sum()))
             task.settle(rows[~good].tolist(), refusal)
-        rows = rows[good]
+            rows = rows[good]
+        if self._budget.unbounded:
+            return rows
         now = self._clock()
         size = _disk_bytes(family)
         through = 0

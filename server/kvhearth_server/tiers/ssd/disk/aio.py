@@ -9,12 +9,11 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.kernel import (
     aio_numbers,
     make_event,
+    put_vectors,
     reset_event,
     signal_event,
     system_call,
@@ -50,8 +49,8 @@ class AioQueue:
         self._pointers = (ctypes.c_uint64 * depth)()
         self._events = (ctypes.c_char * (_EVENT.size * depth))()
         self._no_time = (ctypes.c_long * 2)()
-        self._vectors = np.zeros((depth, PIECES_MAX, 2), np.uint64)
-        self._vectors_at = int(self._vectors.ctypes.data)
+        self._vectors = (ctypes.c_uint64 * (depth * PIECES_MAX * 2))()
+        self._vectors_at = ctypes.addressof(self._vectors)
         self._refused: deque[Reaped] = deque()
 
     @property
@@ -88,7 +87,7 @@ class AioQueue:
             opcode, (address, length) = single, request.pieces[0]
         else:
             length = len(request.pieces)
-            self._vectors[slot, :length] = request.pieces
+            put_vectors(self._vectors, slot, request.pieces)
             opcode, address = vectored, self._vectors_at + slot * PIECES_MAX * 16
         fields = (slot, 0, 0, opcode, 0, request.fd, address, length, request.offset, 0)
         _IOCB.pack_into(self._iocbs, slot * _IOCB.size, *fields, _RESULT_TO_EVENTFD, self.event_fd)

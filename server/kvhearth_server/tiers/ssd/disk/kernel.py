@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import platform
+from collections.abc import Sequence
+
+from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX
 
 IO_URING_SETUP = 425
 IO_URING_ENTER = 426
@@ -19,6 +21,15 @@ _AIO_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+
+# A PyDLL keeps it. What never waits is called so: while another thread is busy, to get the lock
+# back takes the switch interval, each time.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_eventfd_read, _eventfd_write = _quick.eventfd_read, _quick.eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+_COUNT = ctypes.c_uint64()
+_COUNT_AT = ctypes.byref(_COUNT)
+"""Nobody looks at it: threads may share it."""
 
 
 def system_call(number: int, *arguments: int) -> int:
@@ -46,18 +57,46 @@ def aio_numbers() -> tuple[int, int, int, int]:
     return _AIO_NUMBERS[machine]
 
 
+def put_vectors(
+    vectors: ctypes.Array[ctypes.c_uint64], slot: int, pieces: Sequence[tuple[int, int]]
+) -> None:
+    """Write the (address, bytes) of a request's pieces as its ``iovec`` array.
+
+    ``vectors`` has room for ``PIECES_MAX`` of them for each slot, two 64-bit numbers each.
+    """
+    at = slot * PIECES_MAX * 2
+    for address, length in pieces:
+        vectors[at] = address
+        vectors[at + 1] = length
+        at += 2
+
+
 def make_event() -> int:
     """A descriptor to signal with, not blocking."""
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
 def signal_event(descriptor: int) -> None:
-    """Make ``descriptor`` readable."""
-    with contextlib.suppress(BlockingIOError):  # its counter is full: it is readable
-        os.eventfd_write(descriptor, 1)
+    """Make ``descriptor`` readable.
+
+    Raises:
+        OSError: it is no such descriptor.
+    """
+    if _eventfd_write(descriptor, 1) < 0:
+        _check_event()  # its counter is full: it is readable
 
 
 def reset_event(descriptor: int) -> None:
-    """Make ``descriptor`` unreadable until the next signal."""
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(descriptor)
+    """Make ``descriptor`` unreadable until the next signal.
+
+    Raises:
+        OSError: it is no such descriptor.
+    """
+    if _eventfd_read(descriptor, _COUNT_AT) < 0:
+        _check_event()
+
+
+def _check_event() -> None:
+    code = ctypes.get_errno()
+    if code != errno.EAGAIN:
+        raise OSError(code, os.strerror(code))

@@ -15,14 +15,13 @@ import struct
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.kernel import (
     IO_URING_ENTER,
     IO_URING_REGISTER,
     IO_URING_SETUP,
     make_event,
+    put_vectors,
     reset_event,
     system_call,
 )
@@ -64,8 +63,8 @@ class UringQueue:
         self.depth = depth
         self._free = list(range(depth - 1, -1, -1))
         self._tags = [0] * depth
-        self._vectors = np.zeros((depth, PIECES_MAX, 2), np.uint64)
-        self._vectors_at = int(self._vectors.ctypes.data)
+        self._vectors = (ctypes.c_uint64 * (depth * PIECES_MAX * 2))()
+        self._vectors_at = ctypes.addressof(self._vectors)
         self._unentered = 0
         self._fence = threading.Lock()
 
@@ -110,7 +109,7 @@ class UringQueue:
             opcode, (address, length) = single, request.pieces[0]
         else:
             length = len(request.pieces)
-            self._vectors[slot, :length] = request.pieces
+            put_vectors(self._vectors, slot, request.pieces)
             opcode, address = vectored, self._vectors_at + slot * PIECES_MAX * 16
         tail = self._words[self._sq_tail]
         place = (tail & self._sq_mask) * _SQE.size

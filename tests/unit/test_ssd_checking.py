@@ -1,0 +1,101 @@
+"""The threads that verify what the drive has moved, and how many segments are kept ready."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from kvhearth_server.tiers.ssd.checking import Checkers
+from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.disk.base import Op
+from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.janitor import Janitor
+from kvhearth_server.tiers.ssd.job import Job
+from kvhearth_server.tiers.ssd.lane import Lane
+from kvhearth_server.tiers.ssd.settings import Place
+
+_WAIT_S = 20.0
+
+
+def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
+    checks = tuple(
+        (memoryview(content), xxhash.xxh3_128_digest(content + b"!" * (index in wrong)))
+        for index, content in enumerate(contents)
+    )
+    return Job(op, -1, 0, (), sum(map(len, contents)), checks, lambda _: None)
+
+
+def test_every_job_is_verified_once_and_wrong_bytes_are_named() -> None:
+    told: list[Job] = []
+    checkers = Checkers(told.append, "test")
+    jobs = []
+    for number in range(300):
+        op = Op.READ if number % 3 == 0 else Op.WRITE
+        contents = [bytes([number % 256]) * 5000, b"b" * number]
+        jobs.append(_job(op, contents, {number % 2} if number % 5 == 0 else set()))
+    for start in range(0, len(jobs), 7):
+        checkers.check(jobs[start : start + 7])
+    assert checkers.alive
+    assert checkers.stop(_WAIT_S)
+    assert not checkers.alive
+    assert len(told) == len(jobs)
+    assert set(told) == set(jobs)
+    for number, job in enumerate(jobs):
+        assert job.wrong == ([number % 2] if number % 5 == 0 else [])
+
+
+def test_reads_are_verified_before_writes_that_wait() -> None:
+    order: list[Job] = []
+    lock, go, busy = threading.Lock(), threading.Event(), threading.Semaphore(0)
+
+    def then(job: Job) -> None:
+        with lock:
+            order.append(job)
+        busy.release()
+        go.wait(_WAIT_S)
+
+    checkers = Checkers(then, "test")
+    first = [_job(Op.WRITE, [b"x"], set()) for _ in range(8)]
+    checkers.check(first)  # more than are left to one thread: both are busy now
+    assert busy.acquire(timeout=_WAIT_S)
+    assert busy.acquire(timeout=_WAIT_S)
+    read = _job(Op.READ, [b"y"], set())
+    checkers.check([read])
+    go.set()
+    assert checkers.stop(_WAIT_S)
+    assert order.index(read) < 4  # of what was waiting it is the first; two were under way
+    assert len(order) == 9
+
+
+def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
+    event = make_event()
+    for _ in range(3):
+        signal_event(event)
+    reset_event(event)
+    reset_event(event)  # nothing is there any more, which is no error
+    for call in (signal_event, reset_event):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            call(-1)
+
+
+@pytest.mark.parametrize(("files", "most"), [(4, 1), (15, 1), (16, 2), (64, 4)])
+def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
+    tmp_path: Path, files: int, most: int
+) -> None:
+    directory = Directory(Place(tmp_path, 1 << 30), 1 << 20, Files())
+    event = make_event()
+    janitor = Janitor(directory, event)
+    lane = Lane(directory, janitor, count_max=files, carry_share=0.25)
+    assert lane.ready_wanted(0.0) == 1
+    for _ in range(6):
+        lane.closed(1.0)
+    assert lane.ready_wanted(2.0) == most
+    lane.sealing = 0
+    assert lane.ready_wanted(2.0) == most  # the next burst will be like the last one
+    assert lane.ready_wanted(60.0) == 1
+    assert janitor.stop(_WAIT_S)
+    directory.close()
