@@ -93,7 +93,8 @@ def servable(daemon: Daemon) -> int:
     return int(stats.blocks) - max(0, unsummed)
 
 
-def _reserved_bytes(daemon: Daemon) -> int:
+def reserved_bytes(daemon: Daemon) -> int:
+    """Of slots that clients have reserved and not committed."""
     return sum(part.reserved_bytes for part in daemon.stats(check_books=False).segments)
 
 
@@ -130,7 +131,7 @@ def wait_settled(daemon: Daemon) -> None:
 def cold(engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS) -> Answer:
     """Run a prompt that no cache has and wait until its blocks are servable."""
     # An engine that has just attached has no slots in hand yet, and never waits for them.
-    until(lambda: _reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
+    until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
     before = servable(daemon)
     found = engine.one(text, tokens=tokens)
     assert found["cached"] == 0, "the prompt was to be new"

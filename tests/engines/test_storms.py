@@ -54,6 +54,7 @@ def some_request(source: random.Random, texts: list[list[int]]) -> dict[str, Any
     return request
 
 
+@pytest.mark.timeout(300 + 30 * ROUNDS)
 def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> None:
     source = random.Random(SEED)
     print(f"KVHEARTH_STORM_SEED={SEED} KVHEARTH_STORM_ROUNDS={ROUNDS}")

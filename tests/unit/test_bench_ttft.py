@@ -309,6 +309,19 @@ def test_overhead_is_by_start_too() -> None:
     assert found["missed"] == ["restart_of_warm_4k", "zero_hit_overhead"]
 
 
+def test_runs_there_and_back_are_one_block() -> None:
+    """A machine that becomes slower while a block runs, the engine alone being first and last."""
+    runs = [(ALONE, 1.0), (OURS, 1.1), (OURS, 1.2), (ALONE, 1.3)]
+    drifting = [Cost(side, 0, 0, seconds, 0.0, 1000) for side, seconds in runs]
+    assert overheads(drifting, OURS, with_daemon=False) == pytest.approx([0.0])
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_was_restarted_is_asked_for_as_often(quick: bool) -> None:
+    sizes = sizes_of(quick=quick, dtype="float32")
+    assert sizes.restarts == sizes.repeats
+
+
 def test_an_overhead_needs_its_pair() -> None:
     lonely = [Cost(OURS, 0, 9, 1.0, 0.0, 1000)]
     assert overheads([*costs(), *lonely], OURS, with_daemon=False) == pytest.approx([0.01] * 5)

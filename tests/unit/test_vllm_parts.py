@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.arena_fake import FakeArena
+from support.cuda_fake import FakeDevice
 
 from kvhearth.connectors.vllm import stats
 from kvhearth.connectors.vllm.groups import EngineGroups, rows
@@ -23,7 +25,9 @@ from kvhearth.connectors.vllm.settings import Settings, parse_settings
 from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError
-from kvhearth.model import EXTENT_DTYPE
+from kvhearth.layout import PagedKV
+from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED
+from kvhearth.pipeline.movers import host_or_cuda
 from kvhearth.results import GroupResult, Lease, LookupResult
 
 FULL = GroupSpec(GroupKind.FULL, 32, 1024)
@@ -46,10 +50,35 @@ def test_settings_say_what_is_wrong() -> None:
         "offload_prompt_only": 1,
         "lease_s": True,
         "url": "http://x",
+        "verify_fraction": 1.01,
     }
     for name, value in wrong.items():
         with pytest.raises(KVHearthError, match=name if name != "url" else "http"):
             parse_settings({name: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 2, float("nan"), True, "0.5"])
+def test_a_fraction_is_between_0_and_1(value: Any) -> None:
+    with pytest.raises(KVHearthError, match="verify_fraction"):
+        parse_settings({"verify_fraction": value})
+
+
+@pytest.mark.parametrize(("fraction", "compared"), [(0, 0), (0.5, None), (1, 64)])
+def test_so_many_loaded_blocks_are_compared(fraction: float, compared: int | None) -> None:
+    torch = pytest.importorskip("torch")
+    settings = parse_settings({"verify_fraction": fraction})
+    arena, kv = FakeArena(32, slot_count=64), PagedKV([torch.zeros(64, 32, dtype=torch.uint8)])
+    make = host_or_cuda(verify_fraction=settings.verify_fraction, device=FakeDevice())
+    copier = make(kv, arena)
+    extents = arena.extents(range(64))
+    extents["flags"] = FLAG_SUMMED  # of sums that nothing here has
+    ticket = copier.load(arena.boot_id, extents, np.arange(64))
+    assert ticket is not None
+    done = copier.wait(ticket, 10.0)
+    assert done is not None
+    wrong = done.reasons.get("checksum_mismatch", 0)
+    assert wrong == compared if compared is not None else 0 < wrong < 64
+    assert copier.close(10.0)
 
 
 def test_geometry() -> None:

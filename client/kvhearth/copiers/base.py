@@ -14,6 +14,10 @@ from typing import Protocol
 
 from kvhearth.model import I64, U8, U32, Bools, Records
 
+VERIFY_FRACTION = 1 / 64
+"""Of loaded blocks whose checksum a copier compares that does not compare all, unless it is told
+otherwise."""
+
 
 class CopyKind(enum.StrEnum):
     """Direction of a batch: ``STORE`` is pages to arena, ``LOAD`` is arena to pages."""

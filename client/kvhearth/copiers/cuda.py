@@ -22,7 +22,14 @@ import numpy as np
 import xxhash
 
 from kvhearth import faults
-from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.base import (
+    VERIFY_FRACTION,
+    ArenaView,
+    BlockFailure,
+    CopyKind,
+    Done,
+    Ticket,
+)
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
 from kvhearth.copiers.device import CopyDevice, TorchCuda
 from kvhearth.copiers.register import PIECE_BYTES_MAX
@@ -78,7 +85,7 @@ class CudaCopier:
         arena: ArenaView,
         *,
         device: CopyDevice | None = None,
-        verify_fraction: float = 1 / 64,
+        verify_fraction: float = VERIFY_FRACTION,
         seed: int | None = None,
         queue_max: int = 64,
         staging_bytes: int = STAGING_BYTES,

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from kvhearth.arena import ArenaMapping
 from kvhearth.client import KVClient
-from kvhearth.copiers.base import ArenaView, Copier
+from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
+from kvhearth.copiers.device import CopyDevice
 from kvhearth.copiers.host import HostCopier
 from kvhearth.copiers.register import ArenaRegistration, CudartRegistrar
 from kvhearth.errors import KVHearthError, Reason
@@ -79,15 +80,26 @@ class CudaOrder:
             yield
 
 
-def host_or_cuda(*, sums: bool = True) -> CopierFactory:
-    """Makes the copier that fits the tensors; ``sums`` is ``HostCopier``'s."""
+def host_or_cuda(
+    *,
+    sums: bool = True,
+    verify_fraction: float = VERIFY_FRACTION,
+    device: CopyDevice | None = None,
+) -> CopierFactory:
+    """Makes the copier that fits the tensors.
+
+    Args:
+        sums: ``HostCopier``'s.
+        verify_fraction: ``CudaCopier``'s; the host copier compares every block that it loads.
+        device: ``CudaCopier``'s, which is made for any tensors then.
+    """
 
     def make(kv: PagedKV, arena: ArenaView) -> Copier:
-        if kv.device == "cpu":
+        if device is None and kv.device == "cpu":
             return HostCopier(kv, arena, sums=sums)
         from kvhearth.copiers.cuda import CudaCopier
 
-        return CudaCopier(kv, arena)
+        return CudaCopier(kv, arena, device=device, verify_fraction=verify_fraction)
 
     return make
 

@@ -65,6 +65,17 @@ Plot = Annotated[
     Path | None,
     typer.Option("--plot", help="Draw the figures, too.", metavar="FILE", show_default=False),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="Threads that each engine computes with. By default one fewer than there are cores, "
+        "as vLLM has it: its scheduler spins while they compute, and where it shares a core with "
+        "one of them a step takes several times as long.",
+        min=1,
+        show_default=False,
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="One length, two rounds: a smoke test.")]
 
 
@@ -76,10 +87,15 @@ def ttft(
     dtype: DtypeOption = Dtype.FLOAT32,
     as_json: AsJson = False,
     plot: Plot = None,
+    threads: Threads = None,
     quick: Quick = False,
 ) -> None:
     """Measure the time to the first token: computed, from the engine's own memory, from KVHearth,
     after a restart of the engine; and what the connector costs where nothing is found.
+
+    After each restart every engine, with a connector or without, is first asked for two short
+    prompts that no cache keeps, as a readiness probe would; `first_requests` says how long they
+    took. What is compared after a restart with what was warm before has as many samples.
 
     Starts its own engines, up to three at once of some 2 GiB each, and its own daemons. A peer that
     cannot be measured is no error: `skipped` says why.
@@ -96,7 +112,8 @@ def ttft(
     if not (models / MODEL / "config.json").is_file():
         raise _bad(f"--models: no model at {models / MODEL}")
     with _ends_in_order():
-        given = Given(engine_python, models.resolve(), lmcache)
+        threads = threads or max(len(os.sched_getaffinity(0)) - 1, 1)
+        given = Given(engine_python, models.resolve(), lmcache, threads)
         found = {**run(sizes_of(quick=quick, dtype=dtype.value), given, note), "quick": quick}
     if plot is not None:
         draw(found, plot)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvhearth.copiers.base import VERIFY_FRACTION
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import parse_url
 
@@ -26,6 +27,7 @@ class Settings:
         min_load_tokens, max_load_tokens: bounds of one load; 0 for none.
         offload_prompt_only: keep no blocks of generated tokens.
         held_percent: of the engine's KV blocks that stores may keep from reuse.
+        verify_fraction: of the blocks loaded into GPU memory whose checksum is compared, 0 to 1.
         touch_pages: touch the KV pages of an engine on a CPU in the background at its start, so
             that the first loads do not wait for the machine's memory.
         lease_s: after this time an unused lease is given back; the request asks anew.
@@ -45,6 +47,7 @@ class Settings:
     max_load_tokens: int = 0
     offload_prompt_only: bool = False
     held_percent: int = 25
+    verify_fraction: float = VERIFY_FRACTION
     touch_pages: bool = True
     lease_s: int = 10
     stock_tokens: int = 0
@@ -53,7 +56,8 @@ class Settings:
 
 
 _CHOICES = {"policy": ("auto", "always"), "on_reset": ("auto", "drop", "keep")}
-_BOUNDS = {
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "verify_fraction": (0.0, 1.0),
     "lookup_wait_ms": (0, 60_000),
     "climb_wait_ms": (0, 600_000),
     "handover_wait_ms": (0, 600_000),
@@ -91,8 +95,8 @@ def parse_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _is(value: object, wanted: type) -> bool:
-    """Of that very type: a bool is no number here."""
-    return type(value) is wanted
+    """Of that very type: a bool is no number here. A whole number will do for a fraction."""
+    return type(value) is wanted or (wanted is float and type(value) is int)
 
 
 def _bad(problem: str) -> KVHearthError:

@@ -33,7 +33,7 @@ from kvhearth.errors import KVHearthError
 from kvhearth.layout import PagedKV
 from kvhearth.meters import LOGGER, Warnings
 from kvhearth.model import I64
-from kvhearth.pipeline.movers import Movers
+from kvhearth.pipeline.movers import Movers, host_or_cuda
 from kvhearth.populate import Populate
 
 QUEUE_MAX = 4096
@@ -160,7 +160,8 @@ class WorkerHalf:
             self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
         # Apart, so that a load does not wait for the stores before it.
-        self._loading, self._storing = Movers(client, kv), Movers(client, kv)
+        make = host_or_cuda(verify_fraction=self._settings.verify_fraction)
+        self._loading, self._storing = Movers(client, kv, make), Movers(client, kv, make)
         self._client = client
 
     def handshake(self) -> Handshake:

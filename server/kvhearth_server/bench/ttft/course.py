@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.version import __version__
+from kvhearth_server.bench.figures import p50
 from kvhearth_server.bench.peers.adapter import PeerFailed, check_installed
 from kvhearth_server.bench.served import broken
 from kvhearth_server.bench.steps import steps
@@ -37,7 +38,7 @@ from kvhearth_server.bench.ttft.sides import (
     ours,
     served_tokens,
 )
-from kvhearth_server.bench.ttft.sizes import LONGEST, MODEL, Sizes
+from kvhearth_server.bench.ttft.sizes import LONGEST, MODEL, PROBE_TOKENS, Sizes
 from kvhearth_server.bench.ttft.sse import EngineFailed
 
 ENGINE_BYTES = 5 << 29
@@ -56,11 +57,13 @@ class Given:
         engine_python: of an environment with vLLM and kvhearth.
         models: the folder that the model is in.
         lmcache_python: of an environment with vLLM and LMCache, or None.
+        threads: that each engine computes with.
     """
 
     engine_python: Path
     models: Path
     lmcache_python: Path | None
+    threads: int
 
 
 def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
@@ -70,11 +73,10 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
         KVHearthError: an engine alone or on our daemon does not work.
     """
     start = time.monotonic()
-    threads = len(os.sched_getaffinity(0))
     found: dict[str, Any] = {
         "version": __version__,
         "machine": {
-            "cpus": threads,
+            "cpus": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
             "python": platform.python_version(),
             "load1": round(os.getloadavg()[0], 2),
@@ -85,28 +87,31 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
             "prompt_tokens": dict(sizes.lengths),
             "rounds": sizes.rounds,
             "repeats": sizes.repeats,
-            "zero_hit_pairs": 2 * sizes.pairs,
-            "zero_hit_prompts": 2 * sizes.pairs * sizes.pair_prompts,
+            "restarts": sizes.restarts,
+            "zero_hit_blocks": 2 * sizes.pairs,
+            "zero_hit_prompts": 4 * sizes.pairs,
             "zero_hit_prompt_tokens": sizes.pair_tokens,
             "output_tokens": sizes.output_tokens,
-            "threads": threads,
+            "threads": given.threads,
             "memory_bytes": sizes.memory_bytes,
         },
     }
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvh-")))
-        setup = Setup(given.engine_python, given.models / MODEL, threads, folder, sizes)
+        setup = Setup(given.engine_python, given.models / MODEL, given.threads, folder, sizes)
         course = Course(sizes, note)
         try:
             course.begin(setup, given, stack)
             course.zero_hit(0)  # first: it may evict
             course.rounds()
-            course.restart()
-            course.after_restart()
+            for number in range(sizes.restarts):
+                course.restart()
+                course.after_restart(number)
             course.zero_hit(1)
             found["connector"] = course.sides[OURS].engine.counters("vllm:kvhearth_")
         except EngineFailed as failed:
             raise broken(str(failed)) from None
+        found["first_requests"] = course.first_requests()
         found["unsettled"] = {name: side.unsettled for name, side in course.sides.items()}
     report = Report(list(sizes.lengths), course.samples, course.costs).as_json()
     found["machine"]["load1_after"] = round(os.getloadavg()[0], 2)
@@ -127,6 +132,7 @@ class Course:
         self.samples: list[Sample] = []
         self.costs: list[Cost] = []
         self.skipped: dict[str, str] = {}
+        self._probes: dict[str, list[tuple[float, float]]] = {}
         self._sizes = sizes
         self._note = note
 
@@ -149,7 +155,7 @@ class Course:
             self._add(stack.enter_context(lmcache(setup, given.lmcache_python)), stack)
         except (EngineFailed, PeerFailed) as failed:
             self._skip(LMCACHE, str(failed))
-        self._start()
+        self._start(self._prove)
 
     def rounds(self) -> None:
         """Each prompt cold, from the engine's own memory and from the daemon; side by side."""
@@ -173,19 +179,24 @@ class Course:
             self._sample(side, WARM, label, number, prompt)
 
     def restart(self) -> None:
-        """New engines on the same daemons."""
+        """New engines on the same daemons, each asked for two short prompts that are of no use to
+        what follows, as a readiness probe would.
+        """
         self._note("the engines are restarted")
         for side in list(self.sides.values()):
             with self._attempt(side):
                 side.stop()
-        self._start()
+        self._start(self._probe)
 
-    def after_restart(self) -> None:
-        """All prompts once more, on engines that have seen none of them."""
+    def after_restart(self, restart: int) -> None:
+        """All prompts once more, on engines that have seen none of them. Another prompt is first
+        each time.
+        """
         sizes = self._sizes
-        for number in steps(sizes.rounds, "after the restart"):
+        for step in steps(sizes.rounds, "after the restart"):
+            number = (restart + step) % sizes.rounds
             for label, length in sizes.lengths.items():
-                for side in self._turns(number):
+                for side in self._turns(step):
                     if side.caches:
                         with self._attempt(side):
                             prompt = _prompt(f"{label} {number}", length)
@@ -194,33 +205,43 @@ class Course:
     def zero_hit(self, start: int) -> None:
         """Prompts that nobody has seen, side by side: what they cost, stores included."""
         sizes = self._sizes
-        count = sizes.pairs * sizes.pair_prompts
-        self._note(f"zero-hit overhead: {count} prompts of {sizes.pair_tokens} tokens")
+        self._note(f"zero-hit overhead: {2 * sizes.pairs} prompts of {sizes.pair_tokens} tokens")
+        for side in list(self.sides.values()):
+            with self._attempt(side):  # memory that a prompt of this length needs is there then
+                side.complete(_prompt(f"zero {start}", sizes.pair_tokens))
         for number in steps(sizes.pairs, "zero-hit overhead"):
-            prompts = [
-                _prompt(f"zero {start} {number} {each}", sizes.pair_tokens)
-                for each in range(sizes.pair_prompts)
-            ]
-            for side in self._turns(number):
-                with self._attempt(side):
-                    self.costs.append(self._cost(side, start, number, prompts))
+            there = self._turns(number)
+            for way, sides in enumerate((there, there[::-1])):
+                prompt = _prompt(f"zero {start} {number} {way}", sizes.pair_tokens)
+                for side in sides:
+                    if side.name in self.sides:
+                        with self._attempt(side):
+                            self.costs.append(self._cost(side, start, number, prompt))
 
-    def _cost(self, side: Side, start: int, number: int, prompts: list[list[int]]) -> Cost:
-        before, tokens = side.cpu_s(), 0
-        for prompt in prompts:
-            answer = side.engine.complete(prompt, self._sizes.output_tokens)
-            if answer.cached:
-                raise EngineFailed("a prompt was to be new")
-            tokens += len(prompt) + len(answer.tokens)
+    def _cost(self, side: Side, start: int, number: int, prompt: list[int]) -> Cost:
+        before = side.cpu_s()
+        answer = side.engine.complete(prompt, self._sizes.output_tokens)
+        if answer.cached:
+            raise EngineFailed("a prompt was to be new")
         side.settle()
         after = side.cpu_s()
+        tokens = len(prompt) + len(answer.tokens)
         return Cost(side.name, start, number, after[0] - before[0], after[1] - before[1], tokens)
 
     def _add(self, side: Side, stack: contextlib.ExitStack) -> None:
         self.sides[side.name] = side
         stack.callback(side.stop)
 
-    def _start(self) -> None:
+    def first_requests(self) -> dict[str, list[float]]:
+        """By side: seconds to the first token of the first and of the second short prompt after a
+        restart; their difference is the engine's own cold start.
+        """
+        return {
+            name: [round(p50(times), 4) for times in zip(*pairs, strict=True)]
+            for name, pairs in self._probes.items()
+        }
+
+    def _start(self, warm_up: Callable[[Side], None]) -> None:
         for side in list(self.sides.values()):
             side.launch()
         for side in list(self.sides.values()):
@@ -228,7 +249,7 @@ class Course:
                 side.wait_up()
         for side in list(self.sides.values()):
             with self._attempt(side):
-                self._prove(side)
+                warm_up(side)
                 self._note(f"{side.name}: up")
 
     def _prove(self, side: Side) -> None:
@@ -245,6 +266,13 @@ class Course:
             if side.complete(prompt).cached == served_tokens(length):
                 return
         raise EngineFailed("its cache does not serve what was stored")
+
+    def _probe(self, side: Side) -> None:
+        seed = f"probe {side.name} {time.monotonic()}"
+        first, second = (
+            side.complete(_prompt(f"{seed} {each}", PROBE_TOKENS)).ttft_s for each in range(2)
+        )
+        self._probes.setdefault(side.name, []).append((first, second))
 
     def _sample(self, side: Side, state: str, label: str, number: int, prompt: list[int]) -> None:
         answer = side.complete(prompt)

@@ -11,8 +11,8 @@ from kvhearth_server.bench.figures import Figure, p50
 
 COLD, OWN, WARM, RESTART = "cold", "engine_warm", "warm", "restart"
 STATES = (COLD, OWN, WARM, RESTART)
-"""Computed; in the engine's own memory; from the daemon, the engine's own memory empty; the same
-after a restart of the engine."""
+"""Computed; in the engine's own memory; from the daemon, the engine's own memory empty; from the
+daemon after a restart of the engine, which has answered two short prompts since."""
 ALONE, OURS, LMCACHE = "none", "kvhearth", "lmcache"
 ZERO_HIT = "zero_hit_overhead"
 _RESAMPLES = 2000
@@ -44,11 +44,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cost:
-    """One run of the zero-hit part.
+    """One run of the zero-hit part; a side has two of the same number.
 
     Attributes:
         side: whose.
-        start, number: at which start of the engines, and which run of it.
+        start, number: before or after the restarts, and which block of runs.
         engine_s, daemon_s: processor seconds until both were idle again.
         tokens: of its prompts and answers.
     """
@@ -82,6 +82,7 @@ def figure_list(labels: Iterable[str]) -> tuple[Figure, ...]:
             Figure(f"peer_warm_s_{label}", "from LMCache"),
             Figure(f"peer_warm_ratio_{label}", "that of cold"),
             Figure(f"peer_restart_ratio_{label}", "the same, the engine restarted"),
+            Figure(f"peer_restart_of_warm_{label}", "LMCache's restart of its warm"),
             Figure(f"warm_of_peer_warm_{label}", "KVHearth's warm of LMCache's", *target(1.0)),
         ]
     rows += [
@@ -134,6 +135,7 @@ class Report:
         cold, own = self._times(ALONE, COLD, label), self._times(ALONE, OWN, label)
         warm, restart = self._times(OURS, WARM, label), self._times(OURS, RESTART, label)
         peer = self._times(LMCACHE, WARM, label)
+        peer_restart = self._times(LMCACHE, RESTART, label)
         times = {"cold_s": cold, "engine_warm_s": own, "warm_s": warm, "restart_s": restart}
         for name, found in {**times, "peer_warm_s": peer}.items():
             self._put(f"{name}_{label}", list(found.values()))
@@ -143,7 +145,8 @@ class Report:
             "restart_ratio": (restart, cold),
             "restart_of_warm": (restart, warm),
             "peer_warm_ratio": (peer, cold),
-            "peer_restart_ratio": (self._times(LMCACHE, RESTART, label), cold),
+            "peer_restart_ratio": (peer_restart, cold),
+            "peer_restart_of_warm": (peer_restart, peer),
             "warm_of_peer_warm": (warm, peer),
         }
         for name, (over, under) in ratios.items():
@@ -195,16 +198,20 @@ def by_prompt(over: Mapping[int, float], under: Mapping[int, float]) -> list[flo
 
 
 def overheads(costs: Sequence[Cost], side: str, *, with_daemon: bool) -> list[float]:
-    """For each run the side's processor time per token against the engine alone's, less 1."""
-    found: dict[str, dict[tuple[int, int], float]] = {}
+    """For each block of runs the side's processor time per token against the engine alone's, less
+    1.
+    """
+    found: dict[str, dict[tuple[int, int], tuple[float, int]]] = {}
     for each in costs:
-        seconds = each.engine_s + (each.daemon_s if with_daemon else 0.0)
-        found.setdefault(each.side, {})[each.start, each.number] = seconds / each.tokens
+        blocks = found.setdefault(each.side, {})
+        seconds, tokens = blocks.get((each.start, each.number), (0.0, 0))
+        seconds += each.engine_s + (each.daemon_s if with_daemon else 0.0)
+        blocks[each.start, each.number] = seconds, tokens + each.tokens
     alone = found.get(ALONE, {})
     return [
-        each / alone[prompt] - 1.0
-        for prompt, each in found.get(side, {}).items()
-        if prompt in alone
+        (seconds / tokens) / (alone[block][0] / alone[block][1]) - 1.0
+        for block, (seconds, tokens) in found.get(side, {}).items()
+        if block in alone
     ]
 
 

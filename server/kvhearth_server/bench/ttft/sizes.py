@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 128
+PROBE_TOKENS = 64
+"""Less than a block: what a readiness probe asks for leaves nothing in a cache."""
 TAIL_TOKENS = 32
 """Of a prompt behind its whole blocks: computed by everyone, also warm."""
 MODEL = "mid"
@@ -26,10 +28,11 @@ class Sizes:
         lengths: prompt tokens by label; ``4k`` is among them.
         rounds: prompts of each length.
         repeats: of what is warm, for each prompt.
-        pairs: runs of the zero-hit part, before and after the restart each.
-        pair_prompts, pair_tokens: prompts of a run, one after the other, and tokens of each. vLLM's
-            worker spins for a second behind its last step, so that a run of one short prompt
-            would measure that.
+        restarts: of the engines; each prompt is asked for once after each.
+        pairs: blocks of the zero-hit part, before and after the restarts each. All sides run twice
+            in a block, there and back, so that a drift of the machine hits all alike.
+        pair_tokens: of a run's prompt. vLLM's worker spins for a second behind its last step, so
+            that a run of a short prompt would measure that.
         output_tokens: of each answer.
         dtype: of weights and KV.
     """
@@ -37,8 +40,8 @@ class Sizes:
     lengths: Mapping[str, int]
     rounds: int
     repeats: int
+    restarts: int
     pairs: int
-    pair_prompts: int
     pair_tokens: int
     output_tokens: int
     dtype: str
@@ -63,10 +66,10 @@ def sizes_of(*, quick: bool, dtype: str) -> Sizes:
     labels = (LONGEST,) if quick else ("1k", "2k", LONGEST)
     return Sizes(
         lengths={label: prompt_tokens(label) for label in labels},
-        rounds=2 if quick else 7,
-        repeats=2 if quick else 3,
-        pairs=2 if quick else 10,
-        pair_prompts=1 if quick else 3,
+        rounds=2 if quick else 5,
+        repeats=1 if quick else 3,
+        restarts=1 if quick else 3,
+        pairs=2 if quick else 8,
         pair_tokens=prompt_tokens("1k" if quick else "2k"),
         output_tokens=8,
         dtype=dtype,
