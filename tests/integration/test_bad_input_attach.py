@@ -36,11 +36,19 @@ from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import FRAME_BYTES_MAX, encode_frame
 
 TIMEOUT_S = 0.6
-"""The daemon's bound for a handshake."""
+"""A hasty daemon's bound for a handshake."""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture
+def hasty() -> Iterator[Daemon]:
+    """One that waits for a handshake no longer than ``TIMEOUT_S``; the others have time."""
     with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
         yield daemon
         end_well(daemon)
@@ -117,15 +125,15 @@ def test_truncated_then_closed(daemon: Daemon, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x10", encode_frame(raw_hello())[:-1]])
-def test_silence(daemon: Daemon, sent: bytes) -> None:
-    with refused(daemon, Reason.DEADLINE) as caught, RawLine(attach_path(daemon)) as line:
+def test_silence(hasty: Daemon, sent: bytes) -> None:
+    with refused(hasty, Reason.DEADLINE) as caught, RawLine(attach_path(hasty)) as line:
         line.send(sent)
         raise line.refusal()
     assert f"{TIMEOUT_S} s" in caught.value.message
 
 
-def test_one_byte_at_a_time_does_not_stretch_the_deadline(daemon: Daemon) -> None:
-    with refused(daemon, Reason.DEADLINE), RawLine(attach_path(daemon), TIMEOUT_S / 10) as line:
+def test_one_byte_at_a_time_does_not_stretch_the_deadline(hasty: Daemon) -> None:
+    with refused(hasty, Reason.DEADLINE), RawLine(attach_path(hasty), TIMEOUT_S / 10) as line:
         for byte in encode_frame(raw_hello()):
             line.send(bytes([byte]))
             try:

@@ -34,14 +34,26 @@ from support.raw_door import (
 from kvhearth.errors import Reason
 from kvhearth.wire import encode_frame
 
-TIMEOUT_S = 0.5
-"""The daemon's bound for a handshake."""
+TIMEOUT_S = 1.5
+"""A hasty daemon's bound for a handshake."""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
+    with running_daemon(arena=False) as daemon:
         yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture
+def hasty() -> Iterator[Daemon]:
+    """One that waits for a handshake no longer than ``TIMEOUT_S``, with an engine that goes on."""
+    with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
+        with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
+            goes_on(engine)
+            yield daemon
+            until(lambda: engine.ready, "the engine is attached")
+            goes_on(engine)
         end_well(daemon)
 
 
@@ -57,30 +69,30 @@ def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
     goes_on(neighbour)
 
 
-def test_hundreds_of_silent_connections(daemon: Daemon) -> None:
-    count = daemon.descriptor_count()
-    before = refusals(daemon, Reason.DEADLINE)
-    with half_open(attach_path(daemon), 300) as lines:
-        RawSession(daemon).close()
-        assert daemon.descriptor_count() - count < 150
+def test_hundreds_of_silent_connections(hasty: Daemon) -> None:
+    count = hasty.descriptor_count()
+    before = refusals(hasty, Reason.DEADLINE)
+    with half_open(attach_path(hasty), 300) as lines:
+        RawSession(hasty).close()
+        assert hasty.descriptor_count() - count < 150
         assert all(line.refusal().reason is Reason.DEADLINE for line in lines)
-    assert refusals(daemon, Reason.DEADLINE) == before + 300
-    until(lambda: daemon.descriptor_count() <= count, "all descriptors are closed")
+    assert refusals(hasty, Reason.DEADLINE) == before + 300
+    until(lambda: hasty.descriptor_count() <= count, "all descriptors are closed")
 
 
-def test_out_of_descriptors_and_back(daemon: Daemon) -> None:
-    count = daemon.descriptor_count()
-    assert daemon.process is not None
-    pid, what = daemon.process.pid, resource.RLIMIT_NOFILE
+def test_out_of_descriptors_and_back(hasty: Daemon) -> None:
+    count = hasty.descriptor_count()
+    assert hasty.process is not None
+    pid, what = hasty.process.pid, resource.RLIMIT_NOFILE
     old = resource.prlimit(pid, what)
     resource.prlimit(pid, what, (count + 20, old[1]))
     try:
-        with half_open(attach_path(daemon), 60):
-            RawSession(daemon).close()
+        with half_open(attach_path(hasty), 60):
+            RawSession(hasty).close()
     finally:
         resource.prlimit(pid, what, old)
-    until(lambda: daemon.descriptor_count() <= count, "all descriptors are closed")
-    assert "cannot accept" in daemon.log_text()
+    until(lambda: hasty.descriptor_count() <= count, "all descriptors are closed")
+    assert "cannot accept" in hasty.log_text()
 
 
 def test_sessions_are_bounded() -> None:

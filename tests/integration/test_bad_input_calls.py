@@ -20,7 +20,7 @@ from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 
-TIMEOUT_S = 0.6
+TIMEOUT_S = 3.0
 MESSAGE_MAX = 1 << 20
 
 

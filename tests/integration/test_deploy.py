@@ -18,6 +18,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 from support.daemon import running_daemon, until
+from support.http_door import ANY_PORT, address_of
 
 from kvhearth_server.config import ENV_PREFIX, Settings
 from kvhearth_server.units import parse_size
@@ -295,21 +296,21 @@ def folder() -> Iterator[Path]:
 
 def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path, tmp_path: Path) -> None:
     tool = _tool("prometheus", "prometheus")
-    target = f"127.0.0.1:{_free_port()}"
-    with running_daemon(http=target, ssd_dirs=[f"{tmp_path}/log=512MiB"]) as daemon:
-        scraper = Prometheus(tool, folder, target)
+    with running_daemon(http=ANY_PORT, ssd_dirs=[f"{tmp_path}/log=512MiB"]) as daemon:
+        host, port = address_of(daemon)
+        scraper = Prometheus(tool, folder, f"{host}:{port}")
         try:
-            until(lambda: scraper.value("up") == 1, "the scrape works", 30)
-            until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready", 10)
+            until(lambda: scraper.value("up") == 1, "the scrape works", 60)
+            until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready")
             used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
             for name in sorted(used):
-                assert scraper.query(name), f"{name} is not scraped"
+                until(lambda name=name: scraper.query(name), f"{name} is scraped")
             damaged = 'ALERTS{alertname="KVHearthChecksumFailures"}'
             assert scraper.query(damaged) == [], "counters at zero are no failures"
             small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
-            until(lambda: scraper.query(small), "small pages are noticed", 15)
+            until(lambda: scraper.query(small), "small pages are noticed", 60)
             daemon.kill()
             gone = 'ALERTS{alertname="KVHearthNotReady"}'
-            until(lambda: scraper.query(gone), "a dead daemon is noticed", 15)
+            until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
         finally:
             scraper.close()

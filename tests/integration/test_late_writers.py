@@ -154,11 +154,13 @@ def test_slots_come_back_only_after_the_grace() -> None:
     ):
         victim.attach(daemon.url(), ALONE)
         victim.reserve(4)
+        lived = time.monotonic()
         victim.kill()
-        died = time.monotonic()
-        until(lambda: daemon.aside_bytes() == 4 * PAGE, "the group ends")
-        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
-        assert time.monotonic() - died >= 1.0
+        released = "released_quarantine_slots"
+        until(lambda: daemon.counters()[released] == 4, "the slots come back")
+        assert time.monotonic() - lived >= 1.0
+        assert daemon.counters()["quarantined_slots"] == 4
+        assert daemon.aside_bytes() == 0
 
 
 # -- (b) a scheduler that dies first frees nothing -------------------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, until
 from support.engine import contract_of, engine_of
+from support.http_door import ask
 from support.pipelines import CONTRACT, PAGE_BYTES, PipedEngine, new_keys, piped_engine
 
 CAPACITY_BLOCKS = (16 << 20) // PAGE_BYTES
@@ -20,10 +18,7 @@ class Scrape:
     """One scrape: values by name without its prefix, and labels."""
 
     def __init__(self, daemon: Daemon) -> None:
-        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
-        address = json.loads(lines[-1])["http"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
-            text = reply.read().decode()
+        text = ask(daemon, "/metrics").body.decode()
         self.samples = [
             sample
             for family in text_string_to_metric_families(text)
@@ -120,13 +115,8 @@ def test_calls_by_method_and_code(daemon: Daemon, piped: PipedEngine) -> None:
     assert 0 < found.of("rpc_seconds_sum", method="Lookup") < 30
     assert found.of("rpc_requests_total", method="Commit", code="OK") == 1
     refused = before.of("refusals_total")
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen("http://" + json.loads(_ready(daemon))["http"] + "/nothing")
+    assert ask(daemon, "/nothing").status == 404
     assert Scrape(daemon).of("refusals_total") == refused + 1
-
-
-def _ready(daemon: Daemon) -> str:
-    return next(line for line in daemon.log_text().splitlines() if '"event": "ready"' in line)
 
 
 def test_leases_sessions_and_what_a_restart_took_over(daemon: Daemon) -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
 from support.engine import PAGES, Engine, engine_of
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
+from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_paced
 
 BLOCKS = 400
 
@@ -36,7 +36,7 @@ def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
         daemon.start()
         keys = new_keys(BLOCKS)
         with engine_of(daemon.url(), CONTRACT) as engine:
-            store_all(engine, keys)
+            store_paced(engine, daemon, keys)
             saved(daemon, BLOCKS)
             daemon.kill()
             for count in (1, 2):
@@ -50,6 +50,7 @@ def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
             boot_id = engine.client.boot_id
             daemon.start()
             until(lambda: engine.ready and engine.client.boot_id != boot_id, "it is back")
+            until(lambda: daemon.read_back, "it is read back")
             until(lambda: not daemon.aside_bytes(), "what was loading is free again")
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
         daemon.wait_quiet()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.daemon import running_daemon, stopped_daemon, until
 from support.engine import PAGES, engine_of
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
+from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all, store_paced
 
 BLOCKS = 600
 """More than the 16 MiB of memory hold (256)."""
@@ -25,7 +25,7 @@ def test_what_does_not_fit_into_memory_sinks_and_comes_back(
 ) -> None:
     with running_daemon(arena=arena, **ssd) as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(BLOCKS)
-        store_all(engine, keys)
+        store_paced(engine, daemon, keys)
         saved(daemon, BLOCKS)
         found = engine.client.lookup({0: keys[:PAGES]}, lease=False)
         assert found.groups[0].present.all()
@@ -40,7 +40,7 @@ def test_what_does_not_fit_into_memory_sinks_and_comes_back(
 def test_what_is_saved_survives_the_daemon(ssd: dict[str, object], arena: bool, end: str) -> None:
     with running_daemon(arena=arena, **ssd) as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(BLOCKS)
-        store_all(engine, keys)
+        store_paced(engine, daemon, keys)
         if end == "kill -9":
             saved(daemon, BLOCKS)
             daemon.kill()

@@ -255,7 +255,7 @@ def test_a_daemon_that_stands_still_delays_a_request_by_no_more_than_its_patienc
             began = time.monotonic()
             for number in range(5):
                 assert engine.run(f"b{number}", "still", 96) == 0
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < 60
         finally:
             os.kill(daemon.process.pid, signal.SIGCONT)
         until(lambda: engine.run("c", "still", 96) == 96, "hits again")

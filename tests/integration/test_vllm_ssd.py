@@ -132,4 +132,4 @@ def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
             if engine.admit(request):
                 engine.wait_loaded(request)
             engine.finish(request)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60

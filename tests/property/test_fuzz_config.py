@@ -20,7 +20,7 @@ import structlog
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.daemon import Daemon, stopped_daemon, until
+from support.daemon import READY_S, Daemon, stopped_daemon, until
 from support.fuzz import depths, fuzz, values
 
 from kvhearth.errors import KVHearthError, Reason
@@ -277,7 +277,7 @@ def test_valid_settings_start_or_say_why_not(examples: int) -> None:
         with stopped_daemon(arena=False, **chosen) as daemon:
             valid = served(None, dict(daemon.settings)) is not None
             daemon.launch()
-            until(lambda: daemon.dead or ready(daemon), "it starts")
+            until(lambda: daemon.dead or ready(daemon), "it starts", READY_S)
             if not daemon.dead:
                 assert valid
                 assert daemon.terminate() == 0, daemon.log_tail()

@@ -24,7 +24,7 @@ from kvhearth.faults import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth_server.config import flag_of
 
-READY_S = 30.0
+READY_S = 60.0
 """A daemon comes up in under a second; a machine that others use may need longer."""
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 """Where arenas are made: a tmpfs, or to try it a mounted hugetlbfs."""
@@ -185,16 +185,23 @@ class Daemon:
         """The output of all starts."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
+    def own_lines(self) -> list[str]:
+        """Whole lines of the output of the present start."""
+        if not self.log_path.exists():
+            return []
+        said = self.log_path.read_bytes()[self._log_from :]
+        return said[: said.rfind(b"\n") + 1].decode(errors="replace").splitlines()
+
     @property
     def read_back(self) -> bool:
         """Whether the present start has said that its SSD log is read back."""
-        return b"the SSD log is read back" in self.log_path.read_bytes()[self._log_from :]
+        return any("the SSD log is read back" in line for line in self.own_lines())
 
     def log_tail(self, lines: int = 30) -> str:
         """The end of the log, for messages."""
         return "\n".join(self.log_text().splitlines()[-lines:])
 
-    def url(self, options: str = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200") -> str:
+    def url(self, options: str = "call_ms=10000&lookup_ms=10000&heartbeat_ms=200") -> str:
         """What clients connect to."""
         return f"kvhearth+unix://{self.socket_dir}?{options}"
 

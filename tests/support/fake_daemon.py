@@ -33,6 +33,7 @@ SEGMENT_BYTES = 64 * 1024
 PAGE_BYTES = 4096
 SLOTS = SEGMENT_BYTES // PAGE_BYTES
 KEY_BYTES = 32
+HELD_S = 30.0
 
 Answer = Callable[[Any], Any]
 
@@ -183,6 +184,15 @@ class FakeDaemon:
             raise KVHearthError(reason, "as the test says", field="x")
 
         self.answer(rpc, fail)
+
+    def hold_next(self, rpc: str, until: threading.Event) -> None:
+        """Let the next ``rpc`` be answered when ``until`` is set."""
+
+        def held(_: Any) -> Any:
+            until.wait(HELD_S)
+            return None
+
+        self.answer(rpc, held)
 
     def slow_next(self, rpc: str, seconds: float) -> None:
         """Let the next ``rpc`` take so long."""

@@ -32,7 +32,7 @@ RESIDENT_BYTES_MORE = 48 << 20
 IDLE_CONNECTIONS = 8
 """As many as a client keeps."""
 
-DELAY_S = float(os.environ.get("KVHEARTH_FUZZ_DELAY_S", "10"))
+DELAY_S = float(os.environ.get("KVHEARTH_FUZZ_DELAY_S", "30"))
 """In what time a good engine stores or loads four blocks meanwhile, on a machine that others use:
 milliseconds where nobody does. Each of its calls must be answered within the client's own deadline.
 """
@@ -101,9 +101,9 @@ class Neighbour:
         """End the thread; fails if a byte was wrong, a block was lost or a call took too long."""
         # So that even a short test has something to show.
         with contextlib.suppress(AssertionError):
-            until(lambda: self.rounds >= 2 or self.hurt, "the neighbour works", 10 * NEIGHBOUR_S)
+            until(lambda: self.rounds >= 2 or self.hurt, "the neighbour works", 2 * NEIGHBOUR_S)
         self._stop.set()
-        self._thread.join(10 * NEIGHBOUR_S)
+        self._thread.join(2 * NEIGHBOUR_S)
         assert not self._thread.is_alive(), "the neighbour hangs"
         assert self.hurt == []
         assert self.rounds >= 2

@@ -27,11 +27,11 @@ class Answer:
 
 
 def address_of(daemon: Daemon) -> tuple[str, int]:
-    """Where the running daemon said that it serves HTTP."""
+    """Where the running daemon says that it serves HTTP."""
 
     def said() -> str:
-        lines = [line for line in daemon.log_text().splitlines() if '"event": "ready"' in line]
-        return str(json.loads(lines[-1])["http"]) if len(lines) == daemon.starts else ""
+        lines = [line for line in daemon.own_lines() if '"event": "ready"' in line]
+        return str(json.loads(lines[0])["http"]) if lines else ""
 
     host, _, port = until(said, "the daemon says that it is ready").rpartition(":")
     return host, int(port)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from support.engine import content, contract_of
+from support.threads import left_since, own_threads
 
 from kvhearth import connect
-from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
 from kvhearth.layout import PagedKV
 from kvhearth.pipeline import LoadDone, LoadPipeline, StoreDone, StorePipeline
@@ -57,8 +57,9 @@ class PipedEngine:
     Pages below ``PAGES`` are written by ``compute`` and read by stores; loads go to others.
     """
 
-    def __init__(self, client: KVClient, **store: Any) -> None:
-        self.client = client
+    def __init__(self, url: str, **store: Any) -> None:
+        self._others = own_threads()
+        self.client = client = connect(url, CONTRACT, engine_id="e")
         self.pages = np.zeros((2 * PAGES, PAGE_BYTES), np.uint8)
         kv = {0: PagedKV([self.pages])}
         options = {"queue_blocks_max": 256, "stock_blocks_max": 16, "batch_blocks": 16, **store}
@@ -108,13 +109,13 @@ class PipedEngine:
         self.loads.check_books()
         assert self.client.close(DONE_S)
         assert self.wrong == []
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+        assert left_since(self._others) == []
 
 
 @contextlib.contextmanager
 def piped_engine(url: str, *, ready: bool = True, **store: Any) -> Iterator[PipedEngine]:
     """An engine that is closed at the end."""
-    engine = PipedEngine(connect(url, CONTRACT, engine_id="e"), **store)
+    engine = PipedEngine(url, **store)
     try:
         assert not ready or engine.client.wait_ready(DONE_S)
         yield engine

@@ -32,10 +32,12 @@ from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import FrameDecoder, encode_frame
 
-CALL_S = 5.0
+CALL_S = 20.0
 PAGE_BYTES = 16 * 1024
-NEIGHBOUR_S = 3.0
-"""In what time a well-behaved engine stores and loads, whatever others do."""
+NEIGHBOUR_S = 20.0
+"""In what time a well-behaved engine stores and loads, whatever others do: milliseconds, but on a
+machine that others use.
+"""
 
 
 def raw_contract(**changes: Any) -> Contract:

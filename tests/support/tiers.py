@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import mmap
@@ -65,6 +66,31 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
         folder.mkdir(exist_ok=True)
     places = tuple(Place(folder, capacity) for folder in folders)
     return SsdSettings(places, segment_bytes=size, **changes)
+
+
+class Clock:
+    """A tier's time: the machine's, until a test puts it forward or holds it."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self._held: float | None = None
+
+    def __call__(self) -> float:
+        held = self._held
+        return time.monotonic() + self._ahead_s if held is None else held
+
+    def put_forward(self, seconds: float) -> None:
+        """From now on it is so much later."""
+        self._ahead_s += seconds
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No time passes for the tier in this block, however long it takes."""
+        self._held = self()
+        try:
+            yield
+        finally:
+            self._held = None
 
 
 class Arena:
@@ -172,6 +198,18 @@ class Desk:
             self.events += self.tier.poll()
             assert time.monotonic() < end
             self._poll.poll(20)
+
+    def rest(self, deadline_s: float = DEADLINE_S) -> None:
+        """Poll until the tier does nothing by itself: each directory has its next segment."""
+        end = time.monotonic() + deadline_s
+        while True:
+            self.events += self.tier.poll()
+            now = self.tier.status.figures()  # type: ignore[attr-defined]
+            ready = all(place.segments.get("open", 0) >= 2 for place in now.directories)
+            if ready and not (now.queued_reads or now.queued_writes or now.running_requests):
+                return
+            assert time.monotonic() < end, now
+            self._poll.poll(10)
 
     def pump(self, seconds: float) -> None:
         """Poll for a while."""

@@ -79,6 +79,36 @@ def test_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--install-completion" in text
 
 
+# -- the end of a command ----------------------------------------------------------------------
+
+ENDING = """
+import atexit, sys, threading
+from kvhearth_server.cli import app
+atexit.register(print, "at its end")
+threading.Thread(target=threading.Event().wait).start()
+app.main()
+"""
+"""A command in whose process a thread never ends, as a library's may not."""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["version"], 0), (["stat"], 1), (["nothing"], 2)])
+def test_a_command_ends_with_its_code_and_all_that_it_printed(
+    tmp_path: Path, words: list[str], code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, *words],
+        env=os.environ | {"KVHEARTH_SOCKET_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    *printed, last = done.stdout.splitlines()
+    assert last == "at its end"
+    assert bool(printed) == (code == 0) == (not done.stderr)
+
+
 # -- completion --------------------------------------------------------------------------------
 
 

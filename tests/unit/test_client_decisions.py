@@ -90,8 +90,8 @@ def test_without_a_lease_none_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_late_lookup_is_a_miss_whose_lease_is_released(tmp_path: Path) -> None:
-    with attached(tmp_path, "lookup_ms=50&heartbeat_ms=50") as (daemon, client):
-        daemon.slow_next("Lookup", 0.3)
+    with attached(tmp_path, "lookup_ms=100&heartbeat_ms=50") as (daemon, client):
+        daemon.slow_next("Lookup", 0.5)
         result = client.lookup(KEYS)
         assert (result.reason, result.lease) == (Reason.DEADLINE, None)
         assert result.groups[0].present.tolist() == [False] * 3
@@ -258,8 +258,8 @@ def test_commit_says_what_was_stored(tmp_path: Path) -> None:
 
 
 def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=50&heartbeat_ms=5000") as (daemon, client):
-        daemon.slow_next("Commit", 0.3)
+    with attached(tmp_path, "call_ms=500&heartbeat_ms=5000") as (daemon, client):
+        daemon.slow_next("Commit", 0.8)
         result = client.commit({0: commit_of(2)}, boot_id=daemon.boot_id)
         assert (result.reason, result.stored[0].tolist()) == (Reason.DEADLINE, [False, False])
         abort = until(lambda: daemon.requests["Abort"])[0]
@@ -358,8 +358,8 @@ def test_a_namespace_is_dropped_only_by_who_is_alone(tmp_path: Path) -> None:
 
 
 def test_a_drop_whose_answer_is_lost_leaves_no_epoch(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=200") as (daemon, client):
-        daemon.slow_next("BumpEpoch", 0.6)
+    with attached(tmp_path, "call_ms=500") as (daemon, client):
+        daemon.slow_next("BumpEpoch", 1.0)
         assert not client.drop_if_alone()
         assert client.epoch == -1
 

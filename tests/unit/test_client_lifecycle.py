@@ -68,7 +68,7 @@ def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
         for _ in range(100):
             assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
         assert client.reserve({0: 1}).reason == Reason.DAEMON_AWAY
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 8, "the deadline of one call, of a hundred"
         assert (client.boot_id, client.arena, client.epoch) == ("", None, -1)
         with running(tmp_path, small_contract()):
             assert client.wait_ready(10)
@@ -144,16 +144,16 @@ def test_the_end_of_the_life_line_is_noticed_without_a_call(tmp_path: Path) -> N
 
 
 def test_a_late_heartbeat_is_not_a_goodbye(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=50&heartbeat_ms=20") as (daemon, client):
-        daemon.slow_next("Heartbeat", 0.2)
+    with attached(tmp_path, "call_ms=500&heartbeat_ms=20") as (daemon, client):
+        daemon.slow_next("Heartbeat", 1.5)
         until(lambda: client.counters().get("heartbeat_failures"))
-        assert client.wait_ready(1)
+        assert client.wait_ready(10)
         assert len(daemon.hellos) == 1
 
 
 def test_releases_wait_for_a_daemon_that_is_silent(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=50&heartbeat_ms=5000") as (daemon, client):
-        daemon.slow_next("Abort", 0.2)
+    with attached(tmp_path, "call_ms=500&heartbeat_ms=5000") as (daemon, client):
+        daemon.slow_next("Abort", 0.8)
         client.abort({0: extents(2)}, boot_id=daemon.boot_id)
         until(lambda: len(daemon.requests["Abort"]) == 2)
         assert client.counters()["errands_late"] == 1

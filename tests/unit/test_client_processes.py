@@ -40,10 +40,10 @@ def test_it_imports_nothing_heavy_and_fails_open(tmp_path: Path) -> None:
         contract = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, 4096),))
         client = connect(sys.argv[1], contract, engine_id="e")
         start = time.monotonic()
-        for _ in range(200):
+        for _ in range(200):  # none of them waits for its deadline of eight seconds
             result = client.lookup({0: [b"k" * 32]})
             assert result.reason == "daemon_away" and not result.groups[0].present.any()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
         client.close()
         heavy = {"torch", "fastapi", "prometheus_client", "pydantic", "kvhearth_server"}
         print(sorted(heavy & set(sys.modules)))
@@ -65,7 +65,7 @@ FORK = """
     arena = client.arena
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(50)
         status = 1
         try:
             for _ in range(3):
@@ -79,7 +79,7 @@ FORK = """
             assert client.close()
             anew = connect(sys.argv[1], small_contract(), engine_id="child", rank=1)
             # gRPC may or may not survive a fork, but a child never hangs on it.
-            ready = anew.wait_ready(5)
+            ready = anew.wait_ready(20)
             assert anew.lookup({0: [key(1)]}).reason == ("" if ready else "daemon_away")
             os.write(1, b"child ready\\n" if ready else b"child without\\n")
             status = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from support.attached import url_of
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running, until
+from support.threads import left_since, own_threads
 from support.tower import CONTRACT, Tower, ended
 
 from kvhearth.client import KVClient, connect
@@ -32,11 +32,12 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
+    others = own_threads()
     client = connect(url_of(tmp_path), CONTRACT, engine_id="e")
     assert client.wait_ready(DONE_S)
     yield client
     assert client.close(DONE_S)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+    assert left_since(others) == []
 
 
 @pytest.fixture
@@ -110,11 +111,14 @@ def test_a_lookup_of_another_boot_is_not_cancelled(
         until(lambda: ended(successor) == ([mine.id], [mine.id]))
 
 
-def test_a_lookup_whose_answer_is_lost_is_cancelled(client: KVClient, daemon: FakeDaemon) -> None:
+def test_a_lookup_whose_answer_is_lost_is_cancelled(daemon: FakeDaemon, tmp_path: Path) -> None:
+    client = connect(url_of(tmp_path, "lookup_ms=200"), CONTRACT, engine_id="e")
+    assert client.wait_ready(DONE_S)
     daemon.slow_next("Lookup", 0.7)
     assert client.lookup({0: KEYS}, prefetch=True).reason == Reason.DEADLINE
     ids = [lookups(daemon)[0].lease_id]
     until(lambda: ended(daemon) == (ids, ids))
+    assert client.close(DONE_S)
 
 
 # -- loads -------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def test_a_load_that_is_given_up_calls_its_climb_off(
 
 
 def test_a_load_that_waits_holds_no_other_load_up(loads: LoadPipeline, daemon: FakeDaemon) -> None:
-    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    tower = Tower(daemon, dram=1, step=0, eta_us=16_000_000)
     slow = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
     assert slow is not None
     until(lambda: lookups(daemon))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from support.attached import url_of
 from support.cuda_fake import FakeDevice
 from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running, until
+from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec
@@ -110,14 +112,15 @@ def keeper(daemon: FakeDaemon) -> Keeper:
 
 @pytest.fixture
 def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
+    others = own_threads()
     client = connect(url_of(tmp_path), CONTRACT, engine_id="e")
     assert client.wait_ready(DONE_S)
+    MADE.clear()
     yield client
     while MADE:
         assert MADE.pop().close(DONE_S)
     assert client.close(DONE_S)
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("kvhearth")]
+    assert left_since(others) == []
 
 
 def pages() -> dict[int, PagedKV]:
@@ -167,13 +170,13 @@ def test_a_store_waits_for_room_and_is_not_dropped_at_once(
 
 def test_a_store_that_gets_no_room_keeps_its_beginning(client: KVClient, keeper: Keeper) -> None:
     keeper.room = 8
-    stores = pipeline(client, reserve_wait_s=0.3)
+    stores = pipeline(client, reserve_wait_s=1.5)
     first = store(stores, 20, 2)  # so the daemon is not silent any more
     assert first is not None
     assert first.stored == 2
     started = time.monotonic()
     done = store(stores, 0, 12)
-    assert 0.3 <= time.monotonic() - started < 5
+    assert time.monotonic() - started >= 1.5
     assert done is not None
     assert (done.stored, done.failed, done.reason) == (6, 6, Reason.NO_SPACE)
     assert client.counters()["store_dropped"] == 6
@@ -189,7 +192,7 @@ def test_a_store_that_gets_no_room_keeps_its_beginning(client: KVClient, keeper:
 def test_a_refusal_is_a_reason_too(client: KVClient, daemon: FakeDaemon) -> None:
     for _ in range(200):
         daemon.refuse_next("Reserve", Reason.HELD_CAP)
-    stores = pipeline(client, reserve_wait_s=0.2)
+    stores = pipeline(client, reserve_wait_s=1.0)
     done = store(stores, 0, 3)
     assert done is not None
     assert (done.failed, done.reason) == (3, Reason.HELD_CAP)
@@ -251,8 +254,9 @@ def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
     done = store(stores, 4, 4)
     assert done is not None
     assert (done.stored, done.reason) == (4, "")
+    inode = os.fstat(daemon._memory[0]).st_ino  # others may have mapped others
     maps = Path("/proc/self/maps").read_text().splitlines()
-    segments = [line for line in maps if "memfd:segment" in line]
+    segments = [line for line in maps if "memfd:segment" in line and str(inode) in line.split()]
     # The test's daemon maps it, and the client's new session does.
     assert len(segments) == 2
 
@@ -309,9 +313,7 @@ def test_sums_are_the_daemons_where_the_copier_takes_none(client: KVClient, keep
 def test_a_load_that_cannot_begin_in_time_is_given_up(client: KVClient, daemon: FakeDaemon) -> None:
     loads = made(LoadPipeline(client, pages()))
     daemon.slow_next("Lookup", 0.4)
-    started = time.monotonic()
     done = loads.load_now({0: ([key(0)], [0])}, deadline_s=0.05)
-    assert time.monotonic() - started < 5
     assert done is not None
     assert done.reason == Reason.DEADLINE
     assert not done.loaded[0].any()
@@ -320,11 +322,13 @@ def test_a_load_that_cannot_begin_in_time_is_given_up(client: KVClient, daemon: 
 
 def test_loads_are_bounded(client: KVClient, daemon: FakeDaemon) -> None:
     loads = made(LoadPipeline(client, pages(), queue_blocks_max=4))
-    daemon.slow_next("Lookup", 0.3)
+    answered = threading.Event()
+    daemon.hold_next("Lookup", answered)
     assert loads.submit({0: ([key(0), key(1)], [0, 1]), 1: ([key(0)], [0])}) is not None
     assert loads.submit({0: ([key(0), key(1)], [2, 3])}) is None
     assert loads.submit({0: ([key(0)], [2])}) is not None
     assert client.counters()["load_throttled"] == 2
+    answered.set()
     assert loads.drain(DONE_S)
     assert [done.usable_tokens for done in loads.poll()] == [0, 0]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.attached import attached, url_of
 from support.fake_daemon import running, small_contract, until
+from support.threads import left_since, own_threads
 
 from kvhearth import populate
 from kvhearth.client import connect
@@ -127,10 +128,11 @@ def test_spans_of_pages_cover_them_once() -> None:
 
 
 def test_an_attached_client_leaves_no_thread(tmp_path: Path) -> None:
+    others = own_threads()
     with attached(tmp_path) as (_, client):
         assert client.arena is not None
         until(lambda: client.arena._populate.wait(0))  # type: ignore[union-attr]
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvhearth")]
+    assert left_since(others) == []
 
 
 def test_a_client_that_goes_at_once_waits_for_no_page(tmp_path: Path) -> None:

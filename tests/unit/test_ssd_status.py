@@ -37,7 +37,8 @@ def ended(desk: Desk) -> None:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = a_tier(settings(tmp_path / "one", segments=6))
+    # However slow the drive of whoever runs this: a slow one is told of, too.
+    desk = a_tier(settings(tmp_path / "one", segments=6, slow_s=600.0, stuck_s=600.0))
     yield desk
     ended(desk)
 
@@ -49,6 +50,7 @@ def figures(desk: Desk):  # type: ignore[no-untyped-def]
 def test_figures(desk: Desk, tmp_path: Path) -> None:
     desk.store_all(range(10))
     assert desk.load(range(4)).rows(Done).tolist() == [0, 1, 2, 3]
+    desk.rest()
     now = figures(desk)
     assert (now.blocks, now.live_bytes) == (10, 10 * LENGTH)
     (place,) = now.directories
@@ -132,7 +134,8 @@ def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "words"), [(Files(), []), (NoDirect(), ["buffered"])])
 def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) -> None:
-    desk = a_tier(settings(tmp_path / "one"), files=files)
+    told = settings(tmp_path / "one", slow_s=600.0, stuck_s=600.0)
+    desk = a_tier(told, files=files)
     desk.store_all(range(2))
     found = figures(desk).directories[0].findings
     assert [word for word, _ in found] == words

@@ -6,10 +6,11 @@ entry point too, and without the server extra it has to say so.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvhearth.errors import KVHearthError, Reason
 
@@ -162,7 +163,23 @@ def main() -> None:
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    sys.exit(run())
+    _end(run())
+
+
+def _end(code: int) -> NoReturn:
+    """End the process with ``code``, all that was printed written out.
+
+    The interpreter and the libraries under it are not taken apart: gRPC cleans up on threads that
+    nobody can wait for, and one that still runs while its memory goes crashes a command, or a
+    container's health check, that has done its work.
+    """
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or EXIT_OTHER
+    os._exit(code)
 
 
 if __name__ == "__main__":
