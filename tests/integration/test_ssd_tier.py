@@ -64,5 +64,6 @@ def test_old_weights_stay_out_after_a_cold_start(ssd: dict[str, object]) -> None
         daemon.kill()
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
+            until(lambda: daemon.read_back, "it is read back")
             found = engine.client.lookup({0: keys}, lease=False, prefetch=True)
             assert not found.groups[0].present.any()

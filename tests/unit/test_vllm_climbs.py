@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,11 +293,13 @@ def test_a_step_waits_for_an_answer_only_while_nothing_runs(
     assert half.matched(first, 0) == (TOKENS, True), "it was waited for"
     admit(half, first, TOKENS)
     daemon.answers["Lookup"].clear()
-    daemon.slow_next("Lookup", 0.3)
+    answered = threading.Event()
+    daemon.hold_next("Lookup", answered)
     second = new(half, "b")
     began = time.monotonic()
     assert half.matched(second, 0) == (None, False)
     assert time.monotonic() - began < 5
+    answered.set()
     half._loads.finish("a", failed=False)
     for request in (first, second):
         half.finished(request, ([],))

@@ -253,8 +253,10 @@ class Directory:
 
     def remove_segment(self, segment: Segment) -> None:
         """Delete a file that nothing uses: the capacity was lowered."""
-        segment.path.unlink(missing_ok=True)
-        self.close_segment(segment)
+        try:
+            segment.path.unlink(missing_ok=True)
+        finally:
+            self.close_segment(segment)
 
     def close_segment(self, segment: Segment) -> None:
         """Close its descriptor, and with it the lock."""
