@@ -145,8 +145,8 @@ class Course:
         async with self._ticker.running():
             with self._turns.timed("mixed"):
                 await asyncio.gather(
-                    mover.load(self._last[-len(fresh) :], batches=3),
-                    mover.store(fresh, batches=3),
+                    mover.load(self._last[-len(fresh) :], batches=2),
+                    mover.store(fresh, batches=2),
                 )
         self._last = fresh
 

@@ -12,11 +12,13 @@ from kvhearth_server.units import format_size
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
-SLOTS = 128
+SLOTS = 160
 """Blocks that are stored from, and as many that are loaded into."""
-BATCH = 16
-BATCHES_OUT = 7
-"""So many batches are under way, and room is left for one: about as much as the daemon's."""
+BATCH = 32
+BATCHES_OUT = 4
+"""So many batches are under way, and room is left for one: portions of 64 MiB and 256 MiB in all, as
+the daemon's are.
+"""
 SMALL_BYTES = PAGE_BYTES
 """A block of the restarts: how long a block is makes no difference to a footer."""
 _SPARE_BYTES = 256 * MIB
@@ -66,7 +68,7 @@ FULL = Sizes()
 QUICK = Sizes(
     tier_bytes=1152 * MIB,
     segment_bytes=64 * MIB,
-    round_bytes=128 * MIB,
+    round_bytes=256 * MIB,
     rounds=2,
     reads=30,
     small_blocks=20_000,
