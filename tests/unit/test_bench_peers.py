@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from kvhearth_server.bench.peers.pairs import Pair
 from kvhearth_server.cli import app, bench_peers
 
 MIB = 1 << 20
+ADAPTERS = Path(harness.__file__).parent
 
 
 def samples(**times: list[float]) -> Samples:
@@ -43,6 +45,12 @@ def samples(**times: list[float]) -> Samples:
         for each in seconds:
             made.add(name, 1.0, each)
     return made
+
+
+@pytest.mark.parametrize("path", sorted(ADAPTERS.glob("*_peer.py")), ids=lambda path: path.stem)
+def test_a_peers_interpreter_needs_nothing_of_ours(path: Path) -> None:
+    ours = re.findall(r"^\s*(?:from|import) (kvhearth\S*)", path.read_text(), re.MULTILINE)
+    assert set(ours) == {harness.__name__}, "it has only this one, which the harness stands in for"
 
 
 # The lines.

@@ -16,8 +16,8 @@ SLOTS = 160
 """Blocks that are stored from, and as many that are loaded into."""
 BATCH = 32
 BATCHES_OUT = 4
-"""So many batches are under way, and room is left for one: portions of 64 MiB and 256 MiB in all, as
-the daemon's are.
+"""So many batches are under way, and room is left for one: 64 MiB each and 256 MiB in all, as the
+daemon's portions are.
 """
 SMALL_BYTES = PAGE_BYTES
 """A block of the restarts: how long a block is makes no difference to a footer."""

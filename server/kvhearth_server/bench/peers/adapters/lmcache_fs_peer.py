@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth_server.bench.peers.adapters.file_peer import FilePeer
-from kvhearth_server.bench.peers.adapters.harness import U8, Config
+from kvhearth_server.bench.peers.adapters.harness import U8, Config, FilePeer
 
 _WORKERS = 4
 """Its default."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth_server.bench.peers.adapters.file_peer import FilePeer
-from kvhearth_server.bench.peers.adapters.harness import Config
+from kvhearth_server.bench.peers.adapters.harness import Config, FilePeer
 
 _JOB_BLOCKS = 16
 """As many as ours has in a batch; a job is one thread's."""
