@@ -300,6 +300,8 @@ def check_places(places: Records, length: int, regions: Sequence[U8], page_bytes
 
 def gather(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, I64]]:
     """Parts of a completion from one outcome a row."""
+    if outcomes and all(each is outcomes[0] for each in outcomes):
+        return [(outcomes[0], np.arange(len(outcomes)))]
     rows: dict[Outcome, list[int]] = {}
     for row, outcome in enumerate(outcomes):
         rows.setdefault(outcome, []).append(row)

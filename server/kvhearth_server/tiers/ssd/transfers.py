@@ -37,6 +37,9 @@ from kvhearth_server.tiers.ssd.pages import HeaderPages
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.tasks import Task
 
+_DONE = Done()
+"""One for all: a batch of which each row has the same outcome is quickly told."""
+
 
 @dataclass(eq=False)
 class _Run:
@@ -200,7 +203,7 @@ class Transfers:
         task.shards_left[rows] = 0
         good = [index for index, row in enumerate(rows) if not task.settled(row)]
         rows = [rows[index] for index in good]
-        task.settle(rows, Done())
+        task.settle(rows, _DONE)
         keys = [task.batch.keys[row] for row in rows]
         if task.replacing is not None and rows:
             now = self._index.find(family.namespace, family.group, keys)
@@ -287,7 +290,7 @@ class Transfers:
             health.read_done()
             self._counts.add("loaded_bytes", task.batch.family.length)
             if not task.shards_left[row] and not task.settled(row):
-                task.settle([row], Done())
+                task.settle([row], _DONE)
                 self._counts.add("loaded_blocks")
         task.finish_if_done()
 
