@@ -144,12 +144,16 @@ class SsdIndex:
 
     def rows(self, entries: I64, shards: int = 1) -> Records:
         """Rows of entries that exist, (n, shards); a copy. There must be so many shards."""
-        out = np.zeros((len(entries), shards), ROW_DTYPE)
         numbers, firsts = np.divmod(entries, SEGMENT_ENTRIES)
+        wanted = firsts[:, None] + np.arange(shards)
+        one = _only(numbers)
+        if one is not None:
+            found: Records = self.segments[one].rows[wanted]
+            return found
+        out = np.zeros((len(entries), shards), ROW_DTYPE)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
-            wanted = firsts[mine][:, None] + np.arange(shards)
-            out[mine] = self.segments[number].rows[wanted]
+            out[mine] = self.segments[number].rows[wanted[mine]]
         return out
 
     def heads(self, entries: I64) -> Records:
@@ -173,11 +177,13 @@ class SsdIndex:
         return good, entries
 
     def used(self, entries: I64) -> None:
-        """Count a use of each."""
-        for entry in entries.tolist():
-            number, row = divmod(entry, SEGMENT_ENTRIES)
-            rows = self.segments[number].rows
-            rows["hits"][row] = min(255, int(rows["hits"][row]) + 1)
+        """Count a use of each; once of one that is there twice."""
+        numbers, rows = np.divmod(entries, SEGMENT_ENTRIES)
+        one = _only(numbers)
+        for number in np.unique(numbers).tolist() if one is None else [one]:
+            mine = rows if one is not None else rows[numbers == number]
+            hits = self.segments[number].rows["hits"]
+            hits[mine] += hits[mine] < 255
 
     def any_bound(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> bool:
         """Whether one of them is bound; faster than ``find`` where none is."""
@@ -318,3 +324,10 @@ def _live(table: SegmentRows, head: int, family: int) -> bool:
     span = table.rows[head : head + int(table.rows["shards"][head])]
     good: Bools = (span["live"] == 1) & (span["family"] == family)
     return bool(good.all()) and len(span) == int(table.rows["shards"][head])
+
+
+def _only(numbers: I64) -> int | None:
+    """The number that all are; None if they differ, or if there is none."""
+    if len(numbers) and np.count_nonzero(numbers == numbers[0]) == len(numbers):
+        return int(numbers[0])
+    return None
