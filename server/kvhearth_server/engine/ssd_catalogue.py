@@ -33,7 +33,8 @@ _AWAIT_S = 1.5
 by default.
 """
 _LOOK_S = 0.005
-_RETRY_S = 5.0
+_RETRY_MIN_S, _RETRY_MAX_S = 0.05, 5.0
+"""Soon at first: until it is written, the death of the process costs all that is below."""
 _log = get_logger("kvhearth.engine")
 
 
@@ -167,16 +168,17 @@ class _Copy:
         return self._wanted is None and not self._busy
 
     def _run(self) -> None:
-        again: bytes | None = None
+        again, pause_s = None, _RETRY_MIN_S
         while True:
             with self._changed:
-                wait_s = None if again is None else _RETRY_S
+                wait_s = None if again is None else pause_s
                 self._changed.wait_for(lambda: self._wanted is not None, wait_s)
                 first = self._wanted is not None
                 whole = self._wanted or again
                 if whole is None:
                     continue
                 self._wanted, self._busy = None, True
+            pause_s = _RETRY_MIN_S if first else min(2 * pause_s, _RETRY_MAX_S)
             again = None if self._try(whole, tell=first) else whole
 
     def _try(self, whole: bytes, *, tell: bool) -> bool:
