@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 from support.core_kit import contract
 from support.core_shell import Shell
@@ -12,8 +13,10 @@ from support.core_shell import Shell
 from kvhearth.epochs import Epochs
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import Welcome, encode_frame
+from kvhearth_server.core.actions import SlabSized
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
+from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.memory.journal import READERS, STATE_WORDS, owner_check
 
 GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)
 
@@ -96,3 +99,17 @@ def test_a_daemon_that_says_no_lineage_is_understood() -> None:
     message = welcome(shell()).to_message()
     del message["lineage"]
     assert Welcome.from_message(message).lineage == ""
+
+
+def test_what_is_dropped_is_free_in_the_journal_also_without_a_group() -> None:
+    world = shell()
+    journal = world.engine.journal
+    assert journal is not None
+    journal.slab(SlabSized(0, 4096))
+    header = journal.headers[0:1]
+    header["owner"] = READERS
+    header["owner_check"] = owner_check(np.array([READERS], np.uint32))
+    header["state"] = STATE_WORDS[State.QUARANTINED]
+    world.restart()
+    assert world.engine.journal is not None
+    assert world.engine.journal.headers["state"][0] == STATE_WORDS[State.FREE]

@@ -44,7 +44,8 @@ def take_over(engine: Engine) -> None:
     if 0 in found.held or set(found.held) - set(groups):
         _unknown_holders(engine, found.held, groups, ghosts)
     adopt(state, found, groups)
-    engine.core.climbing.adopt(found.strays)
+    # A call, so that what is dropped becomes free in the journal also where no group is left.
+    engine.call(engine.core.climbing.adopt, found.strays)
     for ghost in ghosts:
         engine.sessions.add(ghost)
     engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
