@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.durable import sync_directory
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.ssd.settings import SsdSettings
@@ -33,7 +34,7 @@ _AWAIT_S = 1.5
 by default.
 """
 _LOOK_S = 0.005
-_RETRY_MIN_S, _RETRY_MAX_S = 0.05, 5.0
+_RETRY_MIN_S, _RETRY_MAX_S = 0.05, 0.5
 """Soon at first: until it is written, the death of the process costs all that is below."""
 _log = get_logger("kvhearth.engine")
 
@@ -221,7 +222,7 @@ def _replace(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def _remove(path: Path) -> bool:
@@ -229,18 +230,10 @@ def _remove(path: Path) -> bool:
     try:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         return False
     return True
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

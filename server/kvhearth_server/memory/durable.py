@@ -137,7 +137,7 @@ class DurableBlob:
                     os.fsync(descriptor)
             fresh.rename(self.path)
             if self._on_disk:
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
             return descriptor
 
     def _map(self, descriptor: int) -> mmap.mmap:
@@ -201,7 +201,8 @@ def _parse(mapping: mmap.mmap, start: int, half_bytes: int) -> tuple[int, bytes]
     return (sequence, data) if header == _header(sequence, data) else None
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make names in a directory outlive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
