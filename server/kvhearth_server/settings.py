@@ -112,7 +112,13 @@ class Settings(BaseSettings):
     switch_interval_s: Seconds = Field(
         0.0005, gt=0, le=0.1, description="Python's thread switch interval (GIL) in the daemon."
     )
-    sum_threads: int = Field(1, ge=1, le=64, description="Threads that take checksums.")
+    sum_threads: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Threads that take checksums in memory, and as many that verify what the SSD "
+        "tier moves.",
+    )
     verify_adopted: bool = Field(
         True,
         description="Verify adopted blocks in the background after a restart; readers verify "

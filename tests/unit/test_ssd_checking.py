@@ -29,9 +29,10 @@ def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
     return Job(op, -1, 0, (), sum(map(len, contents)), checks, lambda _: None)
 
 
-def test_every_job_is_verified_once_and_wrong_bytes_are_named() -> None:
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> None:
     told: list[Job] = []
-    checkers = Checkers(told.append, "test")
+    checkers = Checkers(told.append, threads, "test")
     jobs = []
     for number in range(300):
         op = Op.READ if number % 3 == 0 else Op.WRITE
@@ -58,7 +59,7 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
         busy.release()
         go.wait(_WAIT_S)
 
-    checkers = Checkers(then, "test")
+    checkers = Checkers(then, 2, "test")
     first = [_job(Op.WRITE, [b"x"], set()) for _ in range(8)]
     checkers.check(first)  # more than are left to one thread: both are busy now
     assert busy.acquire(timeout=_WAIT_S)

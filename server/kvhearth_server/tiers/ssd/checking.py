@@ -12,7 +12,6 @@ import xxhash
 
 from kvhearth_server.tiers.ssd.job import Job
 
-THREADS = 2
 _FEW = 4
 """So many waiting jobs are left to one thread: a second one costs more than it helps."""
 
@@ -21,19 +20,23 @@ class Checkers:
     """Compares jobs' bytes with their checksums; reads first, because they are waited for.
 
     A checksum of a large block releases the interpreter lock, so the threads disturb nobody.
-    ``then`` is called on one of the threads, with each job.
+
+    Args:
+        then: called on one of the threads, with each job.
+        threads: how many; see ``SsdSettings.sum_threads``.
+        name: of the threads.
     """
 
-    def __init__(self, then: Callable[[Job], None], name: str) -> None:
+    def __init__(self, then: Callable[[Job], None], threads: int, name: str) -> None:
         self._then = then
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
         self._lock = threading.Lock()
-        self._idle = THREADS
+        self._idle = threads
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"kvhearth-{name}-sums-{index}", daemon=True)
-            for index in range(THREADS)
+            for index in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -51,9 +54,9 @@ class Checkers:
         for job in jobs:
             (self._reads if job.is_read else self._writes).append(job)
         waiting = len(self._reads) + len(self._writes)
-        wanted = THREADS if waiting > _FEW else 1
+        wanted = len(self._threads) if waiting > _FEW else 1
         with self._lock:
-            called = max(0, wanted - (THREADS - self._idle))
+            called = max(0, wanted - (len(self._threads) - self._idle))
             self._idle -= called
         for _ in range(called):
             self._calls.put(True)

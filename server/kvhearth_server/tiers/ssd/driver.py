@@ -42,7 +42,12 @@ class Driver:
     """
 
     def __init__(
-        self, queue: DiskQueue, *, clock: Callable[[], float] = time.monotonic, name: str = "ssd"
+        self,
+        queue: DiskQueue,
+        *,
+        sum_threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "ssd",
     ) -> None:
         self.event_fd = make_event()
         self._queue = queue
@@ -62,7 +67,7 @@ class Driver:
         self._stop = False
         self.broken = ""
         self._telling = threading.Lock()
-        self._checkers = Checkers(self._verified, name)
+        self._checkers = Checkers(self._verified, sum_threads, name)
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 

@@ -93,7 +93,7 @@ def build(
         for each in directories:
             each.close()
         raise
-    driver = Driver(queue, clock=clock)
+    driver = Driver(queue, sum_threads=settings.sum_threads, clock=clock)
     lanes = [
         Lane(
             each,

@@ -1,6 +1,6 @@
 """The SSD tier: what the engine sees of it. See ``tiers.base.Tier`` for what it promises.
 
-Threads: one drives the disk (``driver``), two verify what it moved (``checking``), one per
+Threads: one drives the disk (``driver``), one or more verify what it moved (``checking``), one per
 directory makes files (``janitor``), one reads the log back at the start (``recovery``). All state
 is the loop's, which calls the methods here; none of them waits, but ``drain`` and ``close``, and
 the constructor for opening directories.
