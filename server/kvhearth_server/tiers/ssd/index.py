@@ -15,6 +15,7 @@ import numpy.ma  # np.unique would load it at its first call, on the loop
 
 from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
 from kvhearth_server.tiers.base import Evicted, Family
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 ROW_DTYPE = np.dtype(
     [
@@ -51,6 +52,12 @@ _ROW_FIELDS = (
 )
 
 
+def disk_pages(heads: Records) -> I64:
+    """Pages of blocks on the disk, by their first rows."""
+    pages = 1 + -(-heads["length"].astype(np.int64) // PAGE_BYTES)
+    return np.asarray(pages * heads["shards"], np.int64)
+
+
 def rows_of(records: Records) -> Records:
     """What the index keeps of record headers, same shape."""
     rows = np.zeros(records.shape, ROW_DTYPE)
@@ -60,13 +67,19 @@ def rows_of(records: Records) -> Records:
 
 
 class SegmentRows:
-    """Rows of one segment, and the keys of the live blocks that begin at them."""
+    """Rows of one segment, and the keys of the live blocks that begin at them.
+
+    Attributes:
+        live_blocks, live_bytes: what is bound.
+        hot_pages: pages on the disk of the live blocks that were loaded since they were written.
+    """
 
     def __init__(self) -> None:
         self._rows = np.zeros(64, ROW_DTYPE)
         self.keys: list[bytes | None] = []
         self.live_blocks = 0
         self.live_bytes = 0
+        self.hot_pages = 0
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -100,6 +113,19 @@ class SegmentRows:
         self.rows["live"][every] = 0
         self.live_blocks -= len(heads)
         self.live_bytes -= int(self.rows["length"][every].sum(dtype=np.int64))
+        self.hot_pages -= self._hot(heads)
+
+    def used(self, heads: I64) -> None:
+        """Count a use of each live block; once of one that is there twice."""
+        hits = self.rows["hits"]
+        before = hits[heads]
+        hits[heads] = before + (before < 255)
+        if not before.all():
+            self.hot_pages += self._hot(np.unique(heads[before == 0]))
+
+    def _hot(self, heads: I64) -> int:
+        rows = self.rows[heads]
+        return int(disk_pages(rows[rows["hits"] > 0]).sum())
 
 
 class SsdIndex:
@@ -182,8 +208,7 @@ class SsdIndex:
         one = _only(numbers)
         for number in np.unique(numbers).tolist() if one is None else [one]:
             mine = rows if one is not None else rows[numbers == number]
-            hits = self.segments[number].rows["hits"]
-            hits[mine] += hits[mine] < 255
+            self.segments[number].used(mine)
 
     def any_bound(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> bool:
         """Whether one of them is bound; faster than ``find`` where none is."""
@@ -261,6 +286,8 @@ class SsdIndex:
         table.keys[head] = None
         table.live_blocks -= 1
         table.live_bytes -= int(rows["length"][span].sum(dtype=np.int64))
+        if rows["hits"][head]:
+            table.hot_pages -= int(disk_pages(rows[head : head + 1])[0])
 
     def forget_some(self, segment: int, count: int) -> list[Evicted]:
         """Forget up to ``count`` blocks of a segment, and with the last one its rows; which they
@@ -310,10 +337,12 @@ class SsdIndex:
             bound += len(found)
         for segment, table in self.segments.items():
             rows = table.rows
-            heads = len(table.live_heads())
+            first = rows[table.live_heads()]
+            heads, hot = len(first), int(disk_pages(first[first["hits"] > 0]).sum())
             size = int(rows["length"][rows["live"] > 0].sum(dtype=np.int64))
             named = sum(key is not None for key in table.keys)
-            if (heads, size, named) != (table.live_blocks, table.live_bytes, heads):
+            totals = (table.live_blocks, table.live_bytes, heads, table.hot_pages)
+            if (heads, size, named, hot) != totals:
                 raise ValueError(f"segment {segment}: {heads} blocks of {size} bytes are live")
         live = sum(table.live_blocks for table in self.segments.values())
         if live != bound:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvhearth.model import I64, Records
+from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
     PLACE_DTYPE,
     Counts,
@@ -25,7 +25,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
-from kvhearth_server.tiers.ssd.index import SsdIndex
+from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
 from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.log import Log
 from kvhearth_server.tiers.ssd.pages import Buffer, HeaderPages
@@ -121,12 +121,11 @@ class Reclaimer:
         """
         table = self._index.segments.get(segment.number)
         share = 0.0
-        if table is not None and len(table):
-            heads = table.rows[table.live_heads()]
-            hot = int(_pages(heads[heads["hits"] > 0]).sum())
+        if table is not None:
             # No more than that is carried: what is hot beyond it must age like all others, or
             # old favourites would drive out everything new.
-            share = min(hot, lane.carry_pages) * PAGE_BYTES / segment.directory.segment_bytes
+            pages = min(table.hot_pages, lane.carry_pages)
+            share = pages * PAGE_BYTES / segment.directory.segment_bytes
         age = max(1, self._log.next_sequence - segment.head.sequence)
         return ((1 - share) * age / (1 + share), -segment.head.sequence)
 
@@ -136,15 +135,16 @@ class Reclaimer:
         if table is None:
             return
         heads = table.live_heads()
-        rows = table.rows[heads]
-        hot = np.flatnonzero(rows["hits"] > 0)
-        hot = hot[np.argsort(-rows["hits"][hot].astype(np.int64), kind="stable")]
+        hits = table.rows["hits"][heads].astype(np.int64)
+        hot = heads[np.argsort(-hits, kind="stable")][: np.count_nonzero(hits)]
         # Less what their lines in the footer may take.
         room = lane.carry_pages * 15 // 16
-        hot = hot[np.cumsum(_pages(rows[hot])) <= room]
-        names = rows[["family", "epoch", "length", "shards"]][hot]
-        for name in np.unique(names):
-            mine = heads[hot[names == name]]
+        hot = hot[np.cumsum(disk_pages(table.rows[hot])) <= room]
+        names = table.rows[["family", "epoch", "length", "shards"]][hot]
+        # Sorting them takes ten times as long, and mostly they are alike.
+        alike = names[:1] if (names == names[:1]).all() else np.unique(names)
+        for name in alike:
+            mine = hot[names == name]
             namespace, group = self._index.of_family(int(name["family"]))
             length, shards = int(name["length"]), int(name["shards"])
             family = Family(namespace, group, int(name["epoch"]), length, shards)
@@ -249,9 +249,3 @@ class Reclaimer:
 
     def _carried_out(self, work: _Work) -> None:
         work.running, self._carrying = False, None
-
-
-def _pages(heads: Records) -> I64:
-    """Pages of blocks on the disk, by their first rows."""
-    pages = 1 + -(-heads["length"].astype(np.int64) // PAGE_BYTES)
-    return np.asarray(pages * heads["shards"], np.int64)
