@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvhearth_server.tiers.ssd.admission import AdmitAll, SeenTwice
 from kvhearth_server.tiers.ssd.budget import DAY_S, WriteBudget
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
+from kvhearth_server.tiers.ssd.keymap import KeyMap
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
     Place,
@@ -84,6 +86,29 @@ def test_one_key_twice_in_a_call_is_the_later_one() -> None:
     entries = index.find(NAMESPACE, 0, [b"a", b"b"])
     assert index.heads(entries)["sequence"].tolist() == [3, 2]
     assert index.live_bytes == 200
+
+
+def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
+    found = KeyMap()
+    keys = keys_of(range(20_000))
+    found.update(keys, range(20_000))
+    sizes = [len(part) for part in found._parts]
+    assert sum(sizes) == len(found) == 20_000
+    assert max(sizes) < 2 * min(sizes)
+    assert dict(found.items()) == dict(zip(keys, range(20_000), strict=True))
+    assert found.pop(keys[7]) == 7
+    assert found.pop(keys[7]) == -1
+    assert found.find([keys[7], keys[8]]).tolist() == [-1, 8]
+    assert not found.any_of([keys[7], b"another"])
+    assert found.any_of([b"another", keys[9]])
+
+
+def test_the_collector_does_not_go_through_keys() -> None:
+    index = SsdIndex()
+    index.bind(NAMESPACE, 0, keys_of(range(1000)), 1, rows(1000, 1))
+    table = index.segments[1]
+    assert not gc.is_tracked(table.keys)
+    assert not any(gc.is_tracked(part) for part in index._maps[0, 0]._parts)
 
 
 def test_seen_twice_lets_in_at_the_second_offer() -> None:

@@ -1,4 +1,4 @@
-"""The index of the log: key to place, one dict per (namespace, group), rows per segment in arrays.
+"""The index of the log: key to place by (namespace, group), rows per segment in arrays.
 
 A segment's rows live and die with it, so nothing is ever compacted. A block is its shards' rows,
 one after another; its entry is the number of the first: segment * 2**32 + row. Per block there is
@@ -7,8 +7,7 @@ no Python object but the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.ma  # np.unique would load it at its first call, on the loop
@@ -16,6 +15,7 @@ import numpy.ma  # np.unique would load it at its first call, on the loop
 from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
 from kvhearth_server.tiers.base import Evicted, Family
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+from kvhearth_server.tiers.ssd.keymap import KeyMap
 
 ROW_DTYPE = np.dtype(
     [
@@ -37,10 +37,14 @@ ROW_DTYPE = np.dtype(
 loads up to 255.
 """
 
+Keys = np.ndarray[tuple[int], np.dtype[np.object_]]
+"""Each ``bytes`` or None."""
+
 NAMESPACES_MAX = 1 << 16
 SEGMENT_ENTRIES = 1 << 32
 """Entries of each segment number."""
 
+_ROWS_FIRST = 64
 
 _ROW_FIELDS = (
     ("position", "position"),
@@ -75,29 +79,39 @@ class SegmentRows:
     """
 
     def __init__(self) -> None:
-        self._rows = np.zeros(64, ROW_DTYPE)
-        self.keys: list[bytes | None] = []
+        self._count = 0
+        self._rows = np.zeros(_ROWS_FIRST, ROW_DTYPE)
+        # Not a list: the garbage collector would go through all keys, and the loop would wait.
+        self._keys: Keys = np.full(_ROWS_FIRST, None, np.object_)
         self.live_blocks = 0
         self.live_bytes = 0
         self.hot_pages = 0
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self._count
 
     @property
     def rows(self) -> Records:
         """All rows, dead ones too; a view."""
-        return self._rows[: len(self.keys)]
+        return self._rows[: self._count]
 
-    def append(self, rows: Records, keys: list[bytes | None]) -> int:
-        """Add rows; the number of the first."""
-        first, need = len(self.keys), len(self.keys) + len(rows)
+    @property
+    def keys(self) -> Keys:
+        """By row, the key of the live block that begins there, else None; a view."""
+        return self._keys[: self._count]
+
+    def append(self, rows: Records, keys: Sequence[bytes]) -> int:
+        """Add the rows (n, shards) of as many blocks; the number of the first."""
+        count, shards = rows.shape
+        first, need = self._count, self._count + count * shards
         if need > len(self._rows):
-            grown = np.zeros(max(need, 2 * len(self._rows)), ROW_DTYPE)
-            grown[:first] = self._rows[:first]
-            self._rows = grown
-        self._rows[first:need] = rows
-        self.keys.extend(keys)
+            size = max(need, 2 * len(self._rows))
+            old_rows, self._rows = self.rows, np.zeros(size, ROW_DTYPE)
+            old_keys, self._keys = self.keys, np.full(size, None, np.object_)
+            self._rows[:first], self._keys[:first] = old_rows, old_keys
+        self._rows[first:need] = rows.reshape(-1)
+        self._keys[first:need:shards] = keys
+        self._count = need
         return first
 
     def live_heads(self, start: int = 0, end: int | None = None) -> I64:
@@ -132,7 +146,7 @@ class SsdIndex:
     """Which block is where."""
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[int, int], dict[bytes, int]] = {}
+        self._maps: dict[tuple[int, int], KeyMap] = {}
         self._numbers: dict[bytes, int] = {}
         self._namespaces: list[bytes] = []
         self.segments: dict[int, SegmentRows] = {}
@@ -164,9 +178,7 @@ class SsdIndex:
     def find(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> I64:
         """Entries of keys, shape (n,); -1 where there is none."""
         found = self._maps.get((self._numbers.get(namespace, -1), group))
-        if not found:
-            return np.full(len(keys), -1, np.int64)
-        return np.fromiter(map(found.get, keys, repeat(-1)), np.int64, len(keys))
+        return np.full(len(keys), -1, np.int64) if found is None else found.find(keys)
 
     def rows(self, entries: I64, shards: int = 1) -> Records:
         """Rows of entries that exist, (n, shards); a copy. There must be so many shards."""
@@ -213,7 +225,7 @@ class SsdIndex:
     def any_bound(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> bool:
         """Whether one of them is bound; faster than ``find`` where none is."""
         found = self._maps.get((self._numbers.get(namespace, -1), group))
-        return found is not None and not found.keys().isdisjoint(keys)
+        return found is not None and found.any_of(keys)
 
     def bind(
         self,
@@ -240,25 +252,23 @@ class SsdIndex:
         count, shards = rows.shape
         rows["family"] = number * 256 + group
         rows["shard"], rows["shards"], rows["live"] = np.arange(shards), shards, 1
-        found = self._maps.setdefault((number, group), {})
+        found = self._maps.get((number, group))
+        if found is None:
+            found = self._maps[number, group] = KeyMap()
         table = self.segments.setdefault(segment, SegmentRows())
-        if not unbound and found and not found.keys().isdisjoint(keys):
+        if not unbound and found.any_of(keys):
             self.unbind(namespace, group, keys)
-        column: list[bytes | None] = [None] * (count * shards)
-        column[::shards] = keys
-        first = table.append(rows.reshape(-1), column)
+        first = table.append(rows, keys)
         base = segment * SEGMENT_ENTRIES + first
         before = len(found)
-        found.update(zip(keys, range(base, base + count * shards, shards), strict=True))
+        found.update(keys, range(base, base + count * shards, shards))
         table.live_blocks += count
         table.live_bytes += int(rows["length"].sum(dtype=np.int64))
         # The same key twice in one call: the later one holds it.
         if len(found) - before < count:
             self._bury_losers(found, table, segment, first)
 
-    def _bury_losers(
-        self, found: dict[bytes, int], table: SegmentRows, segment: int, first: int
-    ) -> None:
+    def _bury_losers(self, found: KeyMap, table: SegmentRows, segment: int, first: int) -> None:
         for row in table.live_heads().tolist():
             key = table.keys[row]
             if row >= first and key is not None and found[key] != segment * SEGMENT_ENTRIES + row:
@@ -268,11 +278,11 @@ class SsdIndex:
         """Forget keys, where they are bound; how many were."""
         pair = (self._numbers.get(namespace, -1), group)
         found = self._maps.get(pair)
-        if not found:
+        if found is None:
             return 0
         gone = 0
         for key in keys:
-            entry = found.pop(key, -1)
+            entry = found.pop(key)
             if entry >= 0:
                 number, row = divmod(entry, SEGMENT_ENTRIES)
                 self._bury(self.segments[number], row)
@@ -298,17 +308,17 @@ class SsdIndex:
             return []
         heads = table.live_heads()[:count]
         gone: dict[int, list[bytes]] = {}
-        for row, family in zip(heads.tolist(), table.rows["family"][heads].tolist(), strict=True):
-            key = table.keys[row]
+        families = table.rows["family"][heads].tolist()
+        for key, family in zip(table.keys[heads].tolist(), families, strict=True):
             if key is not None:
                 gone.setdefault(family, []).append(key)
-                table.keys[row] = None
+        table.keys[heads] = None
         evicted = []
         for family, keys in gone.items():
             number, group = divmod(family, 256)
             found = self._maps[number, group]
             for key in keys:
-                del found[key]
+                found.pop(key)
             evicted.append(Evicted(self._namespaces[number], group, keys))
         table.bury(heads)
         if not table.live_blocks:
@@ -319,11 +329,6 @@ class SsdIndex:
         """Namespace and group of a row's ``family``."""
         number, group = divmod(family, 256)
         return self._namespaces[number], group
-
-    def items(self) -> Iterator[tuple[bytes, int, dict[bytes, int]]]:
-        """(namespace, group, entries by key); the dict must not be changed."""
-        for (number, group), found in self._maps.items():
-            yield self._namespaces[number], group, found
 
     def check(self) -> None:
         """Raise ValueError unless maps, rows and totals agree."""
@@ -340,7 +345,7 @@ class SsdIndex:
             first = rows[table.live_heads()]
             heads, hot = len(first), int(disk_pages(first[first["hits"] > 0]).sum())
             size = int(rows["length"][rows["live"] > 0].sum(dtype=np.int64))
-            named = sum(key is not None for key in table.keys)
+            named = sum(key is not None for key in table.keys.tolist())
             totals = (table.live_blocks, table.live_bytes, heads, table.hot_pages)
             if (heads, size, named, hot) != totals:
                 raise ValueError(f"segment {segment}: {heads} blocks of {size} bytes are live")

@@ -152,7 +152,7 @@ class Reclaimer:
             fits = min(fits, CARRY_PAGES // shards)
             for start in range(0, len(mine) if fits else 0, max(1, fits)):
                 chosen = mine[start : start + fits]
-                keys = [table.keys[row] or b"" for row in chosen.tolist()]
+                keys: list[bytes] = table.keys[chosen].tolist()
                 yield _Portion(family, keys, (segment.number << 32) + chosen)
 
     # -- carrying ----------------------------------------------------------------------------------

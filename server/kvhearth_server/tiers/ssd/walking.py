@@ -49,5 +49,5 @@ def _gather(
     for name in np.unique(names):
         namespace, group = index.of_family(int(name["family"]))
         epoch, length, shards = (int(name[field]) for field in ("epoch", "length", "shards"))
-        keys = [table.keys[head] or b"" for head in heads[names == name].tolist()]
+        keys: list[bytes] = table.keys[heads[names == name]].tolist()
         found.setdefault(Family(namespace, group, epoch, length, shards), []).extend(keys)
