@@ -22,9 +22,6 @@ class BreakerState(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
-_CLOSED = BreakerState.CLOSED
-
-
 class Breaker:
     """Opens after ``failures_max`` counted failures in a row, then lets one probe through at a
     time.
@@ -43,6 +40,10 @@ class Breaker:
         self._backoff_s = backoff_s
         self._backoff_max_s = backoff_max_s
         self._jitter = jitter
+        self.calm = True
+        """Whether it is closed and the last call was answered: ``allow`` would say yes, and
+        recording one more answer would change nothing.
+        """
         self._failures = 0
         self._openings = 0
         self._state = BreakerState.CLOSED
@@ -52,13 +53,6 @@ class Breaker:
     def state(self) -> BreakerState:
         """Where it stands."""
         return self._state
-
-    @property
-    def calm(self) -> bool:
-        """Whether it is closed and the last call was answered: ``allow`` would say yes, and
-        recording one more answer would change nothing.
-        """
-        return self._state is _CLOSED and not self._failures
 
     def allow(self, now: float) -> bool:
         """Whether a call may be made. In half-open this hands out the one probe.
@@ -78,6 +72,7 @@ class Breaker:
         if reason not in COUNTED:
             self.reset()
             return
+        self.calm = False
         self._failures += 1
         if self._state is BreakerState.HALF_OPEN or (
             self._state is BreakerState.CLOSED and self._failures >= self._failures_max
@@ -91,6 +86,7 @@ class Breaker:
         self._failures = 0
         self._openings = 0
         self._state = BreakerState.CLOSED
+        self.calm = True
 
     def _pause_s(self) -> float:
         doublings = min(max(self._openings - 1, 0), 32)

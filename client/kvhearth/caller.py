@@ -34,6 +34,9 @@ _ANSWERED_LATE = frozenset(
     }
 )
 
+_LOST = SESSION_ENDS | {Reason.DAEMON_AWAY}
+"""How a call ends of whose daemon nobody knew yet that it is dead, or another one now."""
+
 
 class NotSent(KVHearthError):
     """A call that never left this process."""
@@ -54,10 +57,17 @@ def understood(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
 
 
 class Caller:
-    """Makes calls for the facade: gate, breaker, counters, and the rule that nothing is raised."""
+    """Makes calls for the facade: gate, breaker, counters, and the rule that nothing is raised.
 
-    def __init__(self, keeper: Keeper, counters: Counters) -> None:
+    Args:
+        keeper: holds the link.
+        counters: what decisions came to.
+        decides: this process may take decisions; without that there is no link for them.
+    """
+
+    def __init__(self, keeper: Keeper, counters: Counters, *, decides: bool) -> None:
         self._keeper = keeper
+        self._decides = decides
         self._counters = counters
         self._warnings = Warnings()
         self._breaker = Breaker(_FAILURES_MAX, _BACKOFF_S, _BACKOFF_MAX_S, random.random)
@@ -84,8 +94,27 @@ class Caller:
         """The link to use now; a dead daemon is noticed here, without waiting for a deadline.
 
         Raises:
-            KVHearthError: ``closed``, ``daemon_away`` or why the daemon refuses this engine.
+            KVHearthError: ``not_scheduler``, ``closed``, ``daemon_away`` or why the daemon refuses
+                this engine.
         """
+        link = self.held_link()
+        if self._died(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
+        return link
+
+    def link_to_ask(self) -> Link:
+        """As ``link``, for a ``call`` that comes next: where that notices a dead daemon as soon,
+        nothing is asked here.
+        """
+        link = self.held_link()
+        if not link.transport.warm() and self._died(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
+        return link
+
+    def held_link(self) -> Link:
+        """As ``link``, but its daemon may have died since it was last looked at."""
+        if not self._decides:
+            raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
         if self._closed:
             raise NotSent(Reason.CLOSED, "this client is closed")
         link = self._keeper.link
@@ -93,14 +122,11 @@ class Caller:
             refusal = self._keeper.refusal
             reason = Reason.DAEMON_AWAY if refusal is None else refusal.reason
             raise NotSent(reason, "not attached to a daemon")
-        if not link.session.alive():
-            self._keeper.lose(link, "its life line ended")
-            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
         return link
 
     def decide(self, name: str, work: Callable[[], T], miss: Callable[[str], T]) -> T:
         """Return ``work()``, or ``miss(reason)`` if it fails in any way."""
-        if self.closed:
+        if self._closed or os.getpid() != self._pid:
             return miss(Reason.CLOSED)
         self._counters.add(name)
         try:
@@ -121,19 +147,25 @@ class Caller:
         """One call through the breaker.
 
         Raises:
-            KVHearthError: as the transport; ``NotSent`` while the breaker is open; ``stale_boot``
-                if another daemon answers. The link is lost then, and when the session has ended.
+            KVHearthError: as the transport, ``daemon_away`` whatever that says of a daemon that
+                died; ``NotSent`` while the breaker is open; ``stale_boot`` if another daemon
+                answers. The link is lost then, and when the session has ended.
         """
-        if not self._allowed(link):
+        # Without the lock, which nothing here needs while all is well.
+        calm = link is self._breaker_link and self._breaker.calm
+        if not calm and not self._allowed(link):
             raise NotSent(Reason.DAEMON_AWAY, "the daemon did not answer lately")
         try:
             reply = link.transport.call(rpc, request, deadline_s)
         except KVHearthError as error:
             self._record(error.reason)
+            if error.reason in _LOST and self._died(link):
+                raise KVHearthError(Reason.DAEMON_AWAY, "the daemon has gone") from None
             if error.reason in SESSION_ENDS:
                 self._keeper.lose(link, error)
             raise
-        self._record(None)
+        if not self._breaker.calm:
+            self._record(None)
         if reply.boot_id != link.boot_id:
             self._keeper.lose(link, "another daemon answers")
             raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
@@ -156,10 +188,14 @@ class Caller:
             Errand(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
         )
 
+    def _died(self, link: Link) -> bool:
+        """Whether the daemon has died; the link is lost then."""
+        if link.session.alive():
+            return False
+        self._keeper.lose(link, "its life line ended")
+        return True
+
     def _allowed(self, link: Link) -> bool:
-        # Without the lock, which nothing here needs while all is well.
-        if link is self._breaker_link and self._breaker.calm:
-            return True
         with self._lock:
             if link is not self._breaker_link:
                 self._breaker_link = link
@@ -167,7 +203,5 @@ class Caller:
             return self._breaker.allow(time.monotonic())
 
     def _record(self, reason: Reason | None) -> None:
-        if reason is None and self._breaker.calm:
-            return
         with self._lock:
             self._breaker.record(reason, time.monotonic())

@@ -126,7 +126,7 @@ class KVClient(Decisions):
         """
 
         def work() -> None:
-            link = self._decision_link()
+            link = self._caller.link()
             if found.boot_id != link.boot_id:
                 return
             if found.lease is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from kvhearth.wire import Welcome
 KeysByGroup = Mapping[int, Sequence[bytes]]
 _TIERS = bytes(Tier)
 _DRAM = bytes([Tier.DRAM])
-_YES = b"\1"
 
 
 class _OfGroup(Protocol):
@@ -40,29 +39,30 @@ class _OfGroup(Protocol):
 OfGroupT = TypeVar("OfGroupT", bound=_OfGroup)
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """Keys as they travel.
 
     Attributes:
-        groups: the messages; at most the call's bound of keys in total.
+        blobs: the keys that travel, by group; at most the call's bound of keys in total.
         asked: keys that the caller named, by group.
         sent: keys that travel, by group: the first ones of each.
+        key_count: keys that travel.
+        cut_count: keys that were left out.
     """
 
-    groups: list[types_pb2.GroupKeys]
+    blobs: dict[int, bytes]
     asked: dict[int, int]
     sent: dict[int, int]
+    key_count: int
+    cut_count: int = 0
 
-    @property
-    def cut(self) -> bool:
-        """Whether some keys were left out."""
-        return self.asked != self.sent
+    def put_into(self, groups: Any) -> None:
+        """Append to ``groups``, a request's ``repeated GroupKeys``.
 
-    @property
-    def key_count(self) -> int:
-        """Keys that travel."""
-        return sum(self.sent.values())
+        Messages that are made there need not be copied there.
+        """
+        for group, blob in self.blobs.items():
+            groups.add(group=group, keys=blob)
 
 
 def own_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
@@ -95,15 +95,13 @@ def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
         KVHearthError: ``bad_group`` or ``bad_keys``.
     """
     asked = {group: len(keys) for group, keys in groups.items()}
-    total = sum(asked.values())
-    sent = asked
+    sent, total, cut_count = asked, sum(asked.values()), 0
     if total > keys_max:
         sent = {group: count * keys_max // total for group, count in asked.items()}
-    messages = [
-        types_pb2.GroupKeys(group=group, keys=_pack_keys(contract, group, keys[: sent[group]]))
-        for group, keys in groups.items()
-    ]
-    return Query(messages, asked, sent)
+        groups = {group: keys[: sent[group]] for group, keys in groups.items()}
+        cut_count = total - sum(sent.values())
+    blobs = {group: _pack_keys(contract, group, keys) for group, keys in groups.items()}
+    return Query(blobs, asked, sent, total - cut_count, cut_count)
 
 
 def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
@@ -116,11 +114,11 @@ def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
     total = sum(asked.values())
     if total > keys_max:
         raise KVHearthError(Reason.TOO_MANY_KEYS, f"{total} keys, at most {keys_max}")
-    return Query([], asked, asked)
+    return Query({}, asked, asked, total)
 
 
 def parse_presence(
-    contract: Contract, welcome: Welcome, query: Query, replies: Iterable[pb.GroupPresence]
+    contract: Contract, welcome: Welcome, query: Query, replies: Collection[pb.GroupPresence]
 ) -> dict[int, GroupResult]:
     """Presence as arrays over the keys that were asked for; keys that were cut off are absent.
 
@@ -131,8 +129,9 @@ def parse_presence(
     results = {}
     for group, count in query.sent.items():
         reply, asked = by_group[group], query.asked[group]
-        if count == asked and _is_whole(reply, count):
-            results[group] = _whole(contract, welcome, reply, count)
+        whole = _whole(contract, welcome, reply, group, count) if count == asked else None
+        if whole is not None:
+            results[group] = whole
             continue
         bitmaps = (reply.present, reply.ready, reply.leased or bytes(len(reply.ready)))
         present, ready, leased = _bitmaps(bitmaps, count)
@@ -148,28 +147,29 @@ def parse_presence(
     return results
 
 
-def _is_whole(reply: pb.GroupPresence, count: int) -> bool:
-    """Whether all keys of a group, of at least one, are ready and leased."""
-    bits = reply.present
-    if bits != _all_bits(count) or reply.tiers != _DRAM * count:
-        return False
-    return bool(count) and reply.ready == bits and reply.leased == bits
-
-
 def _whole(
-    contract: Contract, welcome: Welcome, reply: pb.GroupPresence, count: int
-) -> GroupResult:
-    """As ``parse_presence`` of one group, without taking apart what says the same for every key."""
-    extent_count = count * contract.groups[reply.group].shards
-    extents = parse_extents(contract, welcome, reply.group, reply.extents, extent_count)
-    present, ready, leased = (np.frombuffer(bytearray(_YES * count), np.bool_) for _ in range(3))
-    tiers = np.frombuffer(bytearray(reply.tiers), np.uint8)
-    return GroupResult(present, ready, leased, tiers, extents)
+    contract: Contract, welcome: Welcome, reply: pb.GroupPresence, group: int, count: int
+) -> GroupResult | None:
+    """As ``parse_presence`` of one group, without taking apart what says the same for every key;
+    None unless all keys, of at least one, are ready and leased.
+    """
+    bits, in_dram, yes, tiers = _of_whole(count)
+    if not count or reply.present != bits or reply.tiers != in_dram:
+        return None
+    if reply.ready != bits or reply.leased != bits:
+        return None
+    extent_count = count * contract.groups[group].shards
+    extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
+    return GroupResult(yes.copy(), yes.copy(), yes.copy(), tiers.copy(), extents)
 
 
-def _all_bits(count: int) -> bytes:
-    """The bitmap in which each of ``count`` bits is set."""
-    return ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+@lru_cache(maxsize=64)
+def _of_whole(count: int) -> tuple[bytes, bytes, Bools, U8]:
+    """What says the same for each of ``count`` keys: a bitmap of set bits and the tiers, as in a
+    reply and as arrays to copy.
+    """
+    bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    return bits, _DRAM * count, np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
 
 
 def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
@@ -177,7 +177,7 @@ def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
     return {group: _absent_group(len(keys)) for group, keys in groups.items()}
 
 
-def parse_bitmaps(query: Query, replies: Iterable[types_pb2.GroupBitmap]) -> dict[int, Bools]:
+def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> dict[int, Bools]:
     """Bitmaps as arrays over the keys that were asked for.
 
     Raises:
@@ -207,7 +207,7 @@ def parse_reservation(
     contract: Contract,
     welcome: Welcome,
     asked: Mapping[int, int],
-    replies: Sequence[types_pb2.GroupExtents],
+    replies: Collection[types_pb2.GroupExtents],
 ) -> dict[int, Records]:
     """Reserved extents by group, of shape (n, shards); a group without an answer got none.
 
@@ -289,7 +289,7 @@ def _pack_keys(contract: Contract, group: int, keys: Sequence[bytes]) -> bytes:
         blob = b"".join(keys)
     except TypeError as error:
         raise KVHearthError(Reason.BAD_KEYS, f"group {group}: {error}") from None
-    if keys and set(map(len, keys)) != {contract.hash_bytes}:
+    if list(map(len, keys)).count(contract.hash_bytes) != len(keys):
         raise KVHearthError(
             Reason.BAD_KEYS, f"group {group}: keys must have {contract.hash_bytes} bytes each"
         )
@@ -316,11 +316,10 @@ def _as_extents(extents: Records) -> Records:
     return array.reshape(-1)
 
 
-def _each_once(replies: Iterable[OfGroupT], wanted: Mapping[int, int]) -> dict[int, OfGroupT]:
-    items = list(replies)
-    by_group = {item.group: item for item in items}
-    if len(items) != len(by_group) or by_group.keys() != wanted.keys():
-        raise bad_reply(f"groups {sorted(item.group for item in items)} answer {sorted(wanted)}")
+def _each_once(replies: Collection[OfGroupT], wanted: Mapping[int, int]) -> dict[int, OfGroupT]:
+    by_group = {item.group: item for item in replies}
+    if len(replies) != len(by_group) or by_group.keys() != wanted.keys():
+        raise bad_reply(f"groups {sorted(item.group for item in replies)} answer {sorted(wanted)}")
     return by_group
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +95,7 @@ class Courier:
             not_ours = isinstance(error, BareError) and error.reason is not Reason.BAD_MESSAGE
             if not_ours and retries < RETRIES_MAX:
                 self._counters.add("errands_retried")
-                return [dataclasses.replace(each, retries=retries + 1) for each in together]
+                return [each._replace(retries=retries + 1) for each in together]
             if len(together) == 1:
                 self._counters.add("errands_refused")
                 self._warnings.warn("refused", "the daemon refuses a release: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +12,7 @@ from kvhearth.codec import KeysByGroup, Query
 from kvhearth.contract import Contract
 from kvhearth.epochs import EPOCH_UNKNOWN
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.ids import Ids
 from kvhearth.keeper import Keeper
 from kvhearth.link import Link
 from kvhearth.meters import Counters
@@ -41,12 +41,12 @@ class Decisions:
 
     def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
         self._contract = contract
-        self._scheduler = hello.scheduler
+        self._ids = Ids()
         self._lookup_s = url.lookup_ms / 1000
         self._call_s = url.call_ms / 1000
         self._counters = Counters()
         self._keeper = Keeper(url, hello, self._counters)
-        self._caller = Caller(self._keeper, self._counters)
+        self._caller = Caller(self._keeper, self._counters, decides=hello.scheduler)
         self._returns = Returns(self._caller, contract)
 
     @property
@@ -71,17 +71,19 @@ class Decisions:
             lease: hold what may be loaded, until ``release``.
             prefetch: let blocks on slower tiers begin to climb.
         """
-        lease_id = _new_id() if lease else 0
+        lease_id = self._ids.draw() if lease else 0
         own = understood(codec.own_keys, groups)
 
         def work() -> LookupResult:
-            link = self._decision_link()
+            link = self._caller.link_to_ask()
             query = self._query(link, own)
             if not query.key_count:
-                return LookupResult(0, None, codec.absent(own or {}), boot_id=link.boot_id)
+                boot_id = self._caller.link().boot_id
+                return LookupResult(0, None, codec.absent(own or {}), boot_id=boot_id)
             request = pb.LookupRequest(
-                groups=query.groups, epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
+                epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
             )
+            query.put_into(request.groups)
             try:
                 reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
                 result = self._lookup_result(link, query, lease_id, reply)
@@ -91,8 +93,9 @@ class Decisions:
                 raise
             if reply.lease_id and result.lease is None:
                 self._returns.release_id(link, lease_id)
-            self._counters.add("lookup_keys", query.key_count)
-            self._counters.add("lookup_hit_tokens", result.hit_tokens)
+            self._counters.add_all(
+                {"lookup_keys": query.key_count, "lookup_hit_tokens": result.hit_tokens}
+            )
             return result
 
         return self._caller.decide(
@@ -104,9 +107,10 @@ class Decisions:
         own = understood(codec.own_keys, groups)
 
         def work() -> PrefetchResult:
-            link = self._decision_link()
+            link = self._caller.link()
             query = self._query(link, own)
-            request = pb.PrefetchRequest(groups=query.groups, epoch=self._own_epoch())
+            request = pb.PrefetchRequest(epoch=self._own_epoch())
+            query.put_into(request.groups)
             reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
             found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
             return PrefetchResult(found, reply.eta_us, boot_id=link.boot_id)
@@ -117,11 +121,11 @@ class Decisions:
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
         """Empty slots to write: by group, how many blocks. Less may be granted."""
-        reservation_id = _new_id()
+        reservation_id = self._ids.draw()
         own = understood(codec.own_counts, groups)
 
         def work() -> Reservation:
-            link = self._decision_link()
+            link = self._caller.link()
             counts = _readable(own)
             request = pb.ReserveRequest(
                 reservation_id=reservation_id,
@@ -164,7 +168,7 @@ class Decisions:
         own = understood(codec.own_commits, groups)
 
         def work() -> CommitResult:
-            link = self._decision_link()
+            link = self._caller.link()
             _check_boot(link, boot_id)
             commits = _readable(own)
             try:
@@ -203,7 +207,7 @@ class Decisions:
         own = understood(_own_extents, groups)
 
         def work() -> str:
-            link = self._decision_link()
+            link = self._caller.link()
             _check_boot(link, boot_id)
             self._returns.abort(link, _readable(own), in_doubt=in_doubt)
             return ""
@@ -222,7 +226,9 @@ class Decisions:
             return
 
         def work() -> None:
-            link = self._decision_link()
+            # Of a daemon that has died nothing is left to release: it is soon enough that the
+            # keeper finds it out.
+            link = self._caller.held_link()
             if lease.boot_id == link.boot_id:
                 self._returns.release(link, lease, bad)
 
@@ -230,18 +236,16 @@ class Decisions:
 
     def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
         """Keep blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
-        pin_id = _new_id()
+        pin_id = self._ids.draw()
         own = understood(codec.own_keys, groups)
 
         def work() -> Pin:
-            link = self._decision_link()
+            link = self._caller.link()
             query = self._query(link, own)
             request = pb.PinRequest(
-                pin_id=pin_id,
-                groups=query.groups,
-                epoch=self._own_epoch(),
-                ttl_ms=max(round(ttl_s * 1000), 0),
+                pin_id=pin_id, epoch=self._own_epoch(), ttl_ms=max(round(ttl_s * 1000), 0)
             )
+            query.put_into(request.groups)
             try:
                 reply = self._caller.call(link, base.PIN, request, self._call_s)
                 return Pin(pin_id, link.boot_id, codec.parse_bitmaps(query, reply.pinned))
@@ -260,7 +264,7 @@ class Decisions:
         """End a pin before its time, in the background."""
 
         def work() -> None:
-            link = self._decision_link()
+            link = self._caller.link()
             if pin.boot_id == link.boot_id:
                 self._returns.unpin(link, pin.id)
 
@@ -271,7 +275,7 @@ class Decisions:
         own = understood(codec.own_keys, groups)
 
         def work() -> None:
-            link = self._decision_link()
+            link = self._caller.link()
             query = self._query(link, own)
             self._returns.touch(link, query, self._own_epoch())
 
@@ -290,7 +294,7 @@ class Decisions:
         self._keeper.epochs.use(EPOCH_UNKNOWN)
 
         def work() -> int:
-            link = self._decision_link()
+            link = self._caller.link()
             current = expected
             if current is None:
                 self._keeper.beat(link)
@@ -308,7 +312,7 @@ class Decisions:
         before = self.epoch
 
         def work() -> bool:
-            link = self._decision_link()
+            link = self._caller.link()
             self._keeper.beat(link)
             current = self._keeper.epochs.daemon
             try:
@@ -333,13 +337,8 @@ class Decisions:
         """This engine now has the weights of ``epoch``, which somebody else bumped to."""
         self._keeper.epochs.use(epoch)
 
-    def _decision_link(self) -> Link:
-        if not self._scheduler:
-            raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
-        return self._caller.link()
-
     def _own_epoch(self) -> int:
-        epoch = self.epoch
+        epoch = self._keeper.epochs.own
         if epoch < 0:
             raise KVHearthError(
                 Reason.STALE_EPOCH, "the weights' epoch is not known: bump_epoch failed"
@@ -348,8 +347,8 @@ class Decisions:
 
     def _query(self, link: Link, groups: KeysByGroup | None) -> Query:
         query = codec.pack_query(self._contract, _readable(groups), link.welcome.keys_max)
-        if query.cut:
-            self._counters.add("keys_cut", sum(query.asked.values()) - query.key_count)
+        if query.cut_count:
+            self._counters.add("keys_cut", query.cut_count)
         return query
 
     def _lookup_result(
@@ -359,20 +358,18 @@ class Decisions:
             raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answers with another lease's id")
         found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
         slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
+        lease = Lease(lease_id, link.boot_id, slots) if slots and reply.lease_id else None
+        # By position, which costs half of what names do.
         return LookupResult(
-            hit_tokens=reply.hit_tokens,
-            lease=Lease(lease_id, link.boot_id, slots) if slots and reply.lease_id else None,
-            groups=found,
-            eta_us=reply.eta_us,
-            lease_short=reply.lease_short,
-            boot_id=link.boot_id,
-            id=lease_id,
+            reply.hit_tokens,
+            lease,
+            found,
+            reply.eta_us,
+            "",
+            reply.lease_short,
+            link.boot_id,
+            lease_id,
         )
-
-
-def _new_id() -> int:
-    """Random, not 0, and below 2^63 - 1, so that it fits a signed integer everywhere."""
-    return secrets.randbits(62) + 1
 
 
 def _check_boot(link: Link, boot_id: str) -> None:

@@ -29,6 +29,8 @@ def parse_extents(
     # A reader or writer trusts these numbers with its memory.
     if count <= _FEW:
         right, inside = _count_few(welcome, page_bytes, data)
+    elif _all_good(welcome, page_bytes, extents):
+        return extents
     else:
         right, inside = _count_many(welcome, page_bytes, extents)
     if right != count:
@@ -38,13 +40,34 @@ def parse_extents(
     return extents
 
 
+def _all_good(welcome: Welcome, page_bytes: int, extents: Records) -> bool:
+    """Whether all extents are right, and inside one segment; a no says nothing.
+
+    Costs a quarter of ``_count_many``: bytes are compared where they must be the same in each
+    extent, and of the other numbers only the largest is looked at.
+    """
+    count = len(extents)
+    if extents["length"].tobytes() != page_bytes.to_bytes(4, "little") * count:
+        return False
+    if not welcome.segments:
+        return True
+    segments = extents["segment"].tobytes()
+    room_bytes = welcome.rooms.get(int.from_bytes(segments[:2], "little"))
+    if room_bytes is None or segments != segments[:2] * count:
+        return False
+    slots, offsets = extents["slot"], extents["offset"]
+    if slots.item(slots.argmax()) >= welcome.generation_count:
+        return False
+    return bool(offsets.item(offsets.argmax()) + page_bytes <= room_bytes)
+
+
 def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int]:
     """As ``_count_many``; for few extents numpy's calls cost more."""
-    ends = {info.segment: info.bytes for info in welcome.segments}
+    rooms = welcome.rooms
     right = inside = 0
     for slot, segment, _, offset, length, _, _ in EXTENT_RECORD.iter_unpack(data):
         right += length == page_bytes
-        within = offset + page_bytes <= ends.get(segment, 0)
+        within = offset + page_bytes <= rooms.get(segment, 0)
         inside += within and slot < welcome.generation_count
     return right, inside
 

@@ -76,8 +76,8 @@ class Keeper:
         self._state = threading.Condition()
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        # `_usable` is what others may use now; `_held` is what has not been let go yet.
-        self._usable: Link | None = None
+        # `link` is what others may use for decisions now; `_held` is what was not let go yet.
+        self.link: Link | None = None
         self._held: Link | None = None
         self._group_complete = False
         self._attach_at = 0.0
@@ -85,11 +85,6 @@ class Keeper:
         self._beat_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvhearth-keeper", daemon=True)
         _live.add(self)
-
-    @property
-    def link(self) -> Link | None:
-        """The link for decisions, or None while there is none."""
-        return self._usable
 
     def start(self) -> None:
         """Start the thread."""
@@ -107,9 +102,9 @@ class Keeper:
     def lose(self, link: Link, why: object) -> None:
         """Stop using ``link``; the thread lets it go and attaches anew."""
         with self._state:
-            if self._usable is not link:
+            if self.link is not link:
                 return
-            self._usable = None
+            self.link = None
             self._group_complete = False
             # Before the drains are asked: what begins after they answered would be missed.
             link.session.retire()
@@ -157,15 +152,15 @@ class Keeper:
         if not self.drains.finished(deadline_s):
             LOGGER.warning("copies are still running: the KVHearth session stays open")
             return False
-        if self._usable is link:
+        if self.link is link:
             self._courier.deliver(link, end)
         with self._state:
-            self._usable = self._held = None
+            self.link = self._held = None
         link.close()
         return True
 
     def _ready(self) -> bool:
-        return self._usable is not None and self._group_complete
+        return self.link is not None and self._group_complete
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -184,9 +179,9 @@ class Keeper:
     def _step(self) -> float:
         """Do what is due; returns seconds until something may be due again."""
         link = self._held
-        if link is not None and self._usable is link and not link.session.alive():
+        if link is not None and self.link is link and not link.session.alive():
             self.lose(link, "its life line ended")
-        if link is not None and self._usable is not link and not self._let_go(link):
+        if link is not None and self.link is not link and not self._let_go(link):
             return _TICK_S
         if self._held is None:
             wait_s = self._attach_at - time.monotonic()
@@ -216,7 +211,7 @@ class Keeper:
                 # `finish` may have looked for a link before this one was there.
                 self._close(link)
                 return 0.0
-            self._usable, self.refusal, self._attach_failures = link, None, 0
+            self.link, self.refusal, self._attach_failures = link, None, 0
             # A daemon that ends each session at once must not make this thread spin.
             self._attach_at = time.monotonic() + _REATTACH_PAUSE_S
             self._state.notify_all()

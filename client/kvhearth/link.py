@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvhearth.arena import ArenaMapping
 from kvhearth.session import Session, attach
@@ -23,12 +24,12 @@ class Link:
     transport: CacheTransport
     mapping: ArenaMapping | None
 
-    @property
+    @cached_property
     def welcome(self) -> Welcome:
         """What the daemon said at attach."""
         return self.session.welcome
 
-    @property
+    @cached_property
     def boot_id(self) -> str:
         """Of the daemon."""
         return self.session.welcome.boot_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 LOGGER = logging.getLogger("kvhearth")
 COUNTERS_MAX = 64
@@ -22,9 +23,25 @@ class Counters:
     def add(self, name: str, amount: int = 1) -> None:
         """Add ``amount`` to the counter ``name``."""
         with self._lock:
-            if name not in self._values and len(self._values) >= COUNTERS_MAX - 1:
-                name = _OTHER
-            self._values[name] = self._values.get(name, 0) + amount
+            if name in self._values:
+                self._values[name] += amount
+            else:
+                self._begin(name, amount)
+
+    def add_all(self, amounts: Mapping[str, int]) -> None:
+        """Add to several counters at once."""
+        with self._lock:
+            for name, amount in amounts.items():
+                if name in self._values:
+                    self._values[name] += amount
+                else:
+                    self._begin(name, amount)
+
+    def _begin(self, name: str, amount: int) -> None:
+        """Add to a counter that may not be there yet, with the lock held."""
+        if len(self._values) >= COUNTERS_MAX - 1:
+            name = _OTHER
+        self._values[name] = self._values.get(name, 0) + amount
 
     def snapshot(self) -> dict[str, int]:
         """All counters by name."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhearth.transports.base import TOUCH, Rpc
 
@@ -16,8 +15,7 @@ PARTS_MAX = 64
 """Groups that one message may carry; the daemon refuses more."""
 
 
-@dataclass(frozen=True)
-class Errand:
+class Errand(NamedTuple):
     """One request that has meaning under one session only.
 
     Attributes:

@@ -30,8 +30,9 @@ class Returns:
 
     def release_id(self, link: Link, lease_id: int, *, climbs: bool = False) -> None:
         """End a lease of which only the id is known, and what may climb for its lookup."""
-        cancelled = [lease_id] if climbs else []
-        request = pb.ReleaseRequest(lease_ids=[lease_id], cancelled_ids=cancelled)
+        request = pb.ReleaseRequest(lease_ids=[lease_id])
+        if climbs:
+            request.cancelled_ids.append(lease_id)
         self._caller.post(link, base.RELEASE, request)
 
     def cancel(self, link: Link, lookup_id: int) -> None:
@@ -85,7 +86,8 @@ class Returns:
 
     def touch(self, link: Link, query: codec.Query, epoch: int) -> None:
         """Mark blocks as used."""
-        request = pb.TouchRequest(groups=query.groups, epoch=epoch)
+        request = pb.TouchRequest(epoch=epoch)
+        query.put_into(request.groups)
         kind = f"{base.TOUCH.name}:{epoch}"
         self._caller.post(
             link,
@@ -93,7 +95,7 @@ class Returns:
             request,
             kind=kind,
             weight=query.key_count,
-            parts=len(query.groups),
+            parts=len(query.blobs),
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
@@ -168,6 +169,11 @@ class Welcome:
     leases_max: int
     segments: list[SegmentInfo] = field(default_factory=list)
     lineage: str = ""
+
+    @cached_property
+    def rooms(self) -> dict[int, int]:
+        """Bytes of each segment."""
+        return {info.segment: info.bytes for info in self.segments}
 
     def to_message(self) -> dict[str, Any]:
         """As a frame's message."""

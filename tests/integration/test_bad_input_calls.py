@@ -183,6 +183,32 @@ def test_frames_may_come_byte_by_byte(daemon: Daemon, session: RawSession) -> No
         assert [calls.frame()[:2] for _ in range(2)] == [(frames.DONE, 0), (frames.DONE, 5)]
 
 
+def test_a_frame_alone_is_answered_as_one_among_others(daemon: Daemon, session: RawSession) -> None:
+    """Refused calls too; and what comes in pieces, or with the beginning of the next one."""
+    keys = GroupKeys(group=0, keys=b"k" * 32 * 40)
+    lookup = pb.LookupRequest(epoch=session.epoch, groups=[keys]).SerializeToString()
+    calls_made = [("Lookup", lookup), ("Heartbeat", b""), ("Lookup", b"\xff"), ("Pin", b"")]
+    asked = [
+        packed(frames.METHODS[name], number, body)
+        for number, (name, body) in enumerate(calls_made, 1)
+    ]
+    stream = b"".join(asked)
+    answers = []
+    for sizes in ([len(each) for each in asked], [3, 9, 700, 2000], [len(stream)]):
+        with RawCalls(daemon, session.token) as calls:
+            sent = 0
+            for size in sizes:
+                calls.send(stream[sent : sent + size])
+                sent += size
+                time.sleep(0.02)  # so that the daemon reads it apart from the next
+            got = [calls.frame() for _ in asked]
+        answers.append(got)
+    assert [(kind, number) for kind, number, _ in answers[0]] == [
+        *((frames.DONE, 1), (frames.DONE, 2), (frames.REFUSED, 3), (frames.REFUSED, 4))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_who_does_not_read_is_asked_nothing_more(daemon: Daemon, session: RawSession) -> None:
     """Its replies wait up to a bound, its next calls in its own socket; nobody else waits."""
     keys = GroupKeys(group=0, keys=b"k" * 32 * 1000)

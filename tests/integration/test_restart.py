@@ -272,6 +272,30 @@ def test_what_was_not_summed_is_summed_after_a_crash_before_it_is_served() -> No
             assert (counters["adopted_blocks"], counters["summed_blocks"]) == (20, 20)
 
 
+# -- a daemon that was killed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", ["frames", "grpc"])
+def test_the_next_lookup_after_a_kill_is_away_at_once(calls: str) -> None:
+    options = f"lookup_ms=30000&calls={calls}"
+    with running_daemon() as daemon, engine_of(daemon.url(options), CONTRACT) as engine:
+        keys = new_keys(20)
+        for _ in range(3):
+            until(lambda: engine.store(keys).bound == keys, "it stores")
+            found = engine.client.lookup({0: keys})
+            assert found.groups[0].ready.all()
+            daemon.kill()
+            began = time.monotonic()
+            assert engine.client.lookup({0: keys}).reason == "daemon_away"
+            assert time.monotonic() - began < 10, "a third of its deadline"
+            engine.client.release(found.lease)
+            daemon.start()
+            # Another boot at the same path; an engine that is attached to it looks up again.
+            assert engine.client.lookup({0: keys}).reason in ("daemon_away", "")
+            back(engine, found.boot_id)
+            assert engine.client.lookup({0: keys}).reason == ""
+
+
 # -- a daemon that stands still --------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from support.fuzz import changed, depths, fuzz, pieces, values
 from kvhearth import codec
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import ERROR_DOMAIN, KVHearthError, Reason
+from kvhearth.extents import parse_extents
 from kvhearth.model import EXTENT_BYTES, EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
@@ -251,6 +253,57 @@ def test_good_replies_are_taken() -> None:
     ]
     taken = codec.parse_reservation(CONTRACT, WELCOME, {0: 2, 1: 1}, replies)
     assert (taken[0].shape, taken[1].shape) == ((2, 2), (0, 1))
+
+
+def good(welcome: Welcome, found: Any) -> bool:
+    """What ``parse_extents`` must take: said once more, one extent after the other."""
+    rooms = {info.segment: info.bytes for info in welcome.segments}
+    lengths = all(int(each["length"]) == PAGE_BYTES for each in found)
+    return lengths and all(
+        int(each["offset"]) + PAGE_BYTES <= rooms.get(int(each["segment"]), -1)
+        and int(each["slot"]) < welcome.generation_count
+        for each in (found if rooms else ())
+    )
+
+
+LAST = SEGMENT_BYTES - PAGE_BYTES
+CHANGES = [("length", PAGE_BYTES), ("segment", 0), ("segment", 7), ("segment", 9), ("flags", 3)]
+CHANGES += [(name, value) for name in ("slot", "generation") for value in (SLOTS - 1, SLOTS)]
+CHANGES += [("offset", value) for value in (0, LAST, LAST + 1, (1 << 32) + LAST, (1 << 64) - 1)]
+CHANGES += [("length", PAGE_BYTES << 8), ("length", 0), ("length", PAGE_BYTES + (1 << 24))]
+changes_ = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(CHANGES)), max_size=3)
+
+
+@depths(300)
+def test_extents_are_taken_if_each_of_them_is_good(examples: int) -> None:
+    """Whichever way they are looked at: few, many of one segment, or many of several ones."""
+
+    @settings(fuzz, max_examples=examples)
+    @given(
+        st.integers(0, 20),
+        st.sampled_from([0, 0, 7]),
+        changes_,
+        st.sampled_from([SEGMENTS, SEGMENTS[:1], [], [SegmentInfo(0, PAGE_BYTES - 1, 4096)]]),
+    )
+    @example(20, 0, [], SEGMENTS)
+    @example(20, 7, [], SEGMENTS)
+    @example(20, 0, [(19, ("offset", LAST)), (0, ("slot", SLOTS - 1))], SEGMENTS)
+    @example(20, 0, [(7, ("offset", LAST + 1))], SEGMENTS)
+    @example(20, 0, [(7, ("slot", SLOTS))], SEGMENTS)
+    @example(20, 0, [(7, ("segment", 7))], SEGMENTS)
+    @example(20, 9, [], SEGMENTS)
+    @example(20, 9, [(3, ("slot", SLOTS))], [])
+    def check(count: int, segment: int, changes: list[Any], segments: list[SegmentInfo]) -> None:
+        welcome = dataclasses.replace(WELCOME, segments=segments)
+        found = np.zeros(count, EXTENT_DTYPE)
+        found["length"], found["segment"] = PAGE_BYTES, segment
+        for place, (name, value) in changes if count else ():
+            found[place % count][name] = value
+        taken = told(lambda: parse_extents(CONTRACT, welcome, 1, found.tobytes(), count))
+        assert (taken is not None) == good(welcome, found)
+        assert taken is None or taken.tobytes() == found.tobytes()
+
+    check()
 
 
 @depths(200)

@@ -70,6 +70,28 @@ def test_a_hit_brings_extents_and_a_lease(tmp_path: Path) -> None:
         client.release(None)
 
 
+def test_the_arrays_of_a_hit_are_the_callers_own(tmp_path: Path) -> None:
+    def whole(request: Any) -> pb.LookupResponse:
+        groups = [presence(request.groups[0], leased=8, shards=2)]
+        return pb.LookupResponse(lease_id=request.lease_id, hit_tokens=8 * 16, groups=groups)
+
+    with attached(tmp_path) as (daemon, client):
+        for _ in range(2):
+            daemon.answer("Lookup", whole)
+            found = client.lookup({0: [key(number) for number in range(8)]}).groups[0]
+            flags = (found.present, found.ready, found.leased, found.tiers)
+            assert [each.tolist() for each in flags] == [[True] * 8] * 3 + [[1] * 8]
+            assert [each.dtype for each in flags] == [np.bool_] * 3 + [np.uint8]
+            assert found.extents.tobytes() == extents(16).tobytes()
+            # What is written into one of them is in no other one, nor in the next answer.
+            for number, each in enumerate(flags):
+                each[number] = 0
+                assert [int(other.sum()) for other in flags] == [7] * (number + 1) + [8] * (
+                    3 - number
+                )
+            found.extents["slot"] = 1
+
+
 def test_releases_travel_together(tmp_path: Path) -> None:
     with attached(tmp_path) as (daemon, client):
         leases = []

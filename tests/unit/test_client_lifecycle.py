@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attached import attached, connected, url_of
+from support.attached import OPTIONS, attached, connected, url_of
 from support.fake_daemon import FakeDaemon, extents, key, running, small_contract, until
 
 from kvhearth.client import connect
@@ -19,6 +19,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keeper import Keeper
 from kvhearth.meters import Counters
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.results import Lease
 from kvhearth.url import parse_url
 from kvhearth.wire import Hello
 
@@ -133,6 +134,58 @@ def test_another_boot_in_a_reply_ends_the_session(tmp_path: Path) -> None:
         assert client.lookup(KEYS).reason == Reason.STALE_BOOT
         until(lambda: len(daemon.hellos) == 2)
         assert client.wait_ready(10)
+
+
+@pytest.mark.parametrize("calls", ["frames", "grpc"])
+def test_a_daemon_that_died_since_the_last_call_is_away_at_once(tmp_path: Path, calls: str) -> None:
+    copies = Copies()
+    with connected(tmp_path, f"{OPTIONS}&calls={calls}") as client:
+        client.add_drain(copies.drain)
+        with running(tmp_path, small_contract()):
+            assert client.wait_ready(10)
+            assert client.lookup(KEYS).reason == ""
+            copies.done = False
+        start = time.monotonic()
+        assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+        assert client.counters()["links_lost"] == 1
+        with running(tmp_path, small_contract()) as second:
+            # It is another boot, whose socket knows nothing of the session.
+            assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+            assert time.monotonic() - start < 4, "half of a call's deadline"
+            copies.done = True
+            assert client.wait_ready(10)
+            assert client.lookup(KEYS).reason == ""
+            assert client.boot_id == second.boot_id
+        assert client.counters()["fail_open_daemon_away"] == 2
+
+
+def test_a_session_whose_line_ended_is_away_and_not_refused(tmp_path: Path) -> None:
+    copies = Copies()
+    with attached(tmp_path) as (daemon, client):
+        client.add_drain(copies.drain)
+        copies.done = False
+        assert client.lookup(KEYS).reason == ""
+        daemon.tokens.clear()
+        daemon.drop_lines()
+        assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
+        copies.done = True
+        assert client.wait_ready(10)
+
+
+def test_a_lease_of_a_daemon_that_died_is_released_at_no_other(tmp_path: Path) -> None:
+    lease = Lease(7, "")
+    with connected(tmp_path) as client:
+        with running(tmp_path, small_contract()) as first:
+            assert client.wait_ready(10)
+            assert client.lookup(KEYS).reason == ""
+            lease = Lease(7, first.boot_id)
+        client.release(lease)
+        with running(tmp_path, small_contract()) as second:
+            until(lambda: client.boot_id == second.boot_id)
+            client.release(lease)
+            client.release(Lease(8, second.boot_id))
+            until(lambda: second.requests["Release"])
+            assert [list(each.lease_ids) for each in second.requests["Release"]] == [[8]]
 
 
 def test_the_end_of_the_life_line_is_noticed_without_a_call(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +93,7 @@ def test_batches_keep_kinds_apart_and_weights_bounded() -> None:
 
 
 def test_a_message_carries_a_bounded_number_of_groups() -> None:
-    errands = [dataclasses.replace(release(number), parts=16) for number in range(5)]
+    errands = [release(number)._replace(parts=16) for number in range(5)]
     assert [len(each) for each in batch(errands, 1000)] == [4, 1]
 
 
@@ -110,3 +109,17 @@ def test_counter_names_are_bounded() -> None:
     assert len(values) == COUNTERS_MAX
     assert sum(values.values()) == COUNTERS_MAX * 2
     assert values["other"] == COUNTERS_MAX + 1
+
+
+def test_counters_add_one_by_one_and_together() -> None:
+    counters = Counters()
+    counters.add("a")
+    counters.add_all({"a": 2, "b": 3})
+    counters.add("b", 4)
+    assert counters.snapshot() == {"a": 3, "b": 7}
+    counters.add_all({str(number): 1 for number in range(COUNTERS_MAX)})
+    counters.add("one more")
+    found = counters.snapshot()
+    assert len(found) == COUNTERS_MAX
+    assert found["other"] == COUNTERS_MAX + 1 - (COUNTERS_MAX - 3)
+    assert (found["a"], found["b"]) == (3, 7)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvhearth.keys import PackedKeys
 from kvhearth_server.core.buckets import Buckets, hash_one, hash_words, multipliers
 from kvhearth_server.core.index import Index
+from kvhearth_server.core.table import numbers
 
 SLOTS = 1 << 14
 
@@ -143,6 +144,36 @@ def test_chains_are_found_as_they_lie(data: st.DataObject) -> None:
             expected = heads_of(plain, asked, space)
             assert heads_of(index, asked, space) == expected
             assert index.find(*space, packed).tolist() == expected
+            for some in (asked, packed):
+                rows = index.find_rows(*space, some)
+                if rows is None:
+                    assert expected[0] < 0 or expected[-1] < 0
+                else:
+                    assert numbers(rows).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [16, 20, 32])
+def test_keys_that_stand_side_by_side_are_a_slice(size: int) -> None:
+    index = Index(64)
+    keys = [key(number, size) for number in range(60)]
+    index.bind(1, 0, keys, np.arange(60) + 4)
+    for some in (keys[7:20], PackedKeys(b"".join(keys[7:20]), size)):
+        assert index.find_rows(1, 0, some) == slice(11, 24)
+    assert index.find_rows(1, 0, keys[5:6]) == slice(9, 10)
+    backwards = index.find_rows(1, 0, keys[20:7:-1])
+    assert isinstance(backwards, np.ndarray)
+    assert backwards.tolist() == list(range(24, 11, -1))
+    # Not all are there; the table ends before the keys do.
+    for some in ([key(99, size), keys[1]], [keys[1], key(99, size)], [*keys[50:], key(60, size)]):
+        assert index.find_rows(1, 0, some) is None
+    hole = index.find_rows(1, 0, [keys[1], key(99, size), keys[3]])
+    assert isinstance(hole, np.ndarray)
+    assert hole.tolist() == [5, -1, 7]
+    assert index.find_rows(2, 0, keys) is index.find_rows(1, 0, [key(1, size - 1)]) is None
+    # A slot keeps its last block's key: the caller sees whose block it is now.
+    index.unbind(1, 0, [12])
+    assert index.find_rows(1, 0, keys[7:20]) == slice(11, 24)
+    assert heads_of(index, keys[7:9]) == [11, -1]
 
 
 def test_one_key_is_bound_once() -> None:

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from support.core_kit import Rig, contract, full, key, keys, mamba, no_deadline, window
 from support.core_pair import Pair
 
-from kvhearth.model import FLAG_VERIFY
-from kvhearth_server.core.table import numbers, rising
+from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY, unpack_bits
+from kvhearth.proto.v1 import cache_pb2
+from kvhearth_server.core import holding
+from kvhearth_server.core.eviction.arrays import FREQ_MAX, PolicyArrays
+from kvhearth_server.core.reading import Presence
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.table import Pick, numbers, rising
 from kvhearth_server.core.whole import Whole, Wholes
+from kvhearth_server.transport.messages import add_presence
 
 KEYS = 24
 GROUPS = contract(full(), window(64), full(page_bytes=8192))
@@ -109,6 +115,116 @@ def test_what_is_not_whole_goes_the_general_way(monkeypatch: pytest.MonkeyPatch)
         answers.clear()
         rig.core.reading.release(session, [7])
         rig.check()
+
+
+@pytest.mark.parametrize("kv_group", [0, 1])
+def test_a_slot_that_another_block_took_is_not_served(kv_group: int) -> None:
+    """Its key still stands where it was; another group's or engine's block may even have it too."""
+    rig = Rig(1)
+    mine = rig.attach(contract(full(), full()))
+    other = mine
+    if kv_group == 0:
+        other = rig.attach(contract(full(), revision="other"), engine_id="o")
+    rig.put(mine, keys(1, 2, 3))
+    heads = [rig.head(mine, key(number)) for number in (1, 2, 3)]
+    assert rising(np.array(heads)) == slice(heads[0], heads[0] + 3)
+    generation = int(rig.state.table.generation[heads[1]])
+    assert rig.core.reading.remove_bad(heads[1], generation, "scrub")
+    assert rig.lookup(mine, keys(1, 2, 3), lease_id=5).hit_tokens == 16
+    rig.put(other, keys(2), kv_group=kv_group)
+    assert rig.head(other, key(2), kv_group) == heads[1]
+    found = rig.lookup(mine, keys(1, 2, 3), lease_id=6)
+    assert found.groups[0].present.tolist() == [True, False, True]
+    assert (found.hit_tokens, found.groups[0].extents["slot"].tolist()) == (16, heads[:1])
+    rig.core.reading.release(mine, [5, 6])
+    rig.check()
+
+
+def test_pins_and_readers_of_removed_blocks_keep_the_books(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = taken(monkeypatch)
+    rig = Rig(1)
+    session = rig.attach()
+    rig.put(session, keys(1, 2, 3))
+    books, head = rig.state.ledger.segments[0], rig.head(session, key(2))
+    rig.pin(session, 7, keys(2))
+    for lease_id in (5, 6):
+        rig.lookup(session, keys(1, 2, 3), lease_id=lease_id)
+        rig.check()
+    assert None not in answers
+    assert (books.held, books.leased_slots) == (3 * 4096, 6)
+    rig.core.reading.release(session, [5])
+    rig.check()
+    rig.core.reading.release(session, [6])
+    rig.check()
+    assert (books.held, books.leased_slots) == (4096, 0)
+    rig.core.pinning.unpin(session, [7])
+    rig.lookup(session, keys(1, 2, 3), lease_id=8)
+    assert rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "scrub")
+    rig.check()
+    assert books.quarantined == 4096
+    rig.core.reading.release(session, [8])
+    rig.check()
+    assert (books.held, books.quarantined, books.committed) == (0, 0, 2 * 4096)
+
+
+@no_deadline
+@given(st.lists(op, max_size=40))
+def test_leases_end_in_both_ways_alike(steps: list[tuple[Any, ...]]) -> None:
+    pair = Pair(GROUPS, KEYS, 8, slab_bytes=8 * 4096)
+    plain = holding._let_go_plain
+
+    def either(state: CoreState, segment: int, slots: Pick) -> bool:
+        return state is pair.short.state and plain(state, segment, slots)
+
+    first = [("put", list(range(at, at + BLOCKS)), 0, True, at - 1) for at in (0, 8, 16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holding, "_let_go_plain", either)
+        for step in [*first, *steps, *(("release", number) for number in range(1, 10))]:
+            pair.do(step)
+
+
+@no_deadline
+@given(st.integers(0, 30), st.integers(1, 34), st.booleans(), st.randoms())
+def test_extents_side_by_side_are_as_any(
+    first: int, count: int, flagged: bool, chance: Any
+) -> None:
+    rig = Rig(8, slab_bytes=8 * 4096)
+    session = rig.attach()
+    rig.put(session, [key(number) for number in range(64)])
+    table = rig.state.table
+    table.generation[:] = [chance.randrange(1 << 32) for _ in range(len(table.generation))]
+    if flagged:
+        table.flags[chance.randrange(64)] = FLAG_VERIFY
+    rows = slice(first, first + count)
+    expected = table.extents(numbers(rows), 4096, summed=True)
+    assert table.extents_beside(rows, 4096).tobytes() == expected.tobytes()
+
+
+def test_a_slice_is_touched_as_its_slots_are() -> None:
+    arrays = [PolicyArrays(16) for _ in range(2)]
+    for each in arrays:
+        each.freq[:8] = [0, 1, 2, 3] * 2
+    for rows in (slice(1, 7), slice(2, 3), slice(0, 16)):
+        arrays[0].touch(rows)
+        arrays[1].touch(numbers(rows))
+        assert arrays[0].freq.tolist() == arrays[1].freq.tolist()
+    assert arrays[0].freq.max() == FREQ_MAX
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 128, 2000])
+def test_the_answer_where_all_is_there_is_as_any(count: int) -> None:
+    whole = Presence.of_whole(3, np.zeros(count, EXTENT_DTYPE))
+    other = whole._replace(present=whole.present.copy(), ready=whole.ready.copy())
+    replies = [cache_pb2.LookupResponse() for _ in range(2)]
+    for reply, one in zip(replies, (whole, other), strict=True):
+        add_presence(reply.groups, one)
+    assert replies[0] == replies[1]
+    (one,) = replies[0].groups
+    assert (one.group, one.tiers, len(one.extents)) == (3, b"\1" * count, 40 * count)
+    assert unpack_bits(one.ready, count).all()
+    assert not whole.tiers.flags.writeable or count > 1024
 
 
 def test_rows_that_lie_side_by_side_are_a_slice() -> None:

@@ -129,3 +129,38 @@ def test_a_message_beyond_the_bound_is_refused(tmp_path: Path, make: MakeTranspo
             transport.call(LOOKUP, request, 5.0)
         assert refusal.value.reason is Reason.BAD_MESSAGE
     transport.close()
+
+
+@each_transport
+def test_an_answer_stays_as_it_came(tmp_path: Path, make: MakeTransport) -> None:
+    """Whatever its size: the next one on the same connection must not change it."""
+    transport = make(tmp_path, 1 << 20)
+    sizes = [0, 1, 5000, 65_500, 65_536, 200_000, 3]
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.tokens.append("t")
+        answers = []
+        for number, size in enumerate(sizes):
+            group = pb.GroupPresence(group=number, extents=bytes([number]) * size)
+            reply = pb.LookupResponse(groups=[group], lease_short=f"{number}" * 9)
+            daemon.answer("Lookup", lambda _, reply=reply: reply)
+            answers.append(transport.call(LOOKUP, pb.LookupRequest(), 5.0))
+        for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
+            assert answer.lease_short == f"{number}" * 9
+            assert answer.groups[0].extents == bytes([number]) * size
+    transport.close()
+
+
+def test_frames_are_warm_with_an_idle_connection_only(tmp_path: Path) -> None:
+    frames, grpc = _frames(tmp_path, 1 << 20), _grpc(tmp_path, 1 << 20)
+    assert not frames.warm()
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.tokens.append("t")
+        for transport in (frames, grpc):
+            transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
+        assert (frames.warm(), grpc.warm()) == (True, False)
+    with pytest.raises(KVHearthError) as refusal:
+        frames.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
+    assert refusal.value.reason is Reason.DAEMON_AWAY
+    assert not frames.warm()
+    for transport in (frames, grpc):
+        transport.close()

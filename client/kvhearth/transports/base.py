@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvhearth.proto.v1 import cache_pb2 as pb
 
@@ -25,11 +25,14 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 @dataclass(frozen=True)
 class Rpc(Generic[RequestT, ReplyT]):
-    """One call of the service: its name and how its messages become bytes."""
+    """One call of the service: its name and how its messages become bytes.
+
+    ``parse`` takes bytes or a view of them, and keeps nothing of it.
+    """
 
     name: str
     serialize: Callable[[RequestT], bytes]
-    parse: Callable[[bytes], ReplyT]
+    parse: Callable[[Any], ReplyT]
 
 
 class CacheTransport(Protocol):
@@ -46,6 +49,10 @@ class CacheTransport(Protocol):
         Raises:
             KVHearthError: the daemon's refusal, or ``daemon_away``, ``deadline``, ``closed``.
         """
+        ...
+
+    def warm(self) -> bool:
+        """Whether the next call finds out at once if the daemon has died: it has a connection."""
         ...
 
     def close(self) -> None:

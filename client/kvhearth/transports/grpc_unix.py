@@ -48,6 +48,10 @@ class GrpcUnixTransport:
             raise KVHearthError(Reason.CLOSED, str(error)) from None
         return reply
 
+    def warm(self) -> bool:
+        """See ``CacheTransport.warm``; a channel may wait for a connection, so it never says so."""
+        return False
+
     def close(self) -> None:
         """See ``CacheTransport.close``."""
         if os.getpid() != self._pid:

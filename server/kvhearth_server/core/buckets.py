@@ -27,6 +27,9 @@ _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _WORD = (1 << 64) - 1
+_WORDS = tuple(struct.Struct(f"<{words}Q").unpack for words in range(9))
+"""By how many there are: a key has at most eight."""
+_ROW = struct.Struct(f"<{_CELLS}Q")
 _STEP = 6364136223846793005
 # The first bits of the golden ratio and of square roots: numbers without a pattern.
 _CONSTANTS = (
@@ -68,10 +71,11 @@ def hash_words(words: _U64, by: _U64) -> Hashes:
 
 def hash_one(key: bytes, by: list[int]) -> int:
     """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
-    mixed = 0
-    for column, word in enumerate(struct.unpack(f"<{len(key) // 8}Q", key)):
-        mixed = (mixed + word) * by[2 * column] & _WORD
-        mixed = (mixed ^ mixed >> 32) * by[2 * column + 1] & _WORD
+    mixed = column = 0
+    for word in _WORDS[len(key) // 8](key):
+        mixed = (mixed + word) * by[column] & _WORD
+        mixed = (mixed ^ mixed >> 32) * by[column + 1] & _WORD
+        column += 2
     return mixed >> 32 | 1
 
 
@@ -88,6 +92,7 @@ class Buckets:
 
     def _make(self, buckets: int) -> None:
         self._cells = np.zeros((buckets, _CELLS), np.uint64)
+        self._memory = self._cells.data
         self._passed: U32 = np.zeros(buckets, np.uint32)
         self._mask = buckets - 1
 
@@ -129,7 +134,7 @@ class Buckets:
         bucket = (value >> 1) & self._mask
         heads = list[int]()
         while True:
-            for cell in self._cells[bucket].tolist():
+            for cell in _ROW.unpack_from(self._memory, bucket * _ROW.size):
                 if cell >> 32 == value:
                     heads.append((cell & 0xFFFFFFFF) - 1)
             if not self._passed.item(bucket):

@@ -103,11 +103,6 @@ class Group:
         """Members whose life line is open."""
         return [m for m in self.members.values() if m.state is MemberState.ATTACHED]
 
-    def has_attached(self, session: int) -> bool:
-        """Whether a member's life line is open."""
-        member = self.members.get(session)
-        return member is not None and member.state is _ATTACHED
-
     @property
     def complete(self) -> bool:
         """A scheduler and all ranks are attached."""
@@ -193,6 +188,14 @@ class Groups:
     def of_session(self, session: int) -> Group | None:
         """The group of a session that is not drained yet."""
         return self._by_session.get(session)
+
+    def attached_of(self, session: int) -> Group | None:
+        """The group of a session whose life line is open, unless the group has ended."""
+        group = self._by_session.get(session)
+        if group is None or group.ended:
+            return None
+        member = group.members.get(session)
+        return group if member is not None and member.state is _ATTACHED else None
 
     def open_group(self, tenant: str, engine_id: str) -> Group | None:
         """The engine's group that has not ended."""

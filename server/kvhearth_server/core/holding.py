@@ -8,9 +8,11 @@ from kvhearth.errors import Reason
 from kvhearth.model import I64
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.state import CoreState, require
-from kvhearth_server.core.table import Pick, State, numbers, rising
+from kvhearth_server.core.table import Pick, State, all_zero, numbers, rising
 
 _QUARANTINED = int(State.QUARANTINED)
+_SUMMED, _ONE_LEASE = bytes([State.SUMMED]), (1).to_bytes(4, "little")
+"""As the table's columns have them."""
 
 
 def not_held(state: CoreState, slots: Pick) -> Pick:
@@ -56,6 +58,8 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
 def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
     """Count one lease (or pin) less; what was quarantined only for its readers becomes free."""
     table = state.table
+    if not pin and _let_go_plain(state, segment, slots):
+        return
     if pin:
         table.pins[slots] -= 1
     else:
@@ -77,6 +81,23 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     state.ledger.quarantined(segment, done, -1)
     state.count("released_quarantine_slots", len(done))
     state.free_slots(segment, np.sort(done))
+
+
+def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
+    """As ``let_go`` of a lease, of served blocks that nobody else holds; False: nothing is done."""
+    table = state.table
+    refs = table.refs[slots]
+    count = len(refs)
+    if refs.tobytes() != _ONE_LEASE * count or table.state[slots].tobytes() != _SUMMED * count:
+        return False
+    if not count or not all_zero(table.pins[slots]):
+        return False
+    table.refs[slots] = 0
+    books = state.ledger.segments[segment]
+    books.leased_slots -= count
+    books.held -= table.total_bytes(slots)
+    state.loosened += 1
+    return True
 
 
 def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.buckets import Buckets, Hashes, Same, hash_one, hash_words, multipliers
+from kvhearth_server.core.table import Pick
 
 _U64 = npt.NDArray[np.uint64]
 _WORD_BYTES = 8
@@ -61,10 +62,29 @@ class Index:
             return np.full(len(keys), -1, np.int64)
         if len(keys) <= _FEW:
             return np.array([self._find_one(table, key) for key in keys], np.int64)
-        words = _words(keys)
-        if self._after is not None:
-            return self._find_runs(table, words)
-        return self._find_hashed(table, words)
+        return self._find_runs(table, _words(keys))
+
+    def find_rows(self, namespace: int, group: int, keys: Sequence[bytes]) -> Pick | None:
+        """As ``find``, of at least one key, for those who want all or nothing: None if the first
+        key or the last is not bound.
+
+        A slice if the keys stand side by side from the first one's slot on. The caller must see
+        that all of those slots hold blocks of this namespace and group: a slot keeps its last
+        block's key.
+        """
+        table = self._tables.get((namespace, group))
+        first = keys[0]
+        if table is None or len(first) != table.key_bytes:
+            return None
+        head = self._find_one(table, first)
+        if head < 0:
+            return None
+        rows = slice(head, head + len(keys))
+        if self._rows[_width(table.key_bytes)][rows].tobytes() == _packed(keys):
+            return rows
+        if len(last := keys[-1]) == len(first) and self._find_one(table, last) < 0:
+            return None
+        return self.find(namespace, group, keys)
 
     def find_one(self, namespace: int, group: int, key: bytes) -> int:
         """As ``find``, of one key."""
@@ -75,18 +95,11 @@ class Index:
 
     def _find_one(self, table: Buckets, key: bytes) -> int:
         rows = self._rows[_width(table.key_bytes)]
-        padded = key.ljust(rows.shape[1] * _WORD_BYTES, b"\0")
-        return self._among(table.like(hash_one(padded, self._by_numbers)), rows, padded)
-
-    @staticmethod
-    def _among(heads: list[int], rows: _U64, padded: bytes) -> int:
-        return next((at for at in heads if rows[at].tobytes() == padded), -1)
-
-    def _find_hashed(self, table: Buckets, words: _U64) -> I64:
-        return table.find(hash_words(words, self._by), self._asked(words))
+        padded = _padded(key)
+        return _among(table.like(hash_one(padded, self._by_numbers)), rows, padded)
 
     def _find_runs(self, table: Buckets, words: _U64) -> I64:
-        """As ``_find_hashed``; keys of a chain whose blocks lie side by side are not hashed."""
+        """Heads of keys; those of a chain whose blocks lie side by side are not hashed."""
         parts, done = list[I64](), 0
         while done < len(words):
             run = self._run(table, words[done:])
@@ -95,15 +108,17 @@ class Index:
                 done += len(run)
             if run is None or len(run) < _RUN_MIN:
                 if done < len(words):
-                    parts.append(self._find_hashed(table, words[done:]))
+                    rest = words[done:]
+                    parts.append(table.find(hash_words(rest, self._by), self._asked(rest)))
                 break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _run(self, table: Buckets, words: _U64) -> I64 | None:
         """Heads of the first keys, as far as they follow each other in a chain and in memory; None
-        if the first is not bound.
+        if the first is not bound, or nothing is known of chains.
         """
-        assert self._after is not None
+        if self._after is None:
+            return None
         head = self._find_one(table, words[0].tobytes()[: table.key_bytes])
         if head < 0:
             return None
@@ -133,10 +148,9 @@ class Index:
     def bind_new(self, namespace: int, group: int, key: bytes, head: int) -> bool:
         """As ``bind``, of one key; False, with nothing changed, if it is bound already."""
         table = self._table_for(namespace, group, len(key))
-        width = _width(len(key))
-        padded = key.ljust(width * _WORD_BYTES, b"\0")
-        value, rows = hash_one(padded, self._by_numbers), self._rows[width]
-        if self._among(table.like(value), rows, padded) >= 0:
+        padded = _padded(key)
+        value, rows = hash_one(padded, self._by_numbers), self._rows[_width(len(key))]
+        if _among(table.like(value), rows, padded) >= 0:
             return False
         rows[head] = np.frombuffer(padded, np.uint64)
         self._key_bytes[head] = len(key)
@@ -229,6 +243,26 @@ class Index:
 
 def _width(key_bytes: int) -> int:
     return -(-key_bytes // _WORD_BYTES)
+
+
+def _among(heads: list[int], rows: _U64, padded: bytes) -> int:
+    """The one of these heads that has the key; -1 if none does."""
+    for head in heads:
+        if rows[head].tobytes() == padded:
+            return head
+    return -1
+
+
+def _padded(key: bytes) -> bytes:
+    rest = len(key) % _WORD_BYTES
+    return key.ljust(len(key) + _WORD_BYTES - rest, b"\0") if rest else key
+
+
+def _packed(keys: Sequence[bytes]) -> bytes:
+    """Keys as ``_words`` has them, in one piece."""
+    if isinstance(keys, PackedKeys) and not keys.key_bytes % _WORD_BYTES:
+        return keys.blob
+    return _words(keys).tobytes()
 
 
 def _words(keys: Sequence[bytes]) -> _U64:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,22 +27,25 @@ from kvhearth_server.core.writing import SlotsItem
 _SUMMED = int(State.SUMMED)
 _TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
 """By whether a block is present."""
-_YES, _IN_DRAM = np.array([True]), np.array([Tier.DRAM], np.uint8)
+_SHARED = 1024
+"""Blocks of an answer up to which arrays that say the same of each are made once for all."""
+_YES, _IN_DRAM = np.ones(_SHARED, np.bool_), np.full(_SHARED, Tier.DRAM, np.uint8)
 for _shared in (_YES, _IN_DRAM):
     _shared.setflags(write=False)
 
 
-@dataclass(frozen=True)
-class KeysItem:
+class KeysItem(NamedTuple):
     """Keys of one KV group, in chain order."""
 
     kv_group: int
     keys: Sequence[bytes]
 
 
-@dataclass(frozen=True)
-class Presence:
-    """Answer for one KV group; arrays of shape (n,), extents (leased x shards,)."""
+class Presence(NamedTuple):
+    """Answer for one KV group; arrays of shape (n,), extents (leased x shards,).
+
+    Where all blocks are there, ready in memory and leased, one array may be all three; only there.
+    """
 
     kv_group: int
     present: Bools
@@ -50,9 +54,18 @@ class Presence:
     tiers: U8
     extents: Records
 
+    @classmethod
+    def of_whole(cls, kv_group: int, extents: Records) -> Presence:
+        """The answer if every block of one shard each is there and leased."""
+        count = len(extents)
+        if count <= _SHARED:
+            yes, in_dram = _YES[:count], _IN_DRAM[:count]
+        else:
+            yes, in_dram = np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
+        return cls(kv_group, yes, yes, yes, in_dram, extents)
 
-@dataclass(frozen=True)
-class Found:
+
+class Found(NamedTuple):
     """Answer to a lookup; ``short`` is why less was leased than could be restored."""
 
     lease_id: int
@@ -144,16 +157,15 @@ class Reading:
         namespace = self._state.namespaces.get(group.namespace)
         if epoch != namespace.epoch:
             return None
-        if len(item.keys) == 1:
+        if (count := len(item.keys)) == 1:
             return self._lookup_one(group, namespace, item, lease_id, now)
         whole = self._wholes.lookup(group, namespace, item.kv_group, item.keys, lease_id)
         if whole is None:
             return None
         group.leases[lease_id] = whole.slots
         group.leased_at[lease_id] = now
-        yes = whole.yes
-        presence = Presence(item.kv_group, yes, yes, yes, whole.tiers, whole.extents)
-        hit = len(yes) * namespace.contract.groups[item.kv_group].block_tokens
+        presence = Presence.of_whole(item.kv_group, whole.extents)
+        hit = count * namespace.contract.groups[item.kv_group].block_tokens
         return Found(lease_id, hit, [presence], None, [])
 
     def _lookup_one(
@@ -170,7 +182,7 @@ class Reading:
         group.leased_at[lease_id] = now
         spec = namespace.contract.groups[item.kv_group]
         extents = state.table.extents(slots, spec.page_bytes, summed=True)
-        presence = Presence(item.kv_group, _YES, _YES, _YES, _IN_DRAM, extents)
+        presence = Presence.of_whole(item.kv_group, extents)
         return Found(lease_id, spec.block_tokens, [presence], None, [])
 
     def presence(

@@ -108,6 +108,12 @@ class CoreState:
             place = (name, label)
             self.counts[place] = self.counts.get(place, 0) + amount
 
+    def count_all(self, amounts: dict[tuple[str, str], int]) -> None:
+        """As ``count``, of several by name and label, none of them zero."""
+        counts = self.counts
+        for place, amount in amounts.items():
+            counts[place] = counts.get(place, 0) + amount
+
     def tick(self) -> int:
         """A logical time that rises with every call, for ages of slabs; wraps after 4 billion
         calls.
@@ -121,8 +127,8 @@ class CoreState:
         Raises:
             KVHearthError: ``group_gone``.
         """
-        group = self.groups.of_session(session)
-        if group is None or group.ended or not group.has_attached(session):
+        group = self.groups.attached_of(session)
+        if group is None:
             raise KVHearthError(Reason.GROUP_GONE, "this session's group has ended; attach again")
         return group
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +61,15 @@ much. A slice has both ends and no step.
 def rising(slots: I64) -> Pick:
     """Rows of slots whose numbers rise."""
     count = len(slots)
-    if not count or slots.item(-1) - slots.item(0) != count - 1:
+    if not count:
         return slots
-    return slice(slots.item(0), slots.item(-1) + 1)
+    first, end = slots.item(0), slots.item(-1) + 1
+    return slice(first, end) if end - first == count else slots
+
+
+def all_zero(values: npt.NDArray[np.unsignedinteger[Any]]) -> bool:
+    """Whether there is nothing but zeros; on bytes this is several times numpy's speed."""
+    return values.tobytes() == bytes(values.nbytes)
 
 
 def numbers(rows: Pick) -> I64:
@@ -261,12 +268,13 @@ class SlotTable:
         start = (slab - self.slab_first.item(slab)) * self.geometry.slab_bytes
         start += (rows.start - first) * size
         count = rows.stop - rows.start
-        records = np.empty(count, EXTENT_DTYPE)
+        # What all have in common comes with the memory; most daemons never set a flag.
+        alike = EXTENT_RECORD.pack(0, self.slab_segment.item(slab), FLAG_SUMMED, 0, length, 0, b"")
+        records = np.frombuffer(bytearray(alike * count), EXTENT_DTYPE)
+        if not all_zero(flags := self.flags[rows]):
+            records["flags"] = flags & FLAG_VERIFY | FLAG_SUMMED
         records["slot"] = np.arange(rows.start, rows.stop, dtype=np.uint32)
-        records["segment"] = self.slab_segment.item(slab)
-        records["flags"] = self.flags[rows] & FLAG_VERIFY | FLAG_SUMMED
         records["offset"] = np.arange(start, start + count * size, size)
-        records["length"] = length
         records["generation"] = self.generation[rows]
         records["checksum"] = self.checksum[rows]
         return records

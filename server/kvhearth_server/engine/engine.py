@@ -193,7 +193,15 @@ class Engine:
                 for descriptor in descriptors:
                     undo.callback(os.close, descriptor)
             session = Session(
-                number, tenant, segment, token, peer, lock_byte, joined.group.number, self.boot_id
+                number,
+                tenant,
+                segment,
+                token,
+                peer,
+                lock_byte,
+                joined.group.number,
+                self.boot_id,
+                keys_max=self.keys_max(contract),
             )
             self.sessions.add(session)
             if hello.previous_boot == self.boot_id:
@@ -204,12 +212,10 @@ class Engine:
             undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
-        welcome = self._welcome(session, joined, contract, mapped=bool(descriptors))
+        welcome = self._welcome(session, joined, mapped=bool(descriptors))
         return Attached(session, welcome, descriptors)
 
-    def _welcome(
-        self, session: Session, joined: Joined, contract: Contract, *, mapped: bool
-    ) -> Welcome:
+    def _welcome(self, session: Session, joined: Joined, *, mapped: bool) -> Welcome:
         size = self.arena.segments[session.segment]
         return Welcome(
             boot_id=self.boot_id,
@@ -219,7 +225,7 @@ class Engine:
             namespace=joined.namespace.digest.hex(),
             epoch=joined.namespace.epoch,
             generation_count=self.arena.generations.count if mapped else 0,
-            keys_max=self.keys_max(contract),
+            keys_max=session.keys_max,
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
             segments=(
@@ -297,11 +303,14 @@ class Engine:
 
     def _apply(self) -> None:
         state = self.core.state
-        for action in state.take_actions():
-            self._do(action)
-        self.counters.add_all(state.take_counts())
-        for used_at in state.take_evicted():
-            self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
+        if state.actions:
+            for action in state.take_actions():
+                self._do(action)
+        if state.counts:
+            self.counters.add_all(state.take_counts())
+        if state.evicted_at:
+            for used_at in state.take_evicted():
+                self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
         if self.tiering is not None:
             self.tiering.nudge()
 

@@ -30,7 +30,7 @@ class Session:
     """One attached process, or one that left and is not drained yet.
 
     ``lock_byte`` is -1 if it mapped nothing. ``boot_id`` is of the daemon run that it
-    attached to; ``ghost``: that was an earlier one.
+    attached to; ``ghost``: that was an earlier one. ``keys_max``: blocks that a call may name.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Session:
     ghost: bool = False
     gone: bool = False
     quiet_since: float | None = None
+    keys_max: int = 0
 
     def exited(self) -> bool | None:
         """Has the process ended? None if nobody can tell."""

@@ -198,13 +198,16 @@ class Counters:
 
     def add_all(self, counts: Mapping[tuple[str, str], int]) -> None:
         """As ``add``, of many by name and label value."""
+        strange = []
         with self._lock:
             known = self._counts
-            strange = {place: n for place, n in counts.items() if n < 0 or place not in known}
             for place, n in counts.items():
-                if place not in strange:
-                    known[place] += n
-        for (name, label), n in strange.items():
+                before = known.get(place)
+                if n >= 0 and before is not None:
+                    known[place] = before + n
+                else:
+                    strange.append((place, n))
+        for (name, label), n in strange:
             self.add(name, n, label)
 
     def _bounded(self, name: str, counter: Counter, label: str) -> str:

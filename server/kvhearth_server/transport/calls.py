@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Coroutine
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 from kvhearth import frames
@@ -156,8 +157,25 @@ class _Connection(Stream):
 
     def received(self, data: memoryview) -> None:
         """See ``Stream``."""
-        self._buffer += data
-        self._work()
+        if not self._answered_alone(data):
+            self._buffer += data
+            self._work()
+
+    def _answered_alone(self, data: memoryview) -> bool:
+        """Answer one whole good call where nothing else waits, as nearly always; False: nothing is
+        done, and ``_work`` must look.
+        """
+        header = frames.HEADER
+        if self._buffer or self._session is None or len(data) < header.size:
+            return False
+        if self._task is not None or self.full or self.closing:
+            return False
+        size, kind, number = header.unpack_from(data)
+        name = frames.NAMES.get(kind)
+        if name is None or len(data) != header.size + size or size > self._body_bytes_max:
+            return False
+        self._answer(name, number, bytes(data[header.size :]))
+        return True
 
     def filled(self) -> None:
         """A peer that does not read its replies is asked nothing more."""
@@ -248,7 +266,7 @@ class _Connection(Stream):
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
             self._refuse(name, number, began, error)
             return
-        if isinstance(reply, Coroutine):
+        if isinstance(reply, CoroutineType):
             self.read_on(False)
             self._task = self._loop.create_task(self._finish(name, number, began, reply))
             return

@@ -5,8 +5,7 @@ through.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -24,11 +23,11 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
+    add_presence,
     bitmaps,
     commit_items,
     counts,
     keys_items,
-    presence_message,
     slots_items,
 )
 from kvhearth_server.transport.plain import plain_error
@@ -40,13 +39,13 @@ Verify = Callable[[list[I64], str], Awaitable[int]]
 _log = get_logger("kvhearth.decisions")
 
 
-@dataclass(frozen=True)
-class Caller:
-    """Who is calling."""
+class Caller(NamedTuple):
+    """Who is calling, and how many keys one call of its may name."""
 
     session: int
     contract: Contract
     namespace: Namespace
+    keys_max: int
 
 
 def failure(engine: Engine, error: Exception) -> KVHearthError:
@@ -123,7 +122,7 @@ class Decisions:
         if name != "Heartbeat" and not group.members[session.number].scheduler:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
         namespace = self._engine.core.state.namespaces.get(group.namespace)
-        caller = Caller(session.number, namespace.contract, namespace)
+        caller = Caller(session.number, namespace.contract, namespace, session.keys_max)
         return self._work[name](request, caller)
 
     def _heartbeat(
@@ -145,7 +144,7 @@ class Decisions:
 
     def _lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         engine, contract = self._engine, caller.contract
-        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call(
             engine.core.reading.lookup,
             caller.session,
@@ -154,15 +153,18 @@ class Decisions:
             request.lease_id,
             now=engine.now(),
         )
-        eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
-        return cache_pb2.LookupResponse(
+        reply = cache_pb2.LookupResponse(
             boot_id=engine.boot_id,
             lease_id=found.lease_id,
             hit_tokens=found.hit_tokens,
-            groups=[presence_message(one) for one in found.groups],
-            lease_short=str(found.short or ""),
-            eta_us=eta_us,
         )
+        if found.short is not None:
+            reply.lease_short = str(found.short)
+        if found.wishes:
+            reply.eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
+        for one in found.groups:
+            add_presence(reply.groups, one)
+        return reply
 
     def _wish(self, wishes: list[Wish], caller: Caller, lease_id: int, *, go: bool) -> int:
         """Let blocks climb if the caller asked for it; microseconds until they could be here."""
@@ -180,7 +182,7 @@ class Decisions:
         engine, contract = self._engine, caller.contract
         engine.refuse_while_draining()
         _named(request.reservation_id, "reservation_id")
-        wants = counts(request.groups, engine.keys_max(contract))
+        wants = counts(request.groups, caller.keys_max)
         hit("reserve.before")
         reserved = engine.call(
             engine.core.writing.reserve,
@@ -207,7 +209,7 @@ class Decisions:
 
     def _commit(self, request: cache_pb2.CommitRequest, caller: Caller) -> cache_pb2.CommitResponse:
         engine, contract = self._engine, caller.contract
-        items = commit_items(contract, request.groups, engine.keys_max(contract))
+        items = commit_items(contract, request.groups, caller.keys_max)
         hit("commit.before")
         stored = engine.call(engine.core.writing.commit, caller.session, request.epoch, items)
         hit("commit.after")
@@ -264,19 +266,19 @@ class Decisions:
         self, request: cache_pb2.PrefetchRequest, caller: Caller
     ) -> cache_pb2.PrefetchResponse:
         engine, contract = self._engine, caller.contract
-        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        items = keys_items(contract, request.groups, caller.keys_max)
         engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
         found, wishes = engine.core.reading.presence(caller.session, request.epoch, items)
-        return cache_pb2.PrefetchResponse(
-            boot_id=engine.boot_id,
-            groups=[presence_message(one) for one in found],
-            eta_us=self._wish(wishes, caller, 0, go=True),
-        )
+        eta_us = self._wish(wishes, caller, 0, go=True)
+        reply = cache_pb2.PrefetchResponse(boot_id=engine.boot_id, eta_us=eta_us)
+        for one in found:
+            add_presence(reply.groups, one)
+        return reply
 
     def _pin(self, request: cache_pb2.PinRequest, caller: Caller) -> cache_pb2.PinResponse:
         engine, contract = self._engine, caller.contract
         _named(request.pin_id, "pin_id")
-        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        items = keys_items(contract, request.groups, caller.keys_max)
         pinned = engine.call(
             engine.core.pinning.pin,
             caller.session,
@@ -298,7 +300,7 @@ class Decisions:
 
     def _touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
         engine, contract = self._engine, caller.contract
-        items = keys_items(contract, request.groups, engine.keys_max(contract))
+        items = keys_items(contract, request.groups, caller.keys_max)
         touched = engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
         return cache_pb2.TouchResponse(boot_id=engine.boot_id, touched=touched)
 
@@ -331,8 +333,7 @@ def _named(number: int, what: str) -> None:
 
 
 def _few(count: int, what: str) -> None:
-    require(
-        count <= IDS_PER_CALL_MAX,
-        Reason.TOO_MANY_KEYS,
-        f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}",
-    )
+    if count > IDS_PER_CALL_MAX:
+        raise KVHearthError(
+            Reason.TOO_MANY_KEYS, f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}"
+        )

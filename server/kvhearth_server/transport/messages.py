@@ -5,13 +5,14 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keys import PackedKeys, split_keys
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, pack_bits
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.reading import KeysItem, Presence
@@ -19,21 +20,25 @@ from kvhearth_server.core.state import group_spec, require
 from kvhearth_server.core.writing import SlotsItem
 
 GROUPS_PER_CALL_MAX = 64
+_DRAM = bytes([Tier.DRAM])
 
 
 def keys_items(
     contract: Contract, groups: Sequence[types_pb2.GroupKeys], keys_max: int
 ) -> list[KeysItem]:
     """Keys of each group; counted before they are cut apart."""
-    _bound(groups, sum(len(group.keys) for group in groups), contract, keys_max)
-    return [KeysItem(group.group, PackedKeys(group.keys, contract.hash_bytes)) for group in groups]
+    _few_groups(groups)
+    blobs = [(group.group, group.keys) for group in groups]
+    _few_keys(sum(len(blob) for _, blob in blobs), contract, keys_max)
+    return [KeysItem(number, PackedKeys(blob, contract.hash_bytes)) for number, blob in blobs]
 
 
 def commit_items(
     contract: Contract, groups: Sequence[cache_pb2.GroupCommit], keys_max: int
 ) -> list[CommitItem]:
     """Commits of each group."""
-    _bound(groups, sum(len(group.keys) for group in groups), contract, keys_max)
+    _few_groups(groups)
+    _few_keys(sum(len(group.keys) for group in groups), contract, keys_max)
     items = []
     for group in groups:
         spec = group_spec(contract, group.group)
@@ -78,18 +83,28 @@ def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[
     return items
 
 
-def presence_message(one: Presence) -> cache_pb2.GroupPresence:
-    """The answer for one group."""
-    present = pack_bits(one.present)
-    # Where all is there the three are one array.
-    ready = present if one.ready is one.present else pack_bits(one.ready)
-    leased = ready if one.leased is one.ready else pack_bits(one.leased)
-    return cache_pb2.GroupPresence(
+def add_presence(groups: Any, one: Presence) -> None:
+    """Add the answer for one group to a reply's ``groups``, where it is made: a message put in
+    there is copied.
+    """
+    if one.leased is one.present:  # all is there
+        count = len(one.present)
+        bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+        groups.add(
+            group=one.kv_group,
+            present=bits,
+            ready=bits,
+            tiers=_DRAM * count,
+            leased=bits,
+            extents=one.extents.tobytes(),
+        )
+        return
+    groups.add(
         group=one.kv_group,
-        present=present,
-        ready=ready,
+        present=pack_bits(one.present),
+        ready=pack_bits(one.ready),
         tiers=one.tiers.tobytes(),
-        leased=leased,
+        leased=pack_bits(one.leased),
         extents=one.extents.tobytes(),
     )
 
@@ -104,22 +119,17 @@ def bitmaps(
     ]
 
 
-def _bound(
-    groups: Sequence[object], key_blob_bytes: int, contract: Contract, keys_max: int
-) -> None:
-    _few_groups(groups)
+def _few_keys(key_blob_bytes: int, contract: Contract, keys_max: int) -> None:
     count = key_blob_bytes // contract.hash_bytes
-    require(
-        count <= keys_max, Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}"
-    )
+    if count > keys_max:
+        raise KVHearthError(Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}")
 
 
 def _few_groups(groups: Sequence[object]) -> None:
-    require(
-        len(groups) <= GROUPS_PER_CALL_MAX,
-        Reason.BAD_GROUP,
-        f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}",
-    )
+    if len(groups) > GROUPS_PER_CALL_MAX:
+        raise KVHearthError(
+            Reason.BAD_GROUP, f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}"
+        )
 
 
 def _numbers(data: bytes, what: str) -> U32:

@@ -31,6 +31,8 @@ FREQ_MAX = 3
 SLOTS_MAX = 1 << 30
 """Twice as many ring entries must have positions in 32 bits."""
 _SPARE_CHUNKS = 64
+_ONE_USE_MORE = bytes(min(uses + 1, FREQ_MAX) for uses in range(256))
+"""By the uses so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +68,7 @@ class PolicyArrays:
         self.slot_count = slot_count
         self.freq = np.zeros(slot_count, np.uint8)
         """Uses since admission, capped at ``FREQ_MAX``."""
+        self._uses = self.freq.data
         self.position = np.zeros(slot_count, np.uint32)
         """Index of the slot's entry in ``entries``, plus one; 0 is in no ring."""
         # Rings hold at most twice their live entries and a little for each ring, so this suffices
@@ -87,7 +90,11 @@ class PolicyArrays:
         ``slots`` has shape (n,), or is a slice; one that occurs twice counts once, one in no policy
         has no effect.
         """
-        if not isinstance(slots, slice) and len(slots) == 1:
+        if isinstance(slots, slice):
+            # Bytes looked up in a table: five times as fast as numpy's calls on a slice.
+            self._uses[slots] = bytes(self._uses[slots]).translate(_ONE_USE_MORE)
+            return
+        if len(slots) == 1:
             slot = int(slots[0])
             self.freq[slot] = min(int(self.freq.item(slot)) + 1, FREQ_MAX)
             return

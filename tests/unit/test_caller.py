@@ -1,0 +1,137 @@
+"""When a call asks for the daemon's life line, and what it says of a daemon that has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvhearth.caller import Caller, NotSent, outcome_unknown
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.meters import Counters
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.transports.base import LOOKUP
+
+
+class Line:
+    """A session, its transport and its keeper, as far as a caller sees them."""
+
+    def __init__(self, *, warm: bool = True, living: bool = True) -> None:
+        self.session = self.transport = self
+        self.link: Line | None = self
+        self.refusal = None
+        self.boot_id = "b"
+        self.is_warm, self.living = warm, living
+        self.fails: Reason | None = None
+        self.asked = self.called = 0
+        self.lost: list[object] = []
+
+    def warm(self) -> bool:
+        return self.is_warm
+
+    def alive(self) -> bool:
+        self.asked += 1
+        return self.living
+
+    def lose(self, link: Line, why: object) -> None:
+        self.link = None
+        self.lost.append(why)
+
+    def call(self, *_: object) -> pb.LookupResponse:
+        self.called += 1
+        if self.fails is not None:
+            raise KVHearthError(self.fails, "as the test says")
+        return pb.LookupResponse(boot_id=self.boot_id)
+
+
+def caller_of(line: Line, *, decides: bool = True) -> Caller:
+    keeper: Any = line
+    return Caller(keeper, Counters(), decides=decides)
+
+
+def ask(caller: Caller) -> Any:
+    return caller.call(caller.link_to_ask(), LOOKUP, pb.LookupRequest(), 1.0)
+
+
+def refused(work: Callable[[], object]) -> KVHearthError:
+    with pytest.raises(KVHearthError) as caught:
+        work()
+    return caught.value
+
+
+def test_a_call_on_a_connection_that_is_there_asks_nothing_more() -> None:
+    line = Line()
+    assert ask(caller_of(line)).boot_id == "b"
+    assert (line.asked, line.called) == (0, 1)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_without_a_call_the_life_line_is_asked(warm: bool) -> None:
+    line = Line(warm=warm, living=False)
+    assert refused(caller_of(line).link).reason is Reason.DAEMON_AWAY
+    assert len(line.lost) == 1
+
+
+def test_a_transport_that_would_wait_is_not_asked_while_the_daemon_is_dead() -> None:
+    line = Line(warm=False, living=False)
+    caller = caller_of(line)
+    error = refused(lambda: ask(caller))
+    assert (error.reason, isinstance(error, NotSent)) == (Reason.DAEMON_AWAY, True)
+    assert (line.called, len(line.lost)) == (0, 1)
+    assert refused(lambda: ask(caller)).reason is Reason.DAEMON_AWAY
+
+
+@pytest.mark.parametrize("fails", [Reason.DAEMON_AWAY, Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE])
+def test_a_daemon_that_died_is_away_whatever_the_call_says(fails: Reason) -> None:
+    """Another one may listen at the same path, and know nothing of the session."""
+    line = Line(living=False)
+    line.fails = fails
+    error = refused(lambda: ask(caller_of(line)))
+    assert error.reason is Reason.DAEMON_AWAY
+    assert outcome_unknown(error)
+    assert len(line.lost) == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "lost"),
+    [
+        (Reason.DAEMON_AWAY, 0),
+        (Reason.DEADLINE, 0),
+        (Reason.STALE_EPOCH, 0),
+        (Reason.UNKNOWN_TOKEN, 1),
+    ],
+)
+def test_a_daemon_that_lives_is_taken_at_its_word(fails: Reason, lost: int) -> None:
+    line = Line()
+    line.fails = fails
+    assert refused(lambda: ask(caller_of(line))).reason is fails
+    assert len(line.lost) == lost
+
+
+def test_only_who_decides_has_a_link() -> None:
+    line = Line()
+    caller = caller_of(line, decides=False)
+    for link in (caller.link, caller.link_to_ask, caller.held_link):
+        assert refused(link).reason is Reason.NOT_SCHEDULER
+
+
+def test_after_three_silences_nothing_is_sent_for_a_while() -> None:
+    line = Line()
+    line.fails = Reason.DEADLINE
+    caller = caller_of(line)
+    for _ in range(5):
+        refused(lambda: ask(caller))
+    assert line.called == 3
+
+
+def test_an_answer_makes_the_breaker_forget() -> None:
+    line = Line()
+    caller = caller_of(line)
+    for fails in (Reason.DEADLINE, Reason.DEADLINE, None) * 3:
+        line.fails = fails
+        if fails is None:
+            ask(caller)
+        else:
+            refused(lambda: ask(caller))
+    assert line.called == 9
