@@ -91,7 +91,7 @@ def test_one_key_twice_in_a_call_is_the_later_one() -> None:
 def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
     found = KeyMap()
     keys = keys_of(range(20_000))
-    found.update(keys, range(20_000))
+    assert found.add(keys, range(20_000))
     sizes = [len(part) for part in found._parts]
     assert sum(sizes) == len(found) == 20_000
     assert max(sizes) < 2 * min(sizes)
@@ -99,8 +99,13 @@ def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
     assert found.pop(keys[7]) == 7
     assert found.pop(keys[7]) == -1
     assert found.find([keys[7], keys[8]]).tolist() == [-1, 8]
-    assert not found.any_of([keys[7], b"another"])
-    assert found.any_of([b"another", keys[9]])
+    assert not found.add([b"another", keys[9]], range(2))
+    assert found.add([keys[7], b"another"], range(2))
+    assert found.find([b"another", keys[9]]).tolist() == [1, 9]
+    assert not found.add([b"third", b"fourth", b"third"], range(3))
+    assert found.find([b"third", b"fourth"]).tolist() == [-1, -1]
+    found.put([b"third", b"fourth", b"third"], range(3))
+    assert found.find([b"third", b"fourth"]).tolist() == [2, 1]
 
 
 def test_the_collector_does_not_go_through_keys() -> None:

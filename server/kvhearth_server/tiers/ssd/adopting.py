@@ -99,6 +99,7 @@ class Adopter:
         if found.portions:
             found.segment.head = found.head
             self._log.segments[found.segment.number] = found.segment
+            self._index.expect(found.segment.number, sum(each.rows.size for each in found.portions))
 
     def _go_on(self, found: Recovered) -> None:
         if found.portions:
@@ -118,17 +119,15 @@ class Adopter:
         if self._index.number_of(of.namespace) < 0:
             self._counts.add("dropped_namespaces", len(keys))
             return
-        bound = self._index.any_bound(of.namespace, of.group, keys)
-        if bound:
+        before, number = len(self._index), segment.number
+        if not self._index.bind_new(of.namespace, of.group, keys, number, rows):
             younger = self._younger(segment, of, keys)
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
             rows = rows[~younger]
             keys = [k for k, gone in zip(keys, younger.tolist(), strict=True) if not gone]
-        if not keys:
-            return
-        before = len(self._index)
-        number = segment.number
-        self._index.bind(of.namespace, of.group, keys, number, rows, unbound=not bound)
+            if not keys:
+                return
+            self._index.bind(of.namespace, of.group, keys, number, rows)
         replaced = before + len(keys) - len(self._index)
         self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
         self._counts.add("recovered_blocks", len(keys) - replaced)

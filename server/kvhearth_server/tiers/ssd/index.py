@@ -100,15 +100,19 @@ class SegmentRows:
         """By row, the key of the live block that begins there, else None; a view."""
         return self._keys[: self._count]
 
+    def make_room(self, size: int) -> None:
+        """Have room for ``size`` rows in all."""
+        size = max(size, len(self._rows))
+        old_rows, self._rows = self.rows, np.zeros(size, ROW_DTYPE)
+        old_keys, self._keys = self.keys, np.full(size, None, np.object_)
+        self._rows[: len(self)], self._keys[: len(self)] = old_rows, old_keys
+
     def append(self, rows: Records, keys: Sequence[bytes]) -> int:
         """Add the rows (n, shards) of as many blocks; the number of the first."""
         count, shards = rows.shape
         first, need = self._count, self._count + count * shards
         if need > len(self._rows):
-            size = max(need, 2 * len(self._rows))
-            old_rows, self._rows = self.rows, np.zeros(size, ROW_DTYPE)
-            old_keys, self._keys = self.keys, np.full(size, None, np.object_)
-            self._rows[:first], self._keys[:first] = old_rows, old_keys
+            self.make_room(max(need, 2 * len(self._rows)))
         self._rows[first:need] = rows.reshape(-1)
         self._keys[first:need:shards] = keys
         self._count = need
@@ -222,51 +226,63 @@ class SsdIndex:
             mine = rows if one is not None else rows[numbers == number]
             self.segments[number].used(mine)
 
-    def any_bound(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> bool:
-        """Whether one of them is bound; faster than ``find`` where none is."""
-        found = self._maps.get((self._numbers.get(namespace, -1), group))
-        return found is not None and found.any_of(keys)
-
     def bind(
-        self,
-        namespace: bytes,
-        group: int,
-        keys: list[bytes],
-        segment: int,
-        rows: Records,
-        *,
-        unbound: bool = False,
+        self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> None:
         """Bind blocks that are in ``segment`` now; what their keys were bound to is dead.
 
         Args:
             rows: (n, shards); ``family``, ``shard``, ``shards`` and ``live`` are set here.
-            unbound: none of the keys is bound, as the caller has looked.
 
         Raises:
             ValueError: ``number_of`` gave the namespace no number.
         """
+        if self.bind_new(namespace, group, keys, segment, rows):
+            return
+        self.unbind(namespace, group, keys)
+        found = self._maps[self._numbers[namespace], group]
+        count, before = len(keys), len(found)
+        found.put(keys, self._entries(segment, rows))
+        first = self._append(namespace, group, keys, segment, rows)
+        # The same key twice in one call: the later one holds it.
+        if len(found) - before < count:
+            self._bury_losers(found, self.segments[segment], segment, first)
+
+    def bind_new(
+        self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
+    ) -> bool:
+        """As ``bind``; false, with nothing done, if one of the keys is bound or named twice."""
         number = self.number_of(namespace)
         if number < 0:
             raise ValueError("a namespace without a number")
-        count, shards = rows.shape
-        rows["family"] = number * 256 + group
-        rows["shard"], rows["shards"], rows["live"] = np.arange(shards), shards, 1
         found = self._maps.get((number, group))
         if found is None:
             found = self._maps[number, group] = KeyMap()
+        if not found.add(keys, self._entries(segment, rows)):
+            return False
+        self._append(namespace, group, keys, segment, rows)
+        return True
+
+    def expect(self, segment: int, rows: int) -> None:
+        """So many rows of a segment are coming: to grow again and again takes time."""
+        self.segments.setdefault(segment, SegmentRows()).make_room(rows)
+
+    def _entries(self, segment: int, rows: Records) -> range:
+        """Of blocks that are appended to a segment next."""
+        table = self.segments.get(segment)
+        first = segment * SEGMENT_ENTRIES + (0 if table is None else len(table))
+        return range(first, first + rows.size, rows.shape[1])
+
+    def _append(
+        self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
+    ) -> int:
+        """Enter the rows of blocks whose keys are bound; the number of the first."""
+        rows["family"] = self._numbers[namespace] * 256 + group
+        rows["shard"], rows["shards"], rows["live"] = np.arange(rows.shape[1]), rows.shape[1], 1
         table = self.segments.setdefault(segment, SegmentRows())
-        if not unbound and found.any_of(keys):
-            self.unbind(namespace, group, keys)
-        first = table.append(rows, keys)
-        base = segment * SEGMENT_ENTRIES + first
-        before = len(found)
-        found.update(keys, range(base, base + count * shards, shards))
-        table.live_blocks += count
+        table.live_blocks += len(rows)
         table.live_bytes += int(rows["length"].sum(dtype=np.int64))
-        # The same key twice in one call: the later one holds it.
-        if len(found) - before < count:
-            self._bury_losers(found, table, segment, first)
+        return table.append(rows, keys)
 
     def _bury_losers(self, found: KeyMap, table: SegmentRows, segment: int, first: int) -> None:
         for row in table.live_heads().tolist():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 
 import numpy as np
@@ -21,6 +20,8 @@ class KeyMap:
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        self._by_number = np.empty(_PARTS, np.object_)
+        self._by_number[:] = self._parts
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -37,21 +38,35 @@ class KeyMap:
         found = map(dict.get, self._homes(keys), keys, repeat(-1))
         return np.fromiter(found, np.int64, len(keys))
 
-    def any_of(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of them is there."""
-        return any(map(dict.__contains__, self._homes(keys), keys))
+    def add(self, keys: Sequence[bytes], entries: range) -> bool:
+        """Set the entries of keys; false, with nothing done, if one of them is there already or
+        named twice.
+        """
+        numbers = np.arange(entries.start, entries.stop, entries.step)
+        found = map(dict.setdefault, self._homes(keys), keys, entries)
+        new = np.fromiter(found, np.int64, len(keys)) == numbers
+        if new.all():
+            return True
+        for row in np.flatnonzero(new).tolist():
+            self.pop(keys[row])
+        return False
 
-    def update(self, keys: Sequence[bytes], entries: Iterable[int]) -> None:
-        """Set the entries of keys; of one that is there twice the last."""
-        deque(map(dict.__setitem__, self._homes(keys), keys, entries), maxlen=0)
+    def put(self, keys: Sequence[bytes], entries: range) -> None:
+        """Set the entries of keys, of one that is named twice the last."""
+        for home, key, entry in zip(self._homes(keys), keys, entries, strict=True):
+            home[key] = entry
 
     def pop(self, key: bytes) -> int:
         """Forget a key; its entry, -1 if it was not there."""
         return self._part(key).pop(key, -1)
 
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
-        parts = self._parts
-        return [parts[hash(key) >> _SHIFT & _PARTS - 1] for key in keys]
+        """The dict of each. At a restart there are millions of keys, so no line of Python is run
+        for each.
+        """
+        numbers = np.fromiter(map(hash, keys), np.int64, len(keys)) >> _SHIFT & _PARTS - 1
+        homes: list[dict[bytes, int]] = self._by_number[numbers].tolist()
+        return homes
 
     def _part(self, key: bytes) -> dict[bytes, int]:
         return self._parts[hash(key) >> _SHIFT & _PARTS - 1]
