@@ -101,7 +101,7 @@ class KVClient(Decisions):
         A session can end and another begin under one boot id.
         """
         link = None if self._caller.closed else self._keeper.link
-        return "" if link is None else f"{link.boot_id}/{link.welcome.session}"
+        return "" if link is None else link.session_id
 
     @property
     def contract(self) -> Contract:

@@ -29,6 +29,8 @@ from kvhearth.wire import Welcome
 KeysByGroup = Mapping[int, Sequence[bytes]]
 _TIERS = bytes(Tier)
 _DRAM = bytes([Tier.DRAM])
+_SLOT, _GENERATION = slice(0, 4), slice(20, 24)
+"""Of an extent's bytes."""
 
 
 class _OfGroup(Protocol):
@@ -183,6 +185,10 @@ def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> d
     Raises:
         KVHearthError: ``bad_message`` if the reply does not fit the question.
     """
+    if query.sent is query.asked and len(query.sent) == len(replies) == 1:
+        for (group, count), reply in zip(query.sent.items(), replies, strict=True):
+            if reply.group == group:
+                return {group: _bits(reply.bits, count)}
     by_group = _each_once(replies, query.sent)
     return {
         group: _padded(_bits(by_group[group].bits, count), query.asked[group])
@@ -240,27 +246,23 @@ def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.Gr
         KVHearthError: ``bad_group`` or ``bad_extents``.
     """
     _check_group(contract, group)
-    flat = _as_extents(extents)
-    return types_pb2.GroupSlots(
-        group=group,
-        slots=flat["slot"].tobytes(),
-        generations=flat["generation"].tobytes(),
-    )
+    slots, generations, _ = _slots_of(extents)
+    return types_pb2.GroupSlots(group=group, slots=slots, generations=generations)
 
 
-def pack_commit(contract: Contract, group: int, commit: CommitGroup) -> pb.GroupCommit:
-    """One group of a commit.
+def put_commit(contract: Contract, groups: Any, group: int, commit: CommitGroup) -> None:
+    """Append one group of a commit to ``groups``, a request's ``repeated GroupCommit``.
 
     Raises:
         KVHearthError: ``bad_group``, ``bad_keys``, ``bad_extents`` or ``bad_checksums``.
     """
     keys = _pack_keys(contract, group, commit.keys)
-    flat = _as_extents(commit.extents)
+    slots, generations, flat_count = _slots_of(commit.extents)
     count = len(commit.keys) * contract.groups[group].shards
-    if len(flat) != count:
+    if flat_count != count:
         raise KVHearthError(
             Reason.BAD_EXTENTS,
-            f"group {group}: {len(flat)} extents for {len(commit.keys)} keys, must be {count}",
+            f"group {group}: {flat_count} extents for {len(commit.keys)} keys, must be {count}",
         )
     checksums = b""
     if commit.checksums is not None:
@@ -273,11 +275,11 @@ def pack_commit(contract: Contract, group: int, commit: CommitGroup) -> pb.Group
         checksums = sums.tobytes()
     if commit.parent and len(commit.parent) != contract.hash_bytes:
         raise KVHearthError(Reason.BAD_KEYS, f"group {group}: parent is not a key")
-    return pb.GroupCommit(
+    groups.add(
         group=group,
         keys=keys,
-        slots=flat["slot"].tobytes(),
-        generations=flat["generation"].tobytes(),
+        slots=slots,
+        generations=generations,
         checksums=checksums,
         parent=commit.parent,
     )
@@ -309,11 +311,16 @@ def _shards(contract: Contract, group: int) -> int:
     return contract.groups[group].shards
 
 
-def _as_extents(extents: Records) -> Records:
+def _slots_of(extents: Records) -> tuple[bytes, bytes, int]:
+    """Slots and generations as they travel, and how many there are."""
     array = np.asarray(extents)
     if array.dtype != EXTENT_DTYPE:
         raise KVHearthError(Reason.BAD_EXTENTS, f"dtype {array.dtype} is not EXTENT_DTYPE")
-    return array.reshape(-1)
+    if array.size == 1:
+        record = array.tobytes()
+        return record[_SLOT], record[_GENERATION], 1
+    flat = array.reshape(-1)
+    return flat["slot"].tobytes(), flat["generation"].tobytes(), len(flat)
 
 
 def _each_once(replies: Collection[OfGroupT], wanted: Mapping[int, int]) -> dict[int, OfGroupT]:

@@ -168,14 +168,15 @@ class Decisions:
         own = understood(codec.own_commits, groups)
 
         def work() -> CommitResult:
-            link = self._caller.link()
+            link = self._caller.link_to_ask()
             _check_boot(link, boot_id)
             commits = _readable(own)
             try:
                 query = codec.count_commits(commits, link.welcome.keys_max)
                 computed = self._own_epoch() if epoch is None else epoch
-                packed = [codec.pack_commit(self._contract, *pair) for pair in commits.items()]
-                request = pb.CommitRequest(epoch=computed, groups=packed)
+                request = pb.CommitRequest(epoch=computed)
+                for group, item in commits.items():
+                    codec.put_commit(self._contract, request.groups, group, item)
                 reply = self._caller.call(link, base.COMMIT, request, self._call_s)
                 return CommitResult(codec.parse_bitmaps(query, reply.stored))
             except KVHearthError:

@@ -34,6 +34,11 @@ class Link:
         """Of the daemon."""
         return self.session.welcome.boot_id
 
+    @cached_property
+    def session_id(self) -> str:
+        """Of this attachment, among those of all boots."""
+        return f"{self.boot_id}/{self.welcome.session}"
+
     def close(self) -> None:
         """Let go of everything and say goodbye; the caller's copies have drained.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -39,6 +40,8 @@ class Session:
         self._retired = False
         # Held across the system call, so that a closed descriptor's number is never asked about.
         self._lock = threading.Lock()
+        self._events: select.poll | None = select.poll()
+        self._events.register(life_line, select.POLLIN)
         _live.add(self)
 
     def take_descriptors(self) -> list[int]:
@@ -54,14 +57,9 @@ class Session:
         if self._retired or os.getpid() != self._pid:
             return False
         with self._lock:
-            try:
-                # Nothing is ever sent after the welcome: a byte means as little good as the end.
-                self._life_line.recv(1, socket.MSG_PEEK)
-                return False
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
+            # Nothing is ever sent after the welcome: a byte means as little good as the end. A read
+            # would say the same by an exception, which costs three times as much.
+            return self._events is not None and not self._events.poll(0)
 
     def retire(self) -> None:
         """Make ``alive`` False for good, so that no copy begins; the life line stays open."""
@@ -78,12 +76,14 @@ class Session:
     def close(self) -> None:
         """Close the life line and descriptors that nobody took. Idempotent."""
         with self._lock:
+            self._events = None
             self._life_line.close()
         _close_all(self.take_descriptors())
 
     def leave_open(self) -> None:
         """Leave the life line to the end of the process, which is its goodbye."""
         with self._lock, contextlib.suppress(OSError):
+            self._events = None
             self._life_line.detach()
 
     def _forget(self) -> None:

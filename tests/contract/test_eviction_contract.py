@@ -50,6 +50,13 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policies[which].insert(slots, marks_of(slots) if known else None)
         self.members[which].update(slots.tolist())
 
+    @rule(which=which, seed=seeds)
+    def insert_one(self, which: int, seed: int) -> None:
+        free = set(range(self.slot_count)) - self.members[0] - self.members[1]
+        for slot in self.pick(seed, free, 1).tolist():
+            self.policies[which].insert_one(slot, int(marks_of(np.array([slot]))[0]))
+            self.members[which].add(slot)
+
     @rule(which=which, seed=seeds, count=counts)
     def remove(self, which: int, seed: int, count: int) -> None:
         slots = self.pick(seed, self.members[which], count)

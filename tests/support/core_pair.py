@@ -10,11 +10,14 @@ from support.core_kit import Rig, key
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError
+from kvhearth_server.core.actions import BindOne, SumOne
 from kvhearth_server.core.table import State
 
 
 def plain(value: Any) -> Any:
     """What can be compared with ``==``."""
+    if isinstance(value, BindOne | SumOne):
+        value = value.whole()
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, value.tobytes()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

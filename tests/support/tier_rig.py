@@ -17,7 +17,7 @@ import xxhash
 from support.core_kit import Rig
 
 from kvhearth.model import I64, U8, U32, Records
-from kvhearth_server.core.actions import Sum
+from kvhearth_server.core.actions import Sum, SumOne
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.state import flat
@@ -224,7 +224,9 @@ class TierRig(Rig):
             self._apply()
 
     def _apply(self) -> None:
-        self.to_sum += [each for each in self.state.take_actions() if isinstance(each, Sum)]
+        for each in self.state.take_actions():
+            if isinstance(each, Sum | SumOne):
+                self.to_sum.append(each.whole() if isinstance(each, SumOne) else each)
         self.counted.update(self.state.take_counts())
 
     def check(self) -> None:

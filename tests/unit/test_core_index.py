@@ -226,3 +226,12 @@ def test_one_key_has_the_hash_that_it_has_among_many(key: bytes, seed: int) -> N
     by = multipliers(seed)
     words = np.frombuffer(padded * 3, np.uint64).reshape(3, -1)
     assert hash_words(words, by).tolist() == [hash_one(padded, by.tolist())] * 3
+
+
+def test_bytes_that_look_like_a_hash_are_none() -> None:
+    """A slot's number, or two halves, may have the bytes that a search looks for."""
+    table = Buckets(8)
+    table.add_one(0x0200_0001, 6)
+    for value in (7, 0x0001_0000, 0x0000_0007, 0x0200_0001 >> 8, 0x0007_0000 | 1):
+        assert table.like(value) == []
+    assert table.like(0x0200_0001) == [6]

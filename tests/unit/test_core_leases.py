@@ -27,6 +27,23 @@ def test_leases_give_back_what_was_put_in() -> None:
     assert (len(leases), leases.slot_count) == (1, 1)
 
 
+def test_a_lease_on_one_slot_is_as_any_other() -> None:
+    ours, others = Leases(), Leases()
+    for leases in (ours, others):
+        leases[4] = np.array([1, 2], np.int64)
+    ours.enter_one(5, (1 << 30) - 1)
+    others[5] = np.array([(1 << 30) - 1], np.int64)
+    assert {number: (slots.dtype, slots.tolist()) for number, slots in ours.items()} == {
+        number: (slots.dtype, slots.tolist()) for number, slots in others.items()
+    }
+    assert (ours.slot_count, ours.nbytes) == (others.slot_count, others.nbytes) == (3, 12)
+    every = ours.all_slots()
+    assert every.dtype == others.all_slots().dtype == np.uint32
+    assert sorted(every.tolist()) == sorted(others.all_slots().tolist())
+    assert ours.pop(5).tolist() == [(1 << 30) - 1]
+    assert 5 not in ours
+
+
 def test_leases_on_the_same_blocks_may_not_name_slots_without_end() -> None:
     """The cap on what is held counts a slot once; each lease names it again."""
     rig = Rig(leased_slots_max=100, leases_max=1000)

@@ -14,7 +14,7 @@ from support.core_pair import Pair
 
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY
 from kvhearth_server.core.binding import CommitItem
-from kvhearth_server.core.single import Singles
+from kvhearth_server.core.single import Asked, Singles
 
 KEYS = 12
 PAIR = contract(full(), window(64), full(page_bytes=8192))
@@ -111,7 +111,7 @@ def test_what_is_not_plain_goes_the_general_way() -> None:
     assert single.commit(group, namespace, good)
     rig.state.take_actions()
     rig.check()
-    assert single.lookup(group, namespace, 0, key(2), 1) == -1
-    assert single.lookup(group, namespace, 0, key(1)[: KEY_BYTES - 1], 1) == -1
-    assert single.lookup(group, namespace, 7, key(1), 1) == -1
+    assert single.lookup(group, namespace, Asked(0, key(2), 1)) == -1
+    assert single.lookup(group, namespace, Asked(0, key(1)[: KEY_BYTES - 1], 1)) == -1
+    assert single.lookup(group, namespace, Asked(7, key(1), 1)) == -1
     rig.check()

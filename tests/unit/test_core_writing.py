@@ -8,7 +8,7 @@ from support.core_kit import Rig, contract, full, key, keys, refused, sums_of
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.actions import Bind, Mark, Sum
+from kvhearth_server.core.actions import BindOne, Mark, Sum, SumOne
 from kvhearth_server.core.table import State
 from kvhearth_server.core.writing import SlotsItem
 
@@ -83,8 +83,8 @@ def test_what_the_shell_is_told_comes_in_order() -> None:
     assert kinds == [
         (Mark, State.FREE),
         (Mark, State.RESERVED),
-        (Bind, State.COMMITTED),
-        (Sum, None),
+        (BindOne, State.COMMITTED),
+        (SumOne, None),
     ]
 
 

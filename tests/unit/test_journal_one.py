@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.core_shell import FakeFile
 
-from kvhearth_server.core.actions import Bind, Mark
+from kvhearth_server.core.actions import Bind, BindOne, Mark
 from kvhearth_server.core.table import Geometry, SlotTable, State
 from kvhearth_server.memory.journal import STATE_WORDS, Journal, identity_check, journal_bytes
 
@@ -24,7 +24,10 @@ def test_one_header_is_written_as_many_are(state: State) -> None:
         journal.mark(owner)
         for slot, parent, named in ((9, -1, b"k" * 17), (5, 9, b"l" * 64)):
             numbers = np.array([[slot]]), np.array([slot * 1000]), np.array([parent])
-            way(journal, Bind(*numbers, 4096, [named], 3, 2, 9, state))
+            bind = Bind(*numbers, 4096, [named], 3, 2, 9, state)
+            way(journal, bind)
+            one = BindOne(slot, slot, slot * 1000, parent, 4096, named, 3, 2, 9, state)
+            assert repr(one.whole()) == repr(bind)
         written.append(file.view.tobytes())
     assert written[0] == written[1]
     header = journal.headers[5]

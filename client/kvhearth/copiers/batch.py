@@ -113,6 +113,18 @@ def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
     return pages.astype(np.int64), extents.copy()
 
 
+def own_one(pages: I64, extents: Records) -> tuple[int, bytes] | None:
+    """The page and the record of a batch of one block; None for any other batch, and for what
+    ``own_arrays`` must look at.
+    """
+    plain = type(pages) is np.ndarray and type(extents) is np.ndarray
+    if not plain or pages.shape != (1,) or extents.shape != (1,):
+        return None
+    if extents.dtype != EXTENT_DTYPE or pages.dtype.kind not in "iu":
+        return None
+    return pages.item(), extents.tobytes()
+
+
 class Batch:
     """Which blocks of a batch are still ok, and why the others are not.
 

@@ -20,7 +20,7 @@ import xxhash
 
 from kvhearth import faults
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena, Run, own_arrays
+from kvhearth.copiers.batch import Batch, HeldArena, Run, own_arrays, own_one
 from kvhearth.copiers.single import Single
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.layout import PagedKV
@@ -36,6 +36,10 @@ PLAIN_RUN_BYTES = 64 << 20
 
 LOOP_COPY_BYTES = range(8 << 10, 2 << 20)
 """Lengths of one run at which a vector loop beats ``memmove`` (see ``_move``)."""
+
+
+_NOW = {kind: Ticket(0, kind, 1) for kind in CopyKind}
+"""Of one block that is copied in its caller's thread."""
 
 
 class _Job(NamedTuple):
@@ -150,9 +154,13 @@ class HostCopier:
         return ticket
 
     def _now(self, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done:
-        pages, extents = own_arrays(pages, extents)
+        one = own_one(pages, extents)
+        if one is None:
+            pages, extents = own_arrays(pages, extents)
         self._book.begin_unticketed()
         try:
+            if one is not None:
+                return self._run_one(_NOW[kind], boot_id, *one)
             return self._run(_Job(Ticket(0, kind, len(extents)), boot_id, pages, extents))
         finally:
             self._book.end_unticketed()
@@ -169,9 +177,10 @@ class HostCopier:
             return copy_failed(job.ticket)
 
     def _run(self, job: _Job) -> Done:
-        started = time.perf_counter()
         if len(job.extents) == 1:
-            return self._run_one(job, started)
+            page, record = int(job.pages[0]), job.extents.tobytes()
+            return self._run_one(job.ticket, job.boot_id, page, record)
+        started = time.perf_counter()
         batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
         checksums = None
         if job.ticket.kind is CopyKind.STORE:
@@ -183,17 +192,18 @@ class HostCopier:
         batch.judge()
         return batch.done(job.ticket, checksums, time.perf_counter() - started)
 
-    def _run_one(self, job: _Job, started: float) -> Done:
-        block = Single(self._kv, self._arena, job.boot_id, job.pages, job.extents)
+    def _run_one(self, ticket: Ticket, boot_id: str, page: int, record: bytes) -> Done:
+        started = time.perf_counter()
+        block = Single(self._kv, self._arena, boot_id, page, record)
         checksum = None
-        if job.ticket.kind is CopyKind.STORE:
+        if ticket.kind is CopyKind.STORE:
             checksum = self._mover.store_one(block)
             faults.hit("copier.store_done")
         else:
             self._mover.load_one(block)
             faults.hit("copier.load_done")
         block.judge()
-        return block.done(job.ticket, checksum, time.perf_counter() - started)
+        return block.done(ticket, checksum, time.perf_counter() - started)
 
 
 class _Mover:
@@ -211,6 +221,7 @@ class _Mover:
         self._verify = verify
         self._parts = kv.host_parts()
         self._stack = kv.host_stack()
+        self._single = self._parts[0] if len(self._parts) == 1 else None
         self._bytes = {segment: view.data for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
@@ -248,9 +259,9 @@ class _Mover:
         """As ``store``, of one block."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
-            self._copy_slots(block.run, 0, 1, to_arena=True)
+            self._copy_one(block, to_arena=True)
             if self._sums:
-                checksum = self._digest(block.run, 0)
+                checksum = self._sum(block.segment, block.offset)
             faults.hit("copier.store_block")
         return checksum
 
@@ -259,10 +270,10 @@ class _Mover:
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return
-        if expected is not None and self._digest(block.run, 0) != expected:
+        if expected is not None and self._sum(block.segment, block.offset) != expected:
             block.failure = BlockFailure.CHECKSUM_MISMATCH
             return
-        self._copy_slots(block.run, 0, 1, to_arena=False)
+        self._copy_one(block, to_arena=False)
         faults.hit("copier.load_block")
 
     def _blocks_max(self, summed: bool) -> int:
@@ -270,8 +281,24 @@ class _Mover:
         return max(1, run_bytes // self._kv.page_bytes)
 
     def _digest(self, run: Run, index: int) -> bytes:
-        start = run.offset + index * run.step_bytes
-        return xxhash.xxh3_128_digest(self._bytes[run.segment][start : start + self._kv.page_bytes])
+        return self._sum(run.segment, run.offset + index * run.step_bytes)
+
+    def _sum(self, segment: int, offset: int) -> bytes:
+        return xxhash.xxh3_128_digest(self._bytes[segment][offset : offset + self._kv.page_bytes])
+
+    def _copy_one(self, block: Single, *, to_arena: bool) -> None:
+        """Copy one block, without a plan where its page is one run."""
+        page_bytes = self._kv.page_bytes
+        if self._single is None:
+            run = Run([0], page_bytes, block.segment, block.offset, block.page)
+            self._copy_slots(run, 0, 1, to_arena=to_arena)
+            return
+        page: U8 = self._single[block.page]
+        slot = self._arena.views[block.segment][block.offset : block.offset + page_bytes]
+        if to_arena:
+            _move(page, slot)
+        else:
+            _move(slot, page)
 
     def _copy(self, batch: Batch, run: Run, *, to_arena: bool) -> None:
         """Copy the blocks of a run that are ok: all by one call, or one by one if some are not."""

@@ -80,6 +80,7 @@ class Stock:
         self._answer_count = 0
         self._worker = Worker("kvhearth-stock", self._step, self._recover)
         self._changed = self._worker.changed
+        self._lock = self._worker.lock
         self._worker.start()
 
     @property
@@ -110,15 +111,15 @@ class Stock:
         if self._worker.foreign:
             return Slots("", "", self._empty[kv_group])
         count = min(count, self._blocks_max[kv_group])
-        with self._changed:
+        with self._lock:
             self._follow_session()
             if wait_s > 0 and len(self._held[kv_group]) < count:
                 self._wait(kv_group, count, wait_s)
             if self._worker.stopping:
                 return Slots("", "", self._empty[kv_group])
             held = self._held[kv_group]
-            self._held[kv_group] = held[count:]
-            if len(self._held[kv_group]) <= self._low(kv_group):
+            self._held[kv_group] = left = held[count:]
+            if len(left) <= self._low(kv_group):
                 self._changed.notify_all()
             return Slots(self._boot_id, self._session_id, held[:count])
 

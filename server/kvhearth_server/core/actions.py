@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from kvhearth.model import I64, U32
 from kvhearth_server.core.table import State
@@ -37,6 +40,35 @@ class Bind:
     state: State
 
 
+class BindOne(NamedTuple):
+    """As ``Bind``, of one block of one slot, handed out at ``generation``, in plain numbers."""
+
+    slot: int
+    generation: int
+    sequence: int
+    parent: int
+    length: int
+    key: bytes
+    namespace: int
+    group: int
+    epoch: int
+    state: State
+
+    def whole(self) -> Bind:
+        """The same, as the general action."""
+        return Bind(
+            np.array([[self.slot]], np.int64),
+            np.array([self.sequence], np.int64),
+            np.array([self.parent], np.int64),
+            self.length,
+            [self.key],
+            self.namespace,
+            self.group,
+            self.epoch,
+            self.state,
+        )
+
+
 @dataclass(frozen=True)
 class Summed:
     """Write the checksums of slots (flat) and then their state."""
@@ -54,6 +86,17 @@ class Sum:
     generations: U32
 
 
+class SumOne(NamedTuple):
+    """As ``Sum``, of one block of one slot, in plain numbers."""
+
+    slot: int
+    generation: int
+
+    def whole(self) -> Sum:
+        """The same, as the general action."""
+        return Sum(np.array([[self.slot]], np.int64), np.array([[self.generation]], np.uint32))
+
+
 @dataclass(frozen=True)
 class SlabSized:
     """Write the slot size that a slab has from now on (0: none)."""
@@ -67,4 +110,4 @@ class Catalogue:
     """Make namespaces and groups durable."""
 
 
-Action = Mark | Bind | Summed | Sum | SlabSized | Catalogue
+Action = Mark | Bind | BindOne | Summed | Sum | SumOne | SlabSized | Catalogue

@@ -48,8 +48,11 @@ class Index:
         self._by_numbers = self._by.tolist()
         self._tables: dict[tuple[int, int], Buckets] = {}
         self._key_bytes = np.zeros(slot_count, np.uint8)
+        self._sizes = self._key_bytes.data
         # By words of a key; most daemons see one width. Rows that no slot used take no memory.
         self._rows: dict[int, _U64] = {}
+        # The same as bytes, by bytes of a row: for one key numpy costs more than the search.
+        self._blobs: dict[int, memoryview] = {}
         self._after = after
 
     def __len__(self) -> int:
@@ -94,9 +97,9 @@ class Index:
         return self._find_one(table, key)
 
     def _find_one(self, table: Buckets, key: bytes) -> int:
-        rows = self._rows[_width(table.key_bytes)]
-        padded = _padded(key)
-        return _among(table.like(hash_one(padded, self._by_numbers)), rows, padded)
+        padded = _padded(key) if len(key) % _WORD_BYTES else key
+        like = table.like(hash_one(padded, self._by_numbers))
+        return _among(like, self._blobs[len(padded)], padded) if like else -1
 
     def _find_runs(self, table: Buckets, words: _U64) -> I64:
         """Heads of keys; those of a chain whose blocks lie side by side are not hashed."""
@@ -147,13 +150,16 @@ class Index:
 
     def bind_new(self, namespace: int, group: int, key: bytes, head: int) -> bool:
         """As ``bind``, of one key; False, with nothing changed, if it is bound already."""
-        table = self._table_for(namespace, group, len(key))
-        padded = _padded(key)
-        value, rows = hash_one(padded, self._by_numbers), self._rows[_width(len(key))]
-        if _among(table.like(value), rows, padded) >= 0:
+        table = self._tables.get((namespace, group))
+        if table is None or table.key_bytes != len(key):
+            table = self._table_for(namespace, group, len(key))
+        padded = _padded(key) if len(key) % _WORD_BYTES else key
+        size, value = len(padded), hash_one(padded, self._by_numbers)
+        blob, like = self._blobs[size], table.like(value)
+        if like and _among(like, blob, padded) >= 0:
             return False
-        rows[head] = np.frombuffer(padded, np.uint64)
-        self._key_bytes[head] = len(key)
+        blob[head * size : (head + 1) * size] = padded
+        self._sizes[head] = len(key)
         table.add_one(value, head)
         return True
 
@@ -165,7 +171,8 @@ class Index:
             raise ValueError(f"a key of {key_bytes} bytes among keys of {table.key_bytes}")
         width = _width(key_bytes)
         if width not in self._rows:
-            self._rows[width] = np.zeros((len(self._key_bytes), width), np.uint64)
+            rows = self._rows[width] = np.zeros((len(self._key_bytes), width), np.uint64)
+            self._blobs[width * _WORD_BYTES] = rows.reshape(-1).view(np.uint8).data
         return table
 
     def key(self, head: int) -> bytes:
@@ -245,10 +252,11 @@ def _width(key_bytes: int) -> int:
     return -(-key_bytes // _WORD_BYTES)
 
 
-def _among(heads: list[int], rows: _U64, padded: bytes) -> int:
+def _among(heads: list[int], blob: memoryview, padded: bytes) -> int:
     """The one of these heads that has the key; -1 if none does."""
+    size = len(padded)
     for head in heads:
-        if rows[head].tobytes() == padded:
+        if blob[head * size : (head + 1) * size].tobytes() == padded:
             return head
     return -1
 

@@ -17,13 +17,19 @@ class Leases(MutableMapping[int, I64]):
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, U32] = {}
+        self._slots: dict[int, U32 | int] = {}
+        """A lease on one slot may stand here as its number: an array costs more to make."""
 
     def __getitem__(self, lease_id: int) -> I64:
-        return self._slots[lease_id].astype(np.int64)
+        slots = self._slots[lease_id]
+        return np.array([slots], np.int64) if isinstance(slots, int) else slots.astype(np.int64)
 
     def __setitem__(self, lease_id: int, slots: I64) -> None:
         self._slots[lease_id] = slots.astype(np.uint32)
+
+    def enter_one(self, lease_id: int, slot: int) -> None:
+        """As ``self[lease_id] = slots``, of one slot."""
+        self._slots[lease_id] = slot
 
     def __delitem__(self, lease_id: int) -> None:
         del self._slots[lease_id]
@@ -39,14 +45,16 @@ class Leases(MutableMapping[int, I64]):
 
     def all_slots(self) -> U32:
         """The slots of all leases, one after the other; shape (slots held,)."""
-        return np.concatenate([np.zeros(0, np.uint32), *self._slots.values()])
+        each = self._slots.values()
+        ones = np.array([slots for slots in each if isinstance(slots, int)], np.uint32)
+        return np.concatenate([ones, *(slots for slots in each if not isinstance(slots, int))])
 
     @property
     def slot_count(self) -> int:
         """Slots held, each once for every lease on it."""
-        return sum(map(len, self._slots.values()))
+        return self.nbytes // 4
 
     @property
     def nbytes(self) -> int:
         """What the lists take."""
-        return sum(slots.nbytes for slots in self._slots.values())
+        return sum(4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())

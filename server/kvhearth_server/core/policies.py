@@ -25,22 +25,37 @@ class PolicySet:
 
     def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes] | None) -> None:
         """Admit heads, coldest first; ``keys`` in the same order, or None for an adopted arena."""
-        place = (namespace, slot_bytes)
-        policy = self._policies.get(place)
-        if policy is None:
-            policy = self._policies[place] = make_policy(self._name, self._arrays)
+        policy = self._policy_for(namespace, slot_bytes)
         if keys is None:
             policy.insert(heads)
             return
         if len(keys) == 1:
-            policy.insert(heads, np.array([hash(keys[0]) & 0xFFFFFFFF], np.uint32))
+            policy.insert_one(int(heads[0]), hash(keys[0]) & 0xFFFFFFFF)
             return
         marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
         policy.insert(heads, marks)
 
+    def insert_one(self, namespace: int, slot_bytes: int, head: int, key: bytes) -> None:
+        """As ``insert``, of one head."""
+        policy = self._policies.get((namespace, slot_bytes))
+        if policy is None:
+            policy = self._policy_for(namespace, slot_bytes)
+        policy.insert_one(head, hash(key) & 0xFFFFFFFF)
+
+    def _policy_for(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
+        place = (namespace, slot_bytes)
+        policy = self._policies.get(place)
+        if policy is None:
+            policy = self._policies[place] = make_policy(self._name, self._arrays)
+        return policy
+
     def touch(self, heads: Pick) -> None:
         """Mark heads of any policies as used."""
         self._arrays.touch(heads)
+
+    def touch_one(self, head: int) -> None:
+        """As ``touch``, of one head."""
+        self._arrays.touch_one(head)
 
     def remove(self, table: SlotTable, heads: I64) -> None:
         """Let heads go without counting them as evicted."""

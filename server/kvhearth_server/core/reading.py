@@ -10,14 +10,14 @@ import numpy as np
 
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, U8, Bools, Records, Tier
+from kvhearth.model import EXTENT_DTYPE, I64, U8, Bools, Records, Tier
 from kvhearth_server.core.below import Wish
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holding import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lookup import Need, blocks_needed, hit_boundaries
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.single import Singles
+from kvhearth_server.core.single import Asked, Singles
 from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
 from kvhearth_server.core.whole import Wholes
@@ -172,18 +172,29 @@ class Reading:
         self, group: Group, namespace: Namespace, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
         """As ``_lookup_plain``, of one key."""
-        state = self._state
-        head = self._singles.lookup(group, namespace, item.kv_group, item.keys[0], lease_id)
-        if head < 0:
+        one = Asked(item.kv_group, item.keys[0], lease_id)
+        extent = self.lookup_one(group, namespace, one, now)
+        if extent is None:
             return None
-        slots = np.array([head], np.int64)
-        self._mark_used(slots)
-        group.leases[lease_id] = slots
-        group.leased_at[lease_id] = now
         spec = namespace.contract.groups[item.kv_group]
-        extents = state.table.extents(slots, spec.page_bytes, summed=True)
+        extents = np.frombuffer(bytearray(extent), EXTENT_DTYPE)
         presence = Presence.of_whole(item.kv_group, extents)
         return Found(lease_id, spec.block_tokens, [presence], None, [])
+
+    def lookup_one(
+        self, group: Group, namespace: Namespace, one: Asked, now: float
+    ) -> bytes | None:
+        """As ``lookup`` with a lease, of one key of a session of a living group: its extent, or
+        None, with nothing changed: ask ``lookup``.
+        """
+        head = self._singles.lookup(group, namespace, one)
+        if head < 0:
+            return None
+        self._singles.mark_used(head)
+        group.leases.enter_one(one.lease_id, head)
+        group.leased_at[one.lease_id] = now
+        spec = namespace.contract.groups[one.kv_group]
+        return self._singles.extent(head, spec.page_bytes)
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]

@@ -7,11 +7,13 @@ answer is "no" with nothing changed, and the general way decides, refuses and fi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
-from kvhearth.model import CHECKSUM_BYTES, U8
-from kvhearth_server.core.actions import Bind, Sum
+from kvhearth.model import CHECKSUM_BYTES, EXTENT_RECORD, FLAG_SUMMED, FLAG_VERIFY
+from kvhearth_server.core.actions import BindOne, SumOne
 from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
@@ -21,11 +23,30 @@ from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.table import State
 
 # A member of an enumeration costs a search each time it is named.
-_RESERVED, _SUMMED = int(State.RESERVED), int(State.SUMMED)
+_RESERVED, _COMMITTED, _SUMMED = int(State.RESERVED), int(State.COMMITTED), int(State.SUMMED)
 _BOUND = (State.COMMITTED, State.SUMMED)
 """By whether the checksum is known."""
 _FULL, _STORED = GroupKind.FULL, EventKind.STORED
 _ONE_SUM = (1, 1, CHECKSUM_BYTES)
+
+
+class One(NamedTuple):
+    """One key of a KV group to bind to one slot; ``checksum`` and ``parent`` may be empty."""
+
+    kv_group: int
+    key: bytes
+    slot: int
+    generation: int
+    checksum: bytes
+    parent: bytes
+
+
+class Asked(NamedTuple):
+    """One key of a KV group that a lease is wanted on."""
+
+    kv_group: int
+    key: bytes
+    lease_id: int
 
 
 class Singles:
@@ -35,8 +56,11 @@ class Singles:
         self._state = state
         table = state.table
         self._stride = table.geometry.stride
+        self._slab_bytes = table.geometry.slab_bytes
         self._slot_count = table.geometry.slot_count
         self._slab_slot_bytes = table.slab_slot_bytes.data
+        self._slab_segment = table.slab_segment.data
+        self._slab_first = table.slab_first.data
         self._slot_state = table.state.data
         self._owner = table.owner.data
         self._generation = table.generation
@@ -50,23 +74,30 @@ class Singles:
         self._parent = table.parent.data
         self._refs = table.refs.data
         self._pins = table.pins.data
-        self._checksum: U8 = table.checksum.view(np.uint8)
+        self._checksum = table.checksum.view(np.uint8).data
 
     def commit(self, group: Group, namespace: Namespace, item: CommitItem) -> bool:
         """Bind one new key to its slot; False: see the module."""
-        state = self._state
-        spec = self._spec(namespace, item.kv_group)
-        if spec is None or len(item.keys) != 1 or item.slots.shape != (1, 1):
-            return False
-        if item.generations.shape != (1, 1) or len(item.parent) not in (0, len(item.keys[0])):
+        if len(item.keys) != 1 or item.slots.shape != (1, 1) or item.generations.shape != (1, 1):
             return False
         if item.checksums is not None and item.checksums.shape != _ONE_SUM:
             return False
-        slot, (key,) = int(item.slots[0, 0]), item.keys
-        size = state.slot_bytes(spec)
-        if not self._is_reserved(group, slot, int(item.generations[0, 0]), size):
+        checksum = b"" if item.checksums is None else item.checksums.tobytes()
+        (key,), slot, generation = item.keys, item.slots.item(), item.generations.item()
+        one = One(item.kv_group, key, slot, generation, checksum, item.parent)
+        return self.bind(group, namespace, one)
+
+    def bind(self, group: Group, namespace: Namespace, one: One) -> bool:
+        """As ``commit``, of plain numbers; the checksum has its length or none."""
+        state = self._state
+        kv_group, key, slot, generation, checksum, parent = one
+        spec = self._spec(namespace, kv_group)
+        if spec is None or len(parent) not in (0, len(key)):
             return False
-        if not state.index.bind_new(namespace.number, item.kv_group, key, slot):
+        size = state.slot_bytes(spec)
+        if not self._is_reserved(group, slot, generation, size):
+            return False
+        if not state.index.bind_new(namespace.number, kv_group, key, slot):
             return False
         books = state.ledger.segments[group.segment]
         books.reserved -= size
@@ -74,25 +105,24 @@ class Singles:
         group.stock_bytes -= size
         namespace.blocks += 1
         state.loosened += 1
-        self._fill(namespace, item, slot)
-        if item.parent:
-            before = state.index.find_one(namespace.number, item.kv_group, item.parent)
+        self._fill(namespace, one)
+        if parent:
+            before = state.index.find_one(namespace.number, kv_group, parent)
             if before not in (-1, slot):
                 state.chains.link(before, slot)
-        state.policies.insert(namespace.number, size, item.slots[0], [key])
-        self._announce(namespace, item, slot, spec.page_bytes)
-        if item.checksums is not None:
-            state.offers.offer(item.slots[:, 0])
+        state.policies.insert_one(namespace.number, size, slot, key)
+        self._announce(namespace, one, spec.page_bytes)
+        if checksum and state.offers.on:
+            state.offers.offer(np.array([slot], np.int64))
         return True
 
-    def lookup(
-        self, group: Group, namespace: Namespace, kv_group: int, key: bytes, lease_id: int
-    ) -> int:
+    def lookup(self, group: Group, namespace: Namespace, asked: Asked) -> int:
         """Hold one key's block and count that; its head, or -1: see the module.
 
         The caller enters the lease and marks the block as used.
         """
         state = self._state
+        kv_group, key, lease_id = asked
         spec = self._spec(namespace, kv_group)
         if spec is None or spec.kind is not _FULL:
             return -1
@@ -111,12 +141,39 @@ class Singles:
             books.held += size
         books.leased_slots += 1
         self._refs[head] += 1
-        state.count("leased_keys")
-        state.count("leased_bytes", spec.page_bytes)
-        state.count("lookups")
-        state.count("lookup_keys")
-        state.count("hit_keys")
+        state.count_all(
+            {
+                ("leased_keys", ""): 1,
+                ("leased_bytes", ""): spec.page_bytes,
+                ("lookups", ""): 1,
+                ("lookup_keys", ""): 1,
+                ("hit_keys", ""): 1,
+            }
+        )
         return head
+
+    def mark_used(self, head: int) -> None:
+        """A bound head was asked for."""
+        state = self._state
+        state.policies.touch_one(head)
+        self._used_at[head] = state.tick()
+        if state.offers.on:
+            state.offers.used(np.array([head], np.int64))
+
+    def extent(self, slot: int, length: int) -> bytes:
+        """As ``SlotTable.extents`` of one SUMMED slot: its record."""
+        slab, row = divmod(slot, self._stride)
+        offset = (slab - self._slab_first[slab]) * self._slab_bytes
+        start = slot * CHECKSUM_BYTES
+        return EXTENT_RECORD.pack(
+            slot,
+            self._slab_segment[slab],
+            self._flags[slot] & FLAG_VERIFY | FLAG_SUMMED,
+            offset + row * self._slab_slot_bytes[slab],
+            length,
+            self._generation.item(slot),
+            self._checksum[start : start + CHECKSUM_BYTES].tobytes(),
+        )
 
     def _spec(self, namespace: Namespace, kv_group: int) -> GroupSpec | None:
         groups = namespace.contract.groups
@@ -133,40 +190,41 @@ class Singles:
             and self._slab_slot_bytes[slot // self._stride] == size
         )
 
-    def _fill(self, namespace: Namespace, item: CommitItem, slot: int) -> None:
+    def _fill(self, namespace: Namespace, one: One) -> None:
+        slot, checksum = one.slot, one.checksum
         self._namespace[slot] = namespace.number
-        self._group[slot] = item.kv_group
+        self._group[slot] = one.kv_group
         self._epoch[slot] = namespace.epoch
         self._owner[slot] = self._flags[slot] = self._sunk[slot] = 0
         self._used_at[slot] = self._state.tick()
-        if item.checksums is None:
-            self._slot_state[slot] = int(_BOUND[False])
+        if not checksum:
+            self._slot_state[slot] = _COMMITTED
             return
         start = slot * CHECKSUM_BYTES
-        self._checksum[start : start + CHECKSUM_BYTES] = item.checksums[0, 0]
+        self._checksum[start : start + CHECKSUM_BYTES] = checksum
         self._slot_state[slot] = _SUMMED
 
-    def _announce(self, namespace: Namespace, item: CommitItem, slot: int, page_bytes: int) -> None:
-        state, keys = self._state, [item.keys[0]]
+    def _announce(self, namespace: Namespace, one: One, page_bytes: int) -> None:
+        state, slot, summed = self._state, one.slot, bool(one.checksum)
         state.sequence += 1
         self._sequence[slot] = state.sequence
         state.actions.append(
-            Bind(
-                item.slots,
-                np.array([state.sequence], np.int64),
-                np.array([self._parent[slot] - 1], np.int64),
+            BindOne(
+                slot,
+                one.generation,
+                state.sequence,
+                self._parent[slot] - 1,
                 page_bytes,
-                keys,
+                one.key,
                 namespace.number,
-                item.kv_group,
+                one.kv_group,
                 namespace.epoch,
-                _BOUND[item.checksums is not None],
+                _BOUND[summed],
             )
         )
-        state.count("stored_blocks")
-        state.count("stored_bytes", page_bytes)
-        if item.checksums is None:
-            state.actions.append(Sum(item.slots, item.generations))
+        state.count_all({("stored_blocks", ""): 1, ("stored_bytes", ""): page_bytes})
+        if not summed:
+            state.actions.append(SumOne(slot, one.generation))
             return
         state.count("summed_blocks")
-        state.events.append(_STORED, namespace.number, item.kv_group, keys, tier="dram")
+        state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier="dram")

@@ -17,7 +17,7 @@ from kvhearth_server.core.groups import Group, Handed
 from kvhearth_server.core.holding import hold_room
 from kvhearth_server.core.membership import put_aside, take_from_aside
 from kvhearth_server.core.namespaces import Namespace, check_epoch
-from kvhearth_server.core.single import Singles
+from kvhearth_server.core.single import One, Singles
 from kvhearth_server.core.state import CoreState, flat, require
 from kvhearth_server.core.table import State
 
@@ -189,6 +189,12 @@ class Writing:
                 "one slot is named twice in the same commit",
             )
         return [self._binder.bind(group, namespace, item) for item in items]
+
+    def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: One) -> bool:
+        """As ``commit``, of one key of a session of a living group; False, with nothing changed:
+        ask ``commit``.
+        """
+        return epoch == namespace.epoch and self._singles.bind(group, namespace, one)
 
     def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
         state = self._state

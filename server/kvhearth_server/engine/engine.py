@@ -26,7 +26,17 @@ from kvhearth.faults import hit
 from kvhearth.model import EXTENT_BYTES, I64, U32
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello, SegmentInfo, Welcome
-from kvhearth_server.core.actions import Action, Bind, Catalogue, Mark, SlabSized, Sum, Summed
+from kvhearth_server.core.actions import (
+    Action,
+    Bind,
+    BindOne,
+    Catalogue,
+    Mark,
+    SlabSized,
+    Sum,
+    Summed,
+    SumOne,
+)
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
@@ -102,6 +112,7 @@ class Engine:
         self.ticks = TickClock(self.started_at)
         self.eviction_ages = Histogram(AGE_BOUNDS)
         self.to_sum: deque[Sum] = deque()
+        self._ones_to_sum: list[SumOne] = []
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.wake: Callable[[], None] = lambda: None
         self.adopted_blocks = 0
@@ -125,7 +136,18 @@ class Engine:
         try:
             return function(*args, **kwargs)
         finally:
-            self._apply()
+            self._act()
+            self.settle()
+
+    def call_first(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As ``call``, but what no answer waits for is left to ``settle``: the caller answers and
+        then settles, before anything else runs on the loop.
+        """
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if self.core.state.actions:
+                self._act()
 
     def authenticate(self, token: str) -> Session:
         """The session of a gRPC token.
@@ -301,11 +323,18 @@ class Engine:
 
     # -- actions -----------------------------------------------------------------------------------
 
-    def _apply(self) -> None:
+    def _act(self) -> None:
+        """What must be done before an answer leaves."""
+        for action in self.core.state.take_actions():
+            self._do(action)
+
+    def settle(self) -> None:
+        """What may be done after it; nothing, if that is done."""
         state = self.core.state
-        if state.actions:
-            for action in state.take_actions():
-                self._do(action)
+        if self._ones_to_sum:
+            ones, self._ones_to_sum = self._ones_to_sum, []
+            self.to_sum += [one.whole() for one in ones]
+            self.wake()
         if state.counts:
             self.counters.add_all(state.take_counts())
         if state.evicted_at:
@@ -315,26 +344,15 @@ class Engine:
             self.tiering.nudge()
 
     def _do(self, action: Action) -> None:
-        if isinstance(action, Sum):
+        if isinstance(action, SumOne):
+            self._ones_to_sum.append(action)
+        elif isinstance(action, Sum):
             self.to_sum.append(action)
             self.wake()
         elif isinstance(action, Catalogue):
             self.write_catalogue()
         elif self.journal is not None:
-            self._record(self.journal, action)
-
-    def _record(self, journal: Journal, action: Action) -> None:
-        match action:
-            case Mark():
-                journal.mark(action)
-            case Bind():
-                journal.bind(action)
-            case Summed():
-                journal.summed(action)
-            case SlabSized():
-                journal.slab(action)
-            case _:
-                raise TypeError(f"no journal entry for {type(action).__name__}")
+            _record(self.journal, action)
 
     def write_catalogue(self) -> None:
         """Make namespaces and groups durable, where anything is."""
@@ -348,3 +366,19 @@ class Engine:
                 self.arena.write_catalogue(whole)
                 self._written_version = version
             self.ssd_catalogue.write(content)
+
+
+def _record(journal: Journal, action: Action) -> None:
+    match action:
+        case BindOne():
+            journal.bind_one(action)
+        case Mark():
+            journal.mark(action)
+        case Bind():
+            journal.bind(action)
+        case Summed():
+            journal.summed(action)
+        case SlabSized():
+            journal.slab(action)
+        case _:
+            raise TypeError(f"no journal entry for {type(action).__name__}")

@@ -11,6 +11,7 @@ apart, so that no flipped bit turns one into another.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
 from kvhearth.model import CHECKSUM_BYTES, I64, U32, Records
-from kvhearth_server.core.actions import Bind, Mark, SlabSized, Summed
+from kvhearth_server.core.actions import Bind, BindOne, Mark, SlabSized, Summed
 from kvhearth_server.core.state import flat
 from kvhearth_server.core.table import Geometry, SlotTable, State
 from kvhearth_server.memory.segments import Segment
@@ -61,6 +62,7 @@ _OWNER_END = HEADER_DTYPE.fields["identity_check"][1]  # type: ignore[index]
 _CHECKS = struct.Struct(f"<Q{CHECKSUM_BYTES}sQ")
 """The fields from the identity's check to the checksum's."""
 _SEQUENCE_AT = HEADER_DTYPE.fields["sequence"][1]  # type: ignore[index]
+_STATE_AT = HEADER_DTYPE.fields["state"][1]  # type: ignore[index]
 
 IDENTITY_WORDS = 14
 HEADER_BYTES = HEADER_DTYPE.itemsize
@@ -77,6 +79,11 @@ STATE_WORDS: dict[State, int] = {
 
 READERS = 0xFFFF_FFFF
 """The owner of a slot that only readers keep from reuse; a group's number is many bits away."""
+
+# A member of an enumeration costs a search each time it is named, and more as a key.
+_SUMMED, _SUMMED_WORD = State.SUMMED, STATE_WORDS[State.SUMMED]
+_COMMITTED_WORD = STATE_WORDS[State.COMMITTED]
+_NO_SUM, _NO_OWNER = bytes(CHECKSUM_BYTES), bytes(4)
 
 _PRIME_NUMBER = 0x9E3779B97F4A7C15
 _PRIME = np.uint64(_PRIME_NUMBER)
@@ -111,7 +118,7 @@ def mix(
     return value
 
 
-def _mix_row(row: list[int], value: int) -> int:
+def _mix_row(row: Sequence[int], value: int) -> int:
     """As ``mix``, of one row."""
     for word in row:
         value = (value ^ word) * _PRIME_NUMBER & _WORD
@@ -163,7 +170,8 @@ class Journal:
         end = slabs + geometry.slot_count * HEADER_BYTES
         self.headers: Records = segment.view[slabs:end].view(HEADER_DTYPE)
         self._bytes = segment.view[slabs:end].data
-        self._states = self.headers["state"]
+        self._halves = self._bytes.cast("I")
+        """Of words: stores into it are whole, as a state's must be."""
 
     def mark(self, action: Mark) -> None:
         """New states of slots; owner and generation first."""
@@ -180,10 +188,24 @@ class Journal:
         """Headers of blocks just committed. The owner stays until the state changes: a crash in
         between leaves the slots reserved.
         """
-        if action.slots.size == 1:
-            self._bind_one(action, int(action.slots[0, 0]))
-        else:
+        if action.slots.size != 1:
             self._bind_many(action)
+            return
+        (key,), slot = action.keys, int(action.slots[0, 0])
+        self.bind_one(
+            BindOne(
+                slot,
+                self._table.generation.item(slot),
+                int(action.sequences[0]),
+                int(action.parents[0]),
+                action.length,
+                key,
+                action.namespace,
+                action.group,
+                action.epoch,
+                action.state,
+            )
+        )
 
     def _bind_many(self, action: Bind) -> None:
         slots = flat(action.slots)
@@ -217,9 +239,9 @@ class Journal:
         self.headers["state"][slots[half:]] = word
         hit("journal.bind_state")
 
-    def _bind_one(self, action: Bind, slot: int) -> None:
+    def bind_one(self, action: BindOne) -> None:
         """As ``bind``, of one slot: packing its header costs a tenth of filling arrays."""
-        (key,), sequence, parent = action.keys, int(action.sequences[0]), int(action.parents[0])
+        slot, parent, key = action.slot, action.parent, action.key
         before = 0
         if parent >= 0:
             at = parent * HEADER_BYTES + _SEQUENCE_AT
@@ -234,24 +256,24 @@ class Journal:
             0,
             1,
             action.length,
-            sequence,
+            action.sequence,
             before,
             key,
-            self._table.generation.item(slot),
+            action.generation,
         )
         # The upper half of the last word is the owner, which is not part of it.
-        check = _mix_row(list(_WORDS.unpack(identity + bytes(4))), _SEED_NUMBER)
-        checksum, summed = bytes(CHECKSUM_BYTES), 0
-        if action.state is State.SUMMED:
-            checksum = self._table.checksum[slot].tobytes()
-            summed = _mix_row(list(_SUM_WORDS.unpack(checksum)), check)
+        check = _mix_row(_WORDS.unpack(identity + _NO_OWNER), _SEED_NUMBER)
+        checksum, summed, word = _NO_SUM, 0, _COMMITTED_WORD
+        if action.state is _SUMMED:
+            checksum, word = self._table.checksum[slot].tobytes(), _SUMMED_WORD
+            summed = _mix_row(_SUM_WORDS.unpack(checksum), check)
         start = slot * HEADER_BYTES
         self._bytes[start : start + _IDENTITY.size] = identity
         start += _OWNER_END
         self._bytes[start : start + _CHECKS.size] = _CHECKS.pack(check, checksum, summed)
         hit("journal.bind_fields")
         hit("journal.bind_half")
-        self._states[slot] = STATE_WORDS[action.state]
+        self._halves[(slot * HEADER_BYTES + _STATE_AT) // 4] = word
         hit("journal.bind_state")
 
     def _parent_sequences(self, action: Bind) -> I64:
@@ -290,7 +312,7 @@ class Journal:
 
     def close(self) -> None:
         """Unmap the file."""
-        del self.headers, self.slab_words, self._bytes, self._states
+        del self.headers, self.slab_words, self._bytes, self._halves
         self._segment.close()
 
 

@@ -256,13 +256,19 @@ class _Connection(Stream):
         self._reply(frames.DONE, 0, b"")
 
     def _answer(self, name: str, number: int, body: bytes) -> None:
+        try:
+            self._answer_first(name, number, body)
+        finally:
+            self._engine.settle()
+
+    def _answer_first(self, name: str, number: int, body: bytes) -> None:
         began = time.perf_counter()
         try:
             # Before parsing, and for every call: the session may have ended.
             session = self._session
             if session is None or session.gone:
                 session = self._decisions.admit(self._token)
-            reply = self._decisions.decide(name, self._decisions.parse(name, body), session)
+            reply = self._decisions.decide_first(name, self._decisions.parse(name, body), session)
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
             self._refuse(name, number, began, error)
             return

@@ -16,18 +16,24 @@ from kvhearth.faults import hit
 from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.below import Wish
-from kvhearth_server.core.groups import Handed
+from kvhearth_server.core.groups import Group, Handed
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.single import Asked, One
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
+    Ready,
     add_presence,
+    add_present,
+    asked_for,
     bitmaps,
     commit_items,
     counts,
     keys_items,
+    one_commit,
+    ready_stored,
     slots_items,
 )
 from kvhearth_server.transport.plain import plain_error
@@ -46,6 +52,7 @@ class Caller(NamedTuple):
     contract: Contract
     namespace: Namespace
     keys_max: int
+    group: Group
 
 
 def failure(engine: Engine, error: Exception) -> KVHearthError:
@@ -89,6 +96,8 @@ class Decisions:
         self._parse: Mapping[str, Callable[[bytes], Any]] = {
             name: getattr(cache_pb2, f"{name}Request").FromString for name in self._work
         }
+        self._stored: dict[int, Ready] = {}
+        """By KV group, the reply to a commit of one new key."""
 
     def admit(self, token: str) -> Session:
         """The session of a token.
@@ -118,11 +127,19 @@ class Decisions:
         Raises:
             KVHearthError: why not.
         """
+        try:
+            reply = self.decide_first(name, request, session)
+            return reply.message if isinstance(reply, Ready) else reply
+        finally:
+            self._engine.settle()
+
+    def decide_first(self, name: str, request: Any, session: Session) -> Any:
+        """As ``decide``, see ``Engine.call_first``; the reply may be ``Ready``."""
         group = self._engine.core.state.group_of(session.number)
         if name != "Heartbeat" and not group.members[session.number].scheduler:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
         namespace = self._engine.core.state.namespaces.get(group.namespace)
-        caller = Caller(session.number, namespace.contract, namespace, session.keys_max)
+        caller = Caller(session.number, namespace.contract, namespace, session.keys_max, group)
         return self._work[name](request, caller)
 
     def _heartbeat(
@@ -144,8 +161,12 @@ class Decisions:
 
     def _lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         engine, contract = self._engine, caller.contract
-        items = keys_items(contract, request.groups, caller.keys_max)
-        found = engine.call(
+        items = asked_for(contract, request, caller.keys_max)
+        if isinstance(items, Asked):
+            if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
+                return one
+            items = keys_items(contract, request.groups, caller.keys_max)
+        found = engine.call_first(
             engine.core.reading.lookup,
             caller.session,
             request.epoch,
@@ -162,8 +183,8 @@ class Decisions:
             reply.lease_short = str(found.short)
         if found.wishes:
             reply.eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
-        for one in found.groups:
-            add_presence(reply.groups, one)
+        for presence in found.groups:
+            add_presence(reply.groups, presence)
         return reply
 
     def _wish(self, wishes: list[Wish], caller: Caller, lease_id: int, *, go: bool) -> int:
@@ -207,8 +228,16 @@ class Decisions:
             group=part.kv_group, count=len(part.slots), extents=extents.tobytes()
         )
 
-    def _commit(self, request: cache_pb2.CommitRequest, caller: Caller) -> cache_pb2.CommitResponse:
+    def _commit(
+        self, request: cache_pb2.CommitRequest, caller: Caller
+    ) -> cache_pb2.CommitResponse | Ready:
         engine, contract = self._engine, caller.contract
+        one = one_commit(contract, request.groups)
+        if one is not None and _commit_one(engine, request.epoch, one, caller):
+            reply = self._stored.get(one.kv_group)
+            if reply is None:
+                reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
+            return reply
         items = commit_items(contract, request.groups, caller.keys_max)
         hit("commit.before")
         stored = engine.call(engine.core.writing.commit, caller.session, request.epoch, items)
@@ -246,7 +275,7 @@ class Decisions:
             engine.tiering.cancel(group.number, request.cancelled_ids)
         if request.bad:
             return self._release_bad(request, caller)
-        engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
+        engine.call_first(engine.core.reading.release, caller.session, list(request.lease_ids))
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 
     async def _release_bad(
@@ -337,3 +366,34 @@ def _few(count: int, what: str) -> None:
         raise KVHearthError(
             Reason.TOO_MANY_KEYS, f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}"
         )
+
+
+def _lookup_one(
+    engine: Engine, epoch: int, one: Asked, caller: Caller
+) -> cache_pb2.LookupResponse | None:
+    """The reply to a lookup of one key; None, with nothing changed, if the general way must
+    look.
+    """
+    if epoch != caller.namespace.epoch:
+        return None
+    lookup = engine.core.reading.lookup_one
+    extent = engine.call_first(lookup, caller.group, caller.namespace, one, engine.now())
+    if extent is None:
+        return None
+    tokens = caller.contract.groups[one.kv_group].block_tokens
+    reply = cache_pb2.LookupResponse(
+        boot_id=engine.boot_id, lease_id=one.lease_id, hit_tokens=tokens
+    )
+    add_present(reply.groups, one.kv_group, extent)
+    return reply
+
+
+def _commit_one(engine: Engine, epoch: int, one: One, caller: Caller) -> bool:
+    """Commit one new key; False, with nothing changed, if the general way must look."""
+    hit("commit.before")
+    commit = engine.core.writing.commit_one
+    if not engine.call_first(commit, caller.group, caller.namespace, epoch, one):
+        return False
+    hit("commit.after")
+    engine.core.state.count("commits")
+    return True

@@ -5,7 +5,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,15 @@ from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.reading import KeysItem, Presence
+from kvhearth_server.core.single import Asked, One
 from kvhearth_server.core.state import group_spec, require
 from kvhearth_server.core.writing import SlotsItem
 
 GROUPS_PER_CALL_MAX = 64
 _DRAM = bytes([Tier.DRAM])
+_SUM_LENGTHS = (0, CHECKSUM_BYTES)
+_YES = b"\1"
+"""A bitmap of one bit."""
 
 
 def keys_items(
@@ -48,6 +52,35 @@ def commit_items(
         sums = _checksums(group.checksums, len(keys), spec)
         items.append(CommitItem(group.group, keys, slots, generations, sums, group.parent))
     return items
+
+
+def asked_for(
+    contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
+) -> Asked | list[KeysItem]:
+    """As ``keys_items``, of a lookup; the only key of one with a lease comes alone."""
+    groups = request.groups
+    if len(groups) != 1:
+        return keys_items(contract, groups, keys_max)
+    group = groups[0]
+    blob = group.keys
+    if len(blob) == contract.hash_bytes and (lease_id := request.lease_id):
+        return Asked(group.group, blob, lease_id)
+    _few_keys(len(blob), contract, keys_max)
+    return [KeysItem(group.group, PackedKeys(blob, contract.hash_bytes))]
+
+
+def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> One | None:
+    """As ``commit_items``, of one key and one slot; None if there is not just one of each."""
+    if len(groups) != 1:
+        return None
+    group = groups[0]
+    key, slots, generations = group.keys, group.slots, group.generations
+    if len(key) != contract.hash_bytes or len(slots) != 4 or len(generations) != 4:
+        return None
+    if len(checksum := group.checksums) not in _SUM_LENGTHS:
+        return None
+    slot, generation = int.from_bytes(slots, "little"), int.from_bytes(generations, "little")
+    return One(group.group, key, slot, generation, checksum, group.parent)
 
 
 def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tuple[int, int]]:
@@ -107,6 +140,29 @@ def add_presence(groups: Any, one: Presence) -> None:
         leased=pack_bits(one.leased),
         extents=one.extents.tobytes(),
     )
+
+
+def add_present(groups: Any, kv_group: int, extent: bytes) -> None:
+    """As ``add_presence``, of one block that is there and leased."""
+    groups.add(group=kv_group, present=_YES, ready=_YES, tiers=_DRAM, leased=_YES, extents=extent)
+
+
+class Ready(NamedTuple):
+    """A reply that is serialized already: that it is the same again and again."""
+
+    message: Any
+    data: bytes
+
+    def SerializeToString(self) -> bytes:
+        """See ``Message``."""
+        return self.data
+
+
+def ready_stored(boot_id: str, kv_group: int) -> Ready:
+    """The reply to a commit of one new key."""
+    stored = [types_pb2.GroupBitmap(group=kv_group, bits=_YES)]
+    message = cache_pb2.CommitResponse(boot_id=boot_id, stored=stored)
+    return Ready(message, message.SerializeToString())
 
 
 def bitmaps(

@@ -71,6 +71,8 @@ class PolicyArrays:
         self._uses = self.freq.data
         self.position = np.zeros(slot_count, np.uint32)
         """Index of the slot's entry in ``entries``, plus one; 0 is in no ring."""
+        self.places = self.position.data
+        """The same memory, for one slot at a time: numpy's calls cost several times as much."""
         # Rings hold at most twice their live entries and a little for each ring, so this suffices
         # until there are many rings; reserving it costs address space only.
         chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + _SPARE_CHUNKS
@@ -79,6 +81,7 @@ class PolicyArrays:
         """
         self.ticks = np.zeros(chunk_count << CHUNK_SHIFT >> TICK_SHIFT, np.int64)
         """The tick of the newest entry of each group. Replaced like ``entries``."""
+        self._see()
         self.tick = 0
         """Entries pushed so far, in all rings."""
         self.chunks: list[Chunk | None] = []
@@ -95,11 +98,14 @@ class PolicyArrays:
             self._uses[slots] = bytes(self._uses[slots]).translate(_ONE_USE_MORE)
             return
         if len(slots) == 1:
-            slot = int(slots[0])
-            self.freq[slot] = min(int(self.freq.item(slot)) + 1, FREQ_MAX)
+            self.touch_one(int(slots[0]))
             return
         freq = self.freq[slots]
         self.freq[slots] = freq + (freq < FREQ_MAX)
+
+    def touch_one(self, slot: int) -> None:
+        """As ``touch``, of one slot."""
+        self._uses[slot] = _ONE_USE_MORE[self._uses[slot]]
 
     def claim(self, slots: I64) -> None:
         """Make sure that slots may be pushed, and forget the uses that their former blocks had.
@@ -131,9 +137,9 @@ class PolicyArrays:
         """
         if not 0 <= slot < self.slot_count:
             raise ValueError(f"slots {slot}..{slot} are not within 0..{self.slot_count - 1}")
-        if self.position.item(slot):
+        if self.places[slot]:
             raise ValueError(f"1 slots are in a policy already, the first is {slot}")
-        self.freq[slot] = 0
+        self._uses[slot] = 0
 
     def require_range(self, slots: I64) -> None:
         """Raise ValueError if a slot, of at least one, does not exist; negative ones would wrap."""
@@ -182,3 +188,8 @@ class PolicyArrays:
         # Only reached with far more rings than `_SPARE_CHUNKS`, all of them nearly empty.
         self.entries = np.concatenate([self.entries, np.zeros_like(self.entries)])
         self.ticks = np.concatenate([self.ticks, np.zeros_like(self.ticks)])
+        self._see()
+
+    def _see(self) -> None:
+        """``entries`` and ``ticks`` are others now: see their memory, as ``places`` is."""
+        self.entry_places, self.tick_places = self.entries.data, self.ticks.data

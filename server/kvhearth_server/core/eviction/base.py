@@ -32,6 +32,14 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def insert_one(self, slot: int, fingerprint: int) -> None:
+        """As ``insert``, of one block and the hash of its key.
+
+        Raises:
+            ValueError: as there.
+        """
+        ...
+
     def touch(self, slots: I64) -> None:
         """Count a use of slots, of other policies too: the same as ``PolicyArrays.touch``."""
         ...

@@ -69,16 +69,18 @@ class FifoRing:
 
     def push_one(self, slot: int) -> None:
         """Append one slot; several times as fast as ``push`` of one."""
-        self._wrap_hand()
+        if self._hand is not None:
+            self._wrap_hand()
         tail = self._tail_with_room()
         index = tail.base + tail.filled
         arrays = self._arrays
-        arrays.entries[index] = slot + 1
-        arrays.position[slot] = index + 1
+        arrays.entry_places[index] = slot + 1
+        arrays.places[slot] = index + 1
         arrays.tick += 1
-        arrays.ticks[index >> TICK_SHIFT] = arrays.tick
+        arrays.tick_places[index >> TICK_SHIFT] = arrays.tick
         tail.filled += 1
-        self.count(tail, 1)
+        tail.live += 1
+        self.live += 1
 
     def peek(self) -> int | None:
         """The oldest slot."""

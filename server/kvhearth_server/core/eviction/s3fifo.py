@@ -45,7 +45,7 @@ class S3FifoPolicy:
         if fingerprints is not None and len(fingerprints) != len(slots):
             raise ValueError(f"{len(fingerprints)} fingerprints for {len(slots)} slots")
         if len(slots) == 1 and fingerprints is not None:
-            self._insert_one(int(slots[0]), int(fingerprints[0]))
+            self.insert_one(int(slots[0]), int(fingerprints[0]))
             return
         self._arrays.claim(slots)
         if fingerprints is None:
@@ -56,9 +56,10 @@ class S3FifoPolicy:
         self._small.push(slots[~known])
         self._main.push(slots[known])
 
-    def _insert_one(self, slot: int, fingerprint: int) -> None:
+    def insert_one(self, slot: int, fingerprint: int) -> None:
+        """See ``EvictionPolicy.insert_one``."""
         self._arrays.claim_one(slot)
-        self._ghost.fit(len(self) + 1)
+        self._ghost.fit(self._small.live + self._main.live + 1)
         known = self._ghost.take_known_one(fingerprint)
         (self._main if known else self._small).push_one(slot)
 

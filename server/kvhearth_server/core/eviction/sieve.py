@@ -30,11 +30,15 @@ class SievePolicy:
         if fingerprints is not None and len(fingerprints) != len(slots):
             raise ValueError(f"{len(fingerprints)} fingerprints for {len(slots)} slots")
         if len(slots) == 1:
-            self._arrays.claim_one(int(slots[0]))
-            self._ring.push_one(int(slots[0]))
+            self.insert_one(int(slots[0]), 0)
             return
         self._arrays.claim(slots)
         self._ring.push(slots)
+
+    def insert_one(self, slot: int, fingerprint: int) -> None:
+        """See ``EvictionPolicy.insert_one``."""
+        self._arrays.claim_one(slot)
+        self._ring.push_one(slot)
 
     def touch(self, slots: I64) -> None:
         """See ``EvictionPolicy.touch``."""
