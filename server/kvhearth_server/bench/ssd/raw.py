@@ -36,9 +36,10 @@ class Raw:
         self._queue = open_queue(interface, sizes.depth)
         self.write()
 
-    def write(self) -> None:
-        """All of it once, at the full depth."""
-        self._drive((Op.WRITE, index) for index in range(self._blocks))
+    def write(self, passes: int = 1) -> None:
+        """All of it so often, at the full depth."""
+        count = passes * self._blocks
+        self._drive((Op.WRITE, index % self._blocks) for index in range(count))
 
     def read(self) -> None:
         """All of it once, at the full depth."""
