@@ -279,6 +279,33 @@ def test_commit_says_what_was_stored(tmp_path: Path) -> None:
     assert daemon.requests["Abort"] == []
 
 
+def test_a_commit_of_one_shard_travels_as_any_other(tmp_path: Path) -> None:
+    with attached(tmp_path) as (daemon, client):
+        for bits in (b"\1", b"\0"):
+            stored = [types_pb2.GroupBitmap(group=1, bits=bits)]
+            daemon.answer("Commit", lambda _, stored=stored: pb.CommitResponse(stored=stored))
+            item = CommitGroup([key(4)], extents(9, 7)[3:4].reshape(1, 1))
+            result = client.commit({1: item}, boot_id=daemon.boot_id)
+            assert (result.reason, result.stored[1].tolist()) == ("", [bits == b"\1"])
+        (group,) = daemon.requests["Commit"][0].groups
+        record = item.extents[0]
+        assert group.slots == record["slot"].tobytes()
+        assert group.generations == record["generation"].tobytes()
+        assert (group.group, group.keys, group.checksums) == (1, key(4), b"")
+
+
+@pytest.mark.parametrize("stored", [[], [(0, b"\1")], [(1, b"")], [(1, b"\1"), (1, b"\1")]])
+def test_an_answer_of_another_commit_stores_nothing(
+    tmp_path: Path, stored: list[tuple[int, bytes]]
+) -> None:
+    with attached(tmp_path) as (daemon, client):
+        maps = [types_pb2.GroupBitmap(group=group, bits=bits) for group, bits in stored]
+        daemon.answer("Commit", lambda _: pb.CommitResponse(stored=maps))
+        result = client.commit({1: CommitGroup([key(4)], extents(1))}, boot_id=daemon.boot_id)
+        assert (result.reason, result.stored[1].tolist()) == (Reason.BAD_MESSAGE, [False])
+        until(lambda: daemon.requests["Abort"])
+
+
 def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None:
     with attached(tmp_path, "call_ms=500&heartbeat_ms=5000") as (daemon, client):
         daemon.slow_next("Commit", 0.8)

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
 
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena
+from kvhearth.copiers.batch import Batch, HeldArena, own_arrays, own_one
 from kvhearth.copiers.tickets import TicketBook
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
@@ -109,6 +110,52 @@ class TestTicketBook:
         with pytest.raises(AssertionError, match="opened 1"):
             book.check_books()
 
+    def test_quiet_is_waited_for_until_the_last_batch_without_a_ticket_ends(self) -> None:
+        book = TicketBook(pending_max=1)
+        book.begin_unticketed()
+        book.begin_unticketed()
+        assert not book.wait_idle(0.01)
+        found: list[bool] = []
+        waiter = threading.Thread(target=lambda: found.append(book.wait_idle(30.0)))
+        waiter.start()
+        book.end_unticketed()
+        waiter.join(0.05)
+        assert found == []
+        book.end_unticketed()
+        waiter.join(10.0)
+        assert found == [True]
+
+    def test_a_closed_book_takes_no_batch_without_a_ticket_either(self) -> None:
+        book = TicketBook(pending_max=1)
+        book.close()
+        with pytest.raises(KVHearthError) as caught:
+            book.begin_unticketed()
+        assert caught.value.reason is Reason.CLOSED
+        assert book.wait_idle(0.0)
+
+
+class TestOwnOne:
+    def test_it_reads_what_own_arrays_copies(self) -> None:
+        extents = FakeArena(PAGE_BYTES).extents(range(6)).reshape(3, 2)[1:2, 1]
+        pages = np.arange(9, dtype=np.uint16)[4:5]
+        own_pages, own_extents = own_arrays(pages, extents)
+        assert own_one(pages, extents) == (int(own_pages[0]), own_extents.tobytes())
+
+    def test_all_else_is_left_to_own_arrays(self) -> None:
+        extents, pages = FakeArena(PAGE_BYTES).extents([0, 1]), np.array([0, 1])
+        others: list[tuple[Any, Any]] = [
+            (pages, extents),
+            (pages[:0], extents[:0]),
+            (pages, extents[:1]),
+            (pages[:1], extents),
+            (pages[:1].reshape(1, 1), extents[:1].reshape(1, 1)),
+            ([0], extents[:1]),
+            (pages[:1], extents[0]),
+            (pages[:1].astype(float), extents[:1]),
+            (pages[:1], pages[:1]),
+        ]
+        assert [own_one(*other) for other in others] == [None] * len(others)
+
 
 class _MovingGenerations:
     """Generations of which one moves at a given read."""
@@ -160,6 +207,50 @@ class TestHostCopier:
         with pytest.raises(KVHearthError) as caught:
             copier.store_now(BOOT, np.array([0, 1]), extents)
         assert caught.value.reason is Reason.CLOSED
+
+    @pytest.mark.parametrize("slot_bytes", [PAGE_BYTES, 3 * PAGE_BYTES])
+    @pytest.mark.parametrize("shape", ["single", "stacked", "ragged"])
+    def test_one_block_is_copied_as_in_a_batch(self, shape: str, slot_bytes: int) -> None:
+        size = PAGE_BYTES // 2
+        base = np.random.default_rng(5).integers(0, 256, (4, 8, size), np.uint8)
+        tensors = {
+            "single": [base[:2].reshape(8, PAGE_BYTES)],
+            "stacked": [base[0], base[2]],
+            "ragged": [base[0], base[1, :, :8], base[3, :, 4:12]],
+        }[shape]
+        kv = PagedKV(tensors)
+        assert kv.shape == shape
+        before = np.concatenate([tensor.copy() for tensor in tensors], axis=1)
+        arena = FakeArena(slot_bytes)
+        copier = HostCopier(kv, arena)
+        extents = arena.extents(range(16), PAGE_BYTES)
+        whole = copier.store_now(BOOT, np.arange(2), extents[:2])
+        one = copier.store_now(BOOT, np.array([1], np.uint8), extents[9:10])
+        assert whole.ok.all()
+        assert one.ok.all()
+        assert one.checksums is not None
+        assert whole.checksums is not None
+        assert one.checksums.tolist() == whole.checksums[1:].tolist()
+        assert (one.ticket, one.bytes) == (Ticket(0, CopyKind.STORE, 1), PAGE_BYTES)
+        assert arena.slot(9)[:PAGE_BYTES].tobytes() == before[1].tobytes()
+        assert (arena.slot(9)[PAGE_BYTES:] == 0xA5).all()
+        assert (arena.slot(10) == 0xA5).all()
+        loaded = copier.load_now(BOOT, summed(extents[9:10], one.checksums), np.array([6]))
+        assert loaded.ok.all()
+        assert loaded.ticket == Ticket(0, CopyKind.LOAD, 1)
+        after = np.concatenate(tensors, axis=1)
+        assert after[6].tolist() == before[1].tolist()
+        assert np.delete(after, 6, 0).tolist() == np.delete(before, 6, 0).tolist()
+        assert copier.close()
+
+    def test_one_block_of_no_page_is_not_touched(self) -> None:
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([np.ones((8, PAGE_BYTES), np.uint8)]), arena)
+        for page in (np.array([8]), np.array([-1]), np.array([(1 << 64) - 8], np.uint64)):
+            done = copier.store_now(BOOT, page, arena.extents([0]))
+            assert (done.ok.tolist(), done.reasons) == ([False], {"bad_page": 1})
+        assert (arena.slot(0) == 0xA5).all()
+        assert copier.close()
 
     def test_without_verification_only_due_blocks_are_compared(self) -> None:
         arena = FakeArena(PAGE_BYTES)

@@ -215,6 +215,23 @@ def test_what_fails_after_the_welcome_ends_with_a_goodbye(tmp_path: Path) -> Non
         daemon._memory = real
 
 
+@pytest.mark.parametrize("end", ["close", "leave_open"])
+def test_an_ended_session_is_not_mistaken_for_who_has_its_descriptor(
+    tmp_path: Path, end: str
+) -> None:
+    with running(tmp_path, small_contract()):
+        session = attach(url(tmp_path), hello(map_arena=False))
+        number = session._life_line.fileno()
+        mine, other = socket.socketpair()
+        assert session.alive()
+        getattr(session, end)()
+        os.dup2(mine.fileno(), number)
+        assert not session.alive()
+        os.close(number)
+        mine.close()
+        other.close()
+
+
 def test_a_byte_after_the_welcome_is_the_end(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()) as daemon:
         session = attach(url(tmp_path), hello(map_arena=False))
