@@ -77,7 +77,7 @@ def tier_settings(settings: Settings) -> SsdSettings:
         interface=settings.ssd_interface,
         depth=settings.ssd_depth,
         flush=settings.ssd_flush,
-        sum_threads=1 + settings.sum_threads,
+        sum_threads=settings.sum_threads,
         prewrite=settings.ssd_prewrite,
         bytes_per_day=settings.ssd_bytes_per_day,
     )

@@ -116,8 +116,8 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=64,
-        description="Threads that take checksums in memory; one more verify what moves to and from "
-        "an SSD tier.",
+        description="Threads that take checksums in memory, and as many that verify what moves to "
+        "and from an SSD tier.",
     )
     verify_adopted: bool = Field(
         True,

@@ -23,8 +23,8 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _IDLE_S = 1.0
 _DRAIN_S = 30.0
-_PASSES = {"write": 2}
-"""Rounds in a turn, if not one: a short turn of writes is mostly its beginning and its end."""
+_PASSES = {"write": 4}
+"""Rounds in a turn, if not one: of a short turn of writes a tenth is its beginning and its end."""
 
 
 @dataclass(frozen=True)

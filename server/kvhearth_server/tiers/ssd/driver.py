@@ -45,7 +45,7 @@ class Driver:
         self,
         queue: DiskQueue,
         *,
-        sum_threads: int = 2,
+        sum_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
         name: str = "ssd",
     ) -> None:

@@ -81,8 +81,8 @@ class SsdSettings:
         flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
             survives a power cut, not only the death of the process.
         verify_stores: check a slot's bytes, before its store is acknowledged.
-        sum_threads: most threads that verify what was moved. One keeps up with 15 to 20 GB/s,
-            others help it when much comes at once.
+        sum_threads: most threads that verify what was moved. One keeps up with 15 to 20 GB/s;
+            others help it when much comes at once, and cost the processor more a byte.
         prewrite: write new segments once before use: first writes run at full speed then.
         bytes_per_day: write budget of all directories, 0 for none.
         carry_share: of a segment, at most so much is carried over when it is reclaimed.
@@ -100,7 +100,7 @@ class SsdSettings:
     write_bytes: int = 4608 << 10
     flush: bool = False
     verify_stores: bool = True
-    sum_threads: int = 2
+    sum_threads: int = 1
     prewrite: bool = False
     bytes_per_day: int = 0
     carry_share: float = 0.25
