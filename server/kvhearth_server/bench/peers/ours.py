@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+import xxhash
 
 from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
@@ -34,6 +35,8 @@ from kvhearth_server.bench.sizes import BATCH, KEYS, PAGE_BYTES, SLAB_BYTES, SMA
 _STOCK_BLOCKS = 32
 _COMMIT_KEYS = 4096
 SMALL_CONTRACT = contract(SMALL_BYTES)
+_ZEROS_SUM = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
+"""The right one: what is stored with another, the scrub throws out."""
 
 
 class OurCopies:
@@ -152,7 +155,7 @@ class OurLookups:
 
     Args:
         daemon, client: attached with ``SMALL_CONTRACT``.
-        blocks: how many to store; their bytes are whatever the slots hold.
+        blocks: how many to store; their bytes are zeros, as a new arena's are.
 
     Raises:
         KVHearthError: they cannot be stored.
@@ -188,7 +191,7 @@ class OurLookups:
         parent = keys_of(self._seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
         slots = self._client.reserve({0: count})
         granted = len(slots.groups[0])
-        sums = np.zeros((granted, 1, 16), np.uint8)
+        sums = np.tile(_ZEROS_SUM, (granted, 1, 1))
         group = CommitGroup(keys[:granted], slots.groups[0], sums, parent)
         answer = self._client.commit({0: group}, boot_id=slots.boot_id)
         if np.count_nonzero(answer.stored[0]) < count:
