@@ -48,7 +48,7 @@ class Life:
             *self.folders,
             segments=self.segments,
             flush=self.random.random() < 0.2,
-            write_bytes=self.random.choice([4096, 64 << 10]),
+            request_bytes=self.random.choice([4096, 64 << 10]),
             carry_share=self.random.choice([0.0, 0.25, 0.5]),
         )
         queue = FaultyQueue(open_queue(self.interface, self.random.choice([1, 4, 32])), self.faults)

@@ -25,8 +25,10 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _WRITE_BYTES_MAX = 256 << 20
 _WRITE_FRACTION_MAX = 0.125
 """Of the smallest segment, at most so much is being written at once."""
-_PORTION_BYTES_MAX = 64 << 20
-"""A portion makes room for the next when the whole of it is written: the drive needs several."""
+_PORTIONS = 2
+"""A portion makes room for the next when the whole of it is written: the drive needs two. More and
+smaller ones cost more of the processor, most of it to wake up.
+"""
 _AGAIN = frozenset({"full", "queue", "recovering", "draining"})
 """Why a store was refused that may be taken soon."""
 _log = get_logger("kvhearth.tiering")
@@ -116,7 +118,7 @@ class Lowering:
         if room <= 0:
             return None
         most = min(slots_max, self._tier.batch_blocks_max)
-        room = min(room, _PORTION_BYTES_MAX)
+        room = min(room, max(1, self._write_bytes // _PORTIONS))
         portion: Portion | None = self._call(self._core.sinking.begin, most, room)
         return portion
 

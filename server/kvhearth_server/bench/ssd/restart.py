@@ -52,7 +52,7 @@ async def recovery_part(folder: Path, sizes: Sizes, interface: str, result: Resu
         (Place(folder, sizes.small_tier_bytes),),
         segment_bytes=sizes.small_segment_bytes,
         interface=interface,
-        write_bytes=_WRITE_BYTES,
+        request_bytes=_WRITE_BYTES,
     )
     await _fill(settings, memory, sizes.small_blocks)
     rates, cpu, ticker = [], [], Ticker()

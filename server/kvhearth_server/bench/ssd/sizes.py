@@ -14,10 +14,10 @@ MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
 SLOTS = 160
 """Blocks that are stored from, and as many that are loaded into."""
-BATCH = 32
-BATCHES_OUT = 4
-"""So many batches are under way, and room is left for one: 64 MiB each and 256 MiB in all, as the
-daemon's portions are.
+BATCH = 64
+BATCHES_OUT = 2
+"""So many batches are under way, and room is left for half of one: 128 MiB each and 256 MiB in all,
+as the daemon's portions are.
 """
 SMALL_BYTES = PAGE_BYTES
 """A block of the restarts: how long a block is makes no difference to a footer."""

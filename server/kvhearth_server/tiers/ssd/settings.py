@@ -76,8 +76,8 @@ class SsdSettings:
         depth: requests in the kernel at once.
         queue_reads, queue_writes: requests waiting or running before ``Throttled("queue")``.
         batch_blocks_max: most blocks of a batch.
-        write_bytes: neighbours are joined to writes of up to this. There is room for two blocks of
-            2 MiB and their headers: together they cost the processor a tenth less.
+        request_bytes: neighbours are joined to requests of up to this. There is room for two blocks
+            of 2 MiB and their headers: together they cost the processor a tenth less.
         flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
             survives a power cut, not only the death of the process.
         verify_stores: check a slot's bytes, before its store is acknowledged.
@@ -97,7 +97,7 @@ class SsdSettings:
     queue_reads: int = 4096
     queue_writes: int = 1024
     batch_blocks_max: int = 512
-    write_bytes: int = 4608 << 10
+    request_bytes: int = 4608 << 10
     flush: bool = False
     verify_stores: bool = True
     sum_threads: int = 1

@@ -32,7 +32,7 @@ class Task:
         self.batch = batch
         self.replacing = replacing
         self.jobs: set[Job] = set()
-        self.shards_left = np.full(len(batch.keys), batch.family.shards, np.int64)
+        self.shards_left = [batch.family.shards] * len(batch.keys)
         self.cancelled = False
         self._then = then
         self._outcomes: list[Outcome | None] = [None] * len(batch.keys)
@@ -42,6 +42,11 @@ class Task:
         for row in rows:
             if self._outcomes[row] is None:
                 self._outcomes[row] = outcome
+
+    @property
+    def out(self) -> I64:
+        """Rows of which requests are out, i64."""
+        return np.array([row for row, left in enumerate(self.shards_left) if left], np.int64)
 
     def settled(self, row: int) -> bool:
         """Whether a row has its outcome."""

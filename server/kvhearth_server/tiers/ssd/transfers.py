@@ -33,12 +33,18 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.tiers.ssd.index import SsdIndex, rows_of
 from kvhearth_server.tiers.ssd.job import Check, Job
 from kvhearth_server.tiers.ssd.log import Log, Run
-from kvhearth_server.tiers.ssd.pages import HeaderPages
+from kvhearth_server.tiers.ssd.pages import Buffer, HeaderPages
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.tasks import Task
 
 _DONE = Done()
 """One for all: a batch of which each row has the same outcome is quickly told."""
+
+_Record = tuple[int, int, bytes, int, int]
+"""A record to read: the batch's row, position, checksum, region and offset of its place."""
+
+_Span = tuple[int, list[_Record]]
+"""A segment's number, and neighbouring records there that one request reads."""
 
 
 @dataclass(eq=False)
@@ -79,6 +85,8 @@ class Transfers:
         self.reads = 0
         self.writes = 0
         self._ended: list[_Run] = []
+        self._scratch = Buffer(PAGE_BYTES)
+        self._unread = (self._scratch.address, PAGE_BYTES)
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -110,7 +118,7 @@ class Transfers:
         out = _Run(task, run.segment, records, np.repeat(rows, family.shards))
         self._gather(out, batch.places[rows].reshape(-1), family.length)
         size = record_pages(family.length) * PAGE_BYTES
-        together = max(1, min(self._settings.write_bytes // size, PIECES_MAX // 2))
+        together = self._together(record_pages(family.length))
         starts = [*range(0, len(records), together), len(records)]
         out.jobs = out.writes = len(starts) - 1
         return [self._write(out, span, size) for span in pairwise(starts)]
@@ -200,7 +208,8 @@ class Transfers:
         shards = family.shards
         # A block lies in one run, its shards one after another.
         rows = run.owners[::shards].tolist()
-        task.shards_left[rows] = 0
+        for row in rows:
+            task.shards_left[row] = 0
         good = [index for index, row in enumerate(rows) if not task.settled(row)]
         rows = [rows[index] for index in good]
         task.settle(rows, _DONE)
@@ -225,73 +234,106 @@ class Transfers:
     def load(self, task: Task, rows: I64, entries: I64) -> None:
         """Begin to read rows of a batch that are at ``entries``."""
         batch = task.batch
-        found = self._index.rows(entries, batch.family.shards)
-        numbers = (entries >> 32).tolist()
+        shards = batch.family.shards
+        found = self._index.rows(entries, shards).reshape(-1)
+        owners, numbers = rows.tolist(), (entries >> 32).tolist()
+        if shards > 1:
+            owners, numbers = _each(owners, shards), _each(numbers, shards)
         # As plain numbers all at once: a conversion costs as much as half of what is done with it.
-        places = batch.places[rows]
+        places = batch.places[rows].reshape(-1)
         columns = (found["position"], found["checksum"], places["region"], places["offset"])
-        blocks = zip(*(column.tolist() for column in columns), strict=True)
-        jobs: list[Job] = []
-        for row, number, shards in zip(rows.tolist(), numbers, blocks, strict=True):
-            if number not in self._log.segments:
-                task.settle([row], Missing())
+        records = zip(owners, *(column.tolist() for column in columns), strict=True)
+        self._submit_reads(task, self._spans(task, numbers, records))
+
+    def _spans(self, task: Task, numbers: list[int], records: Iterable[_Record]) -> list[_Span]:
+        """Neighbours together, but not so many that the drive would have too few requests."""
+        step = record_pages(task.batch.family.length)
+        enough = len(numbers) // max(1, self._settings.depth // 2)
+        most = max(1, min(self._together(step), enough))
+        spans: list[_Span] = []
+        at, next_position, room = -1, -1, 0
+        for number, record in zip(numbers, records, strict=True):
+            if number == at and record[1] == next_position and room:
+                spans[-1][1].append(record)
+                room -= 1
+            elif number in self._log.segments:
+                spans.append((number, [record]))
+                at, room = number, most - 1
+            else:
+                task.settle([record[0]], Missing())
                 continue
-            jobs += self._read_block(task, row, number, zip(*shards, strict=True))
+            next_position = record[1] + step
+        return spans
+
+    def _together(self, record_pages: int) -> int:
+        """Most neighbouring records of a request; each takes two pieces."""
+        most = self._settings.request_bytes // (record_pages * PAGE_BYTES)
+        return max(1, min(most, PIECES_MAX // 2))
+
+    def _submit_reads(self, task: Task, spans: Iterable[_Span]) -> None:
+        jobs = [self._read_span(task, span) for span in spans]
         task.jobs.update(jobs)
         self.reads += len(jobs)
         self._driver.submit(jobs)
 
-    def _read_block(
-        self, task: Task, row: int, number: int, shards: Iterable[tuple[int, bytes, int, int]]
-    ) -> list[Job]:
-        """Requests for the shards of a block: (position, checksum, region, offset) of each."""
+    def _read_span(self, task: Task, span: _Span) -> Job:
+        number, records = span
         length = task.batch.family.length
         padded = pages_of(length) * PAGE_BYTES
         segment = self._log.segments[number]
-        urgent = task.replacing is not None
-        jobs = []
-        for position, sum_, region, offset in shards:
-            segment.reads += 1
-            view = self._views[region][offset : offset + length]
-            jobs.append(
-                Job(
-                    Op.READ,
-                    segment.fd,
-                    (position + 1) * PAGE_BYTES,
-                    ((self._bases[region] + offset, padded),),
-                    padded,
-                    ((view, bytes(sum_)),),
-                    lambda job: self._read(job, task, row, number),
-                    urgent=urgent,
-                )
-            )
-        return jobs
+        segment.reads += 1
+        pieces: list[tuple[int, int]] = []
+        checks: list[Check] = []
+        for _, _, sum_, region, offset in records:
+            # The headers between payloads go where nobody looks.
+            pieces += (self._unread, (self._bases[region] + offset, padded))
+            checks.append((self._views[region][offset : offset + length], bytes(sum_)))
+        return Job(
+            Op.READ,
+            segment.fd,
+            (records[0][1] + 1) * PAGE_BYTES,
+            tuple(pieces[1:]),
+            len(records) * (padded + PAGE_BYTES) - PAGE_BYTES,
+            tuple(checks),
+            lambda job: self._read(job, task, span),
+            urgent=task.replacing is not None,
+            cancelled=task.cancelled,
+        )
 
-    def _read(self, job: Job, task: Task, row: int, number: int) -> None:
+    def _read(self, job: Job, task: Task, span: _Span) -> None:
         task.jobs.discard(job)
         self.reads -= 1
+        number, records = span
         segment = self._log.segments[number]
         segment.reads -= 1
-        task.shards_left[row] -= 1
         health = segment.directory.health
+        if not job.good and job.reason != "cancelled" and len(records) > 1:
+            # One page that cannot be read must not cost its neighbours.
+            self._submit_reads(task, [(number, [record]) for record in records])
+            return
+        rows = [record[0] for record in records]
+        for row in rows:
+            task.shards_left[row] -= 1
         if not job.good:
-            task.settle([row], Failed(job.reason))
+            task.settle(rows, Failed(job.reason))
             if job.reason != "cancelled":
                 health.read_failed(job.reason)
                 self._counts.add("read_errors")
-                self._doubt(task.batch, row, number)
+                self._doubt(task.batch, rows[0], number)
         elif job.cancelled:
-            task.settle([row], Failed("cancelled"))
-        elif job.wrong:
-            self._counts.add("corrupt_blocks")
-            self._doubt(task.batch, row, number)
-            task.settle([row], Corrupt("tier"))
+            task.settle(rows, Failed("cancelled"))
         else:
-            health.read_done()
-            self._counts.add("loaded_bytes", task.batch.family.length)
-            if not task.shards_left[row] and not task.settled(row):
-                task.settle([row], _DONE)
-                self._counts.add("loaded_blocks")
+            for row in [rows[index] for index in job.wrong]:
+                self._counts.add("corrupt_blocks")
+                self._doubt(task.batch, row, number)
+                task.settle([row], Corrupt("tier"))
+            good = len(rows) - len(job.wrong)
+            if good:
+                health.read_done()
+            self._counts.add("loaded_bytes", good * task.batch.family.length)
+            done = [row for row in rows if not task.shards_left[row] and not task.settled(row)]
+            task.settle(done, _DONE)
+            self._counts.add("loaded_blocks", len(done))
         task.finish_if_done()
 
     def _doubt(self, batch: LoadBatch, row: int, number: int) -> None:
@@ -300,3 +342,7 @@ class Transfers:
         entry = int(self._index.find(family.namespace, family.group, [key])[0])
         if entry >= 0 and entry >> 32 == number:
             self._index.unbind(family.namespace, family.group, [key])
+
+
+def _each(numbers: list[int], times: int) -> list[int]:
+    return [number for number in numbers for _ in range(times)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from kvhearth_server.tiers.base import Completion, Counts, Failed
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.job import Job
@@ -48,8 +46,7 @@ class Watch:
                 for job in task.jobs:
                     job.told_stuck = True
                 self._counts.add("stuck_batches")
-                rows = np.flatnonzero(task.shards_left > 0).astype(np.int64)
-                notices.append(Completion(task.ticket, [(Failed("stuck"), rows)], final=False))
+                notices.append(Completion(task.ticket, [(Failed("stuck"), task.out)], final=False))
         for lane in self._log.lanes:
             lane.directory.health.stuck = stuck.get(lane.directory, 0)
         return notices
