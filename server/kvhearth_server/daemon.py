@@ -20,6 +20,7 @@ from kvhearth_server.config import Settings
 from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry
 from kvhearth_server.engine.background import Background
+from kvhearth_server.engine.degraded import DegradedLog
 from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
@@ -96,7 +97,8 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
-        supervisor.spawn("tiering", partial(drive, engine.tiering))
+        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     await rpc.start(settings.grpc_socket)
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
@@ -13,7 +14,8 @@ from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import StartBar
 from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll, SeenTwice
-from kvhearth_server.tiers.ssd.directory import DirectoryError
+from kvhearth_server.tiers.ssd.heads import DirectoryError
+from kvhearth_server.tiers.ssd.places import Asked
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -35,7 +37,7 @@ def open_tier(settings: Settings, arena: Arena) -> SsdTier | None:
     """
     if not settings.ssd_dirs:
         return None
-    unmade = {each.path: told for each in settings.ssd_dirs if (told := _make(each.path))}
+    unmade = _make_all([each.path for each in settings.ssd_dirs])
     for told in unmade.values():
         _log.warning("an SSD directory cannot be made", reason=told)
     if len(unmade) == len(settings.ssd_dirs):
@@ -60,8 +62,8 @@ def open_tier(settings: Settings, arena: Arena) -> SsdTier | None:
         not_working={each.name: each.reason for each in tier.status.verdicts if each.reason},
         segment_files=tier.status.files_found,
     )
-    for reason in tier.health().reasons:
-        _log.warning("the SSD tier is degraded", reason=reason)
+    for told in tier.status.mended:
+        _log.warning("an SSD directory was mended", what=told)
     return tier
 
 
@@ -113,6 +115,22 @@ def _progress(tier: SsdTier) -> dict[str, int]:
     status = tier.status
     blocks = tier.counts["recovered_blocks"]
     return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
+
+
+def _make_all(paths: list[Path]) -> dict[Path, str]:
+    """Make those that are not there; why not, of those that cannot be made or do not answer."""
+    patience_s = SsdSettings.open_s
+    end = time.monotonic() + patience_s
+    asked = {path: Asked(str(path), partial(_make, path), lambda _: None) for path in paths}
+    unmade = dict[Path, str]()
+    for path, each in asked.items():
+        try:
+            told = each.answer(end, patience_s)
+        except DirectoryError as error:
+            told = f"--ssd-dir {error}"
+        if told:
+            unmade[path] = told
+    return unmade
 
 
 def _make(path: Path) -> str:

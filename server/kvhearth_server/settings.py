@@ -147,10 +147,15 @@ class Settings(BaseSettings):
         "survives a power cut too, and writing is slower.",
     )
     ssd_prewrite: bool = Field(
-        False, description="Write each new file of the log once before use, for steady writes."
+        False,
+        description="Write each new file of the log once before use, for steady writes; not while "
+        "ssd_bytes_per_day has no room for a whole file.",
     )
     ssd_bytes_per_day: Size = Field(
-        0, ge=0, description="Most bytes that all drives together take a day; 0: no bound."
+        0,
+        ge=0,
+        description="Most bytes that all drives together take a day, all that is written counted, "
+        "and at most one file's more; 0: no bound.",
     )
     ssd_admission: Literal["all", "seen_twice"] = Field(
         "all",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
@@ -16,6 +17,13 @@ from support.http_door import ask
 
 from kvhearth_server.cli import app
 from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.tiers.ssd.format import (
+    DIRECTORY_DTYPE,
+    VERSION,
+    DirectoryHead,
+    directory_page,
+    seal,
+)
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE, shards=2)
@@ -177,20 +185,28 @@ def last_words(daemon: Daemon, status: int) -> str:
     return daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
 
 
-@pytest.mark.parametrize("name", ["not/there", "file", "foreign", "small"])
+def newer_head() -> bytes:
+    """A directory's own file of a version that is yet to come."""
+    row = np.frombuffer(directory_page(DirectoryHead(7, 1 << 20)), DIRECTORY_DTYPE, 1).copy()
+    row["version"] = VERSION + 1
+    seal(row)
+    return row.tobytes().ljust(4096, b"\0")
+
+
+@pytest.mark.parametrize("name", ["not/there", "file", "newer", "small"])
 def test_a_tier_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
     place, size = tmp_path / name, "64MiB"
     wanted = {
         "not/there": f"--ssd-dir {place}: {place.parent} does not exist; mount the drive there",
         "file": f"--ssd-dir {place} is a file; name a directory",
-        "foreign": f"{place}/kvhearth.log cannot be understood",
+        "newer": f"{place}/kvhearth.log is of another version of KVHearth and cannot be understood",
         "small": f"ssd_dirs: {place} has 1MiB, too little for the log's files; give it 15MiB",
     }[name]
     if name == "file":
         place.touch()
-    elif name == "foreign":
+    elif name == "newer":
         place.mkdir()
-        (place / "kvhearth.log").write_bytes(b"?" * 4096)
+        (place / "kvhearth.log").write_bytes(newer_head())
     elif name == "small":
         size = "1MiB"
     with stopped_daemon(arena=False, **ssd(place, size=size)) as daemon:
@@ -212,12 +228,12 @@ def test_one_of_two_directories_is_enough(
 ) -> None:
     bad, good = tmp_path / "bad", tmp_path / "good"
     bad.mkdir()
-    (bad / "kvhearth.log").write_bytes(b"?" * 4096)
+    (bad / "kvhearth.log").write_bytes(newer_head())
     with running_daemon(arena=False, http="127.0.0.1:0", **ssd(bad, good)) as daemon:
         reply = ask(daemon, "/readyz?verbose")
         assert reply.status == 200, "it serves all the same"
         assert "[i]ssd: degraded" in reply.body.decode()
-        assert f"[!]ssd: {bad}/kvhearth.log cannot be understood" in reply.body.decode()
+        assert f"[!]ssd: {bad}/kvhearth.log is of another version" in reply.body.decode()
         assert value(daemon, "ssd_degraded", directory=str(bad), reason="unusable") == 1
         assert value(daemon, "ssd_degraded", directory=str(good), reason="unusable") == 0
         assert "the SSD tier is degraded" in daemon.log_text()

@@ -26,6 +26,7 @@ from support.ssd_kit import (
     store_all,
     store_paced,
 )
+from support.tiers import spoil
 
 from kvhearth.faults import DISK_ENVIRONMENT_NAME
 
@@ -115,6 +116,73 @@ def test_stores_go_on_while_the_drive_takes_nothing(
         until(lambda: count(daemon, "demotion_failed") + count(daemon, "demotion_refused"), "told")
         drive.order()
         assert right_ones(engine, first) == 64
+        daemon.stats()
+
+
+def test_a_hot_block_that_rotted_is_found_as_it_is_carried(tmp_path: Path) -> None:
+    folder = tmp_path / "ssd"
+    with (
+        running_daemon(**SSD, ssd_dirs=[f"{folder}=48MiB"]) as daemon,
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        hot = new_keys(4)
+        store_all(engine, hot)
+        saved(daemon, 4)
+        store_paced(engine, daemon, new_keys(MEMORY_BLOCKS + 64))
+        assert sorted(fetch_all(engine, hot)) == sorted(hot)
+        assert spoil(folder, hot[0]) == 1
+
+        def found() -> int:
+            store_paced(engine, daemon, new_keys(PAGES))
+            assert engine.check(hot).bad == []  # and asked for, they stay in memory
+            return daemon.counters().get("checksum_failures{ssd}", 0)
+
+        assert until(found, "its segment is reclaimed", 60) == 1
+        assert daemon.counters()["repaired_blocks{ssd}"] == 1
+        assert "bytes do not match their checksum" in daemon.log_text()
+        daemon.stats()
+
+
+def degradations(daemon: Daemon, kind: str) -> list[str]:
+    """``begins`` and ``over`` as the log tells them of one kind, each with its directory's name."""
+    events = {
+        "the SSD tier is degraded": "begins",
+        "a degradation of the SSD tier is over": "over",
+    }
+    lines = [json.loads(line) for line in daemon.own_lines() if line.startswith("{")]
+    found = [line for line in lines if line.get("kind") == kind and line["event"] in events]
+    for line in found:
+        assert line["level"] == ("warning" if events[line["event"]] == "begins" else "info")
+        assert line["reason"].startswith(line["directory"])
+    return [f"{events[line['event']]} {Path(line['directory']).name}" for line in found]
+
+
+@pytest.mark.parametrize(
+    ("orders", "kind"),
+    [({"errors": {"write": EIO}}, "io"), ({"held": ["write"]}, "stuck")],
+    ids=["EIO", "hangs"],
+)
+def test_the_log_tells_when_the_tier_is_degraded_and_when_no_longer(
+    tmp_path: Path, orders: dict[str, object], kind: str
+) -> None:
+    with (
+        faulty_drive(tmp_path) as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        store_all(engine, new_keys(8))
+        saved(daemon, 8)
+        assert degradations(daemon, kind) == []
+        drive.order(**orders)
+        store_all(engine, new_keys(8))
+        until(lambda: degradations(daemon, kind) == ["begins ssd"], "it is told when it begins")
+        drive.order()
+
+        def over() -> bool:
+            store_all(engine, new_keys(1))  # a write that ends well is what shows it
+            time.sleep(0.2)
+            return degradations(daemon, kind) == ["begins ssd", "over ssd"]
+
+        until(over, "it is told when it is over", 60)
         daemon.stats()
 
 

@@ -120,7 +120,10 @@ def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str) -> 
 
 @pytest.mark.parametrize(
     "fault",
-    ["ssd.before_write:1", "ssd.before_write:9", "ssd.after_write:1", "ssd.after_write:23"],
+    [
+        *("ssd.before_write:1", "ssd.before_write:9", "ssd.after_write:1", "ssd.after_write:23"),
+        *("ssd.head_written:1", "ssd.segment_allocated:1", "ssd.segment_allocated:3"),
+    ],
 )
 def test_killed_at_a_point_of_a_write(tmp_path: Path, fault: str) -> None:
     found = run_writer(tmp_path / "one", range(200), segments=60, shards=3, fault=fault)

@@ -11,9 +11,11 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +33,9 @@ from kvhearth_server.memory.journal import HEADER_BYTES, HEADER_DTYPE, journal_p
 from kvhearth_server.torture import damage
 from kvhearth_server.torture.checks import capacity, check, nothing_is_left
 from kvhearth_server.torture.content import content, contract_of, key_of
+from kvhearth_server.torture.coverage import BOUNDARY
 from kvhearth_server.torture.faults import TABLE
-from kvhearth_server.torture.faults.processes import client_points, daemon_points
+from kvhearth_server.torture.faults.points import client_points, daemon_points
 from kvhearth_server.torture.oracle import Oracle
 from kvhearth_server.torture.places import CapacityWatch, Roots, places
 from kvhearth_server.torture.report import (
@@ -79,10 +82,11 @@ def run_kit(tmp_path: Path, seconds: float, *words: str) -> tuple[dict[str, obje
 
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
-    # A busy machine needs nine seconds for one fault.
-    found, told = run_kit(tmp_path, 20, "--log", str(log))
+    # A busy machine needs twelve seconds for one fault.
+    found, told = run_kit(tmp_path, 25, "--log", str(log))
     assert found["passed"], told
     wanted = {"seed", "seconds", "faults", "operations", "longest_stall_s", *KINDS}
+    wanted |= {"points_reached", "points_total", "boundaries_reached", "boundaries_total"}
     assert wanted <= found.keys()
     assert found["compared_blocks"]
     steps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -136,6 +140,56 @@ def test_all_fault_points_are_known() -> None:
     }
 
 
+def test_an_end_by_signal_leaves_nothing(tmp_path: Path) -> None:
+    if not os.access(ARENA_ROOT, os.W_OK):
+        pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
+    arenas = Path(tempfile.mkdtemp(prefix="kvh-", dir=ARENA_ROOT))
+    command = [sys.executable, "-m", "kvhearth_server.cli.app", "torture", "--seconds", "300"]
+    drive = Path(tempfile.mkdtemp(prefix="kvh-"))  # short: sockets are in it
+    command += ["--dir", str(drive), "--arena-root", str(arenas), "--faults", "restart_daemon"]
+    log = tmp_path / "steps"
+    try:
+        for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
+            log.unlink(missing_ok=True)
+            with subprocess.Popen([*command, "--log", str(log)]) as process:
+                until_step(log)
+                mine = children_of(process.pid)
+                process.send_signal(number)
+                assert process.wait(30) == status
+            assert len(mine) >= 3, "a daemon and clients were there"
+            end = time.monotonic() + 10
+            while any(map(alive, mine)):
+                time.sleep(0.05)
+                assert time.monotonic() < end, "processes are left"
+            if number == signal.SIGTERM:
+                assert list(arenas.iterdir()) == []
+                assert list(drive.iterdir()) == []
+    finally:
+        shutil.rmtree(arenas)
+        shutil.rmtree(drive)
+
+
+def until_step(log: Path) -> None:
+    """Wait until a run has begun its first step."""
+    end = time.monotonic() + 60
+    while not log.exists() or '"fault"' not in log.read_text():
+        time.sleep(0.05)
+        assert time.monotonic() < end, "no step begins"
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, other than one that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that its main thread started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 # -- what is planted is found ----------------------------------------------------------------------
 
 
@@ -163,7 +217,7 @@ def a_world(
     metronome = Metronome(stalls.late)
     metronome.start()
     with places(Roots(ARENA_ROOT, tmp_path), []) as where:
-        world = World(Plan(0, 1, shape, iter(())), where, report, stalls)
+        world = World(Plan(0, 1, shape, ()), where, report, stalls)
         try:
             world.start_daemon()
             world.start_clients()
@@ -247,6 +301,50 @@ def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
         check(world)
         assert gone
         assert report.found[LOST] == sealed
+
+
+def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:
+    wanted = ["ssd.head_written", "ssd.segment_removed", "demote.done", "no.such_point"]
+    with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
+        TABLE["kill_daemon_at_point"].run(world, {"points": wanted, "passages": [3, 1, 2, 1]})
+        check(world)
+        found = report.coverage.as_json()
+        assert found["points_missing"] == ["no.such_point"]
+        assert found["points_times"]["ssd.head_written"] == [1, 0]
+        assert found_of(report) == {}, report.texts
+
+
+def test_torn_records_end_where_it_was_dealt(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
+        dealt = {"16": [5], "40": [31, 0]}
+        TABLE["torn_records"].run(world, {"seed": 1, "sectors": dealt})
+        check(world)
+        found = report.coverage.as_json()
+        assert found["torn_records"]
+        torn = {name for kind, name in report.coverage.hits if kind == BOUNDARY}
+        assert torn & {(16, 5), (40, 31)}, torn
+        assert found_of(report) == {}, report.texts
+
+
+@pytest.mark.parametrize("how", ["flip", "empty", "delete"])
+def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
+    with a_world(tmp_path, FLEETING, ssd=64 * MIB) as (world, report):
+        with world.paused():
+            until_sunk(world)
+        before = sum(len(world.oracle.known(each.model)) for each in world.clients)
+        TABLE["damage_log"].run(world, {"seed": 3, "how": how, "first_page": True})
+        check(world)
+        assert before
+        assert sum(len(world.oracle.known(each.model)) for each in world.clients) >= before
+        assert found_of(report) == {}, report.texts
+
+
+def until_sunk(world: World) -> None:
+    """Wait until all that is sealed is on the drive."""
+    end = time.monotonic() + 20
+    while any(world.not_on_disk(sealed=True).values()):
+        time.sleep(0.05)
+        assert time.monotonic() < end, "blocks do not sink"
 
 
 def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:

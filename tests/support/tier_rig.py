@@ -118,11 +118,11 @@ class FakeTier(DramTier):
             rows = np.arange(len(each.batch.keys))
             self._done.append(Completion(each.ticket, [(Failed("stuck"), rows)], final=False))
 
-    def evict(self, keys: Sequence[bytes]) -> None:
+    def evict(self, keys: Sequence[bytes], cause: str = "space") -> None:
         """Let blocks of these keys go, as to make room."""
         for name in [name for name in self._blocks if name[2] in keys]:
             self._drop(name)
-            self._evicted.append(Evicted(name[0], name[1], [name[2]]))
+            self._evicted.append(Evicted(name[0], name[1], [name[2]], cause))
 
     def lose(self, keys: Sequence[bytes]) -> None:
         """Blocks of these keys are gone, and nobody is told."""

@@ -28,6 +28,7 @@ from kvhearth_server.tiers.base import (
     Tier,
 )
 from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings, segment_cost_bytes
 
 DEADLINE_S = 20.0
@@ -222,6 +223,22 @@ class Desk:
 def segment_files(folder: Path) -> Iterator[Path]:
     """Segment files of a folder, by name."""
     return iter(sorted(folder.glob("*.segment")))
+
+
+def spoil(folder: Path, key: bytes) -> int:
+    """Flip a bit of a block's bytes in its record, wherever that is; how many records it has."""
+    found = 0
+    for path in segment_files(folder):
+        data = path.read_bytes()
+        for page in range(PAGE_BYTES, len(data) - PAGE_BYTES, PAGE_BYTES):
+            (head,) = np.frombuffer(data, RECORD_DTYPE, 1, page)
+            # A footer's lines name records that are elsewhere.
+            if head["key"].tobytes()[: len(key)] == key and head["position"] * PAGE_BYTES == page:
+                with path.open("r+b") as file:
+                    file.seek(page + PAGE_BYTES)
+                    file.write(bytes([data[page + PAGE_BYTES] ^ 1]))
+                found += 1
+    return found
 
 
 class NoDirect(Files):

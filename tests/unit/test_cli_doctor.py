@@ -14,7 +14,7 @@ from kvhearth_server.cli.checks import examine
 from kvhearth_server.cli.findings import Finding, Grade, Look
 from kvhearth_server.cli.probes import Installed, Machine
 from kvhearth_server.config import Settings
-from kvhearth_server.tiers.ssd.disk.choose import Verdict
+from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
 
 POOL = "hugepages/hugepages-2048kB"
 THP = "sys/kernel/mm/transparent_hugepage"
@@ -216,7 +216,7 @@ def mounted(machine: Told, place: Path, kind: str = "ext4", options: str = "") -
 def ssd_findings(machine: Told, tmp_path: Path, *dirs: str, **more: object) -> dict[str, Finding]:
     found = findings(machine, tmp_path, ssd_dirs=list(dirs), **more)
     return {name: one for name, one in found.items() if name.startswith("ssd.")} | {
-        name: found[name] for name in ("io_uring", "libaio", "threads", "nofile")
+        name: found[name] for name in ("ssd_interface", "io_uring", "libaio", "threads", "nofile")
     }
 
 
@@ -290,6 +290,67 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("wanted", "grade", "told", "fix"),
+    [
+        ("auto", Grade.OK, "auto -> libaio; not io_uring: not permitted", ""),
+        ("threads", Grade.OK, "threads -> threads", ""),
+        (
+            "io_uring",
+            Grade.FAIL,
+            "io_uring -> none; io_uring: not permitted",
+            "set ssd_interface: auto, which takes libaio here",
+        ),
+    ],
+)
+def test_the_interface_that_a_daemon_takes_is_told(
+    tmp_path: Path, *, wanted: str, grade: Grade, told: str, fix: str
+) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=True)
+    machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
+        Verdict("io_uring", "not permitted"),
+        Verdict("libaio", ""),
+        Verdict("threads", ""),
+    ]
+    place = f"{tmp_path}/kv=100GiB"
+    found = ssd_findings(machine, tmp_path, place, ssd_interface=wanted)["ssd_interface"]
+    assert found == Finding("ssd_interface", grade, told, fix)
+    found = findings(machine, tmp_path, ssd_interface=wanted)["ssd_interface"]
+    assert found.grade is (Grade.OK if grade is Grade.OK else Grade.WARN), "no directory asks it"
+
+
+def test_no_interface_at_all(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=True)
+    machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
+        Verdict(name, "not permitted") for name in ("io_uring", "libaio", "threads")
+    ]
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd_interface"]
+    assert found.grade is Grade.FAIL
+    assert found.found.startswith("auto -> none; io_uring: not permitted; libaio")
+    assert "preadv" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("free", "taken", "fix"),
+    [
+        (0, 0, "nothing can be stored there: name a directory on another file system"),
+        (200 << 20, 1 << 20, "even the least, 257.3 MiB, has no room: free some, or name"),
+        (200 << 20, 200 << 20, "free some, or ask for less: --ssd-dir "),
+    ],
+)
+def test_less_is_asked_for_only_where_less_would_do(
+    tmp_path: Path, *, free: int, taken: int, fix: str
+) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
+    machine = Told(tmp_path, good=True)
+    machine.space = lambda existing, folder: (free, taken)  # type: ignore[method-assign]
+    found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd.1.space"]
+    assert found.grade is Grade.WARN
+    assert found.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     ("driver", "on_bus", "nodes", "grade", "told"),
     [
         ("", 0, 0, Grade.OK, "no NVIDIA GPU; the daemon needs none"),
@@ -337,10 +398,11 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"ready", "findings"}
     assert code == (0 if report["ready"] else 1)
-    checks = {one["check"] for one in report["findings"]}
-    assert {"hugepages", "thp", "memlock", "nofile", "o_direct", "io_uring"} < checks
-    assert {"drive", "nvidia"} < checks
-    assert {"version.grpcio", "version.protobuf", "version.numpy", "version.typer"} < checks
+    checks = {one["check"]: one for one in report["findings"]}
+    assert checks["ssd_interface"]["found"].startswith(f"auto -> {choose('auto', 32)[0]}")
+    assert {"hugepages", "thp", "memlock", "nofile", "o_direct", "io_uring"} < set(checks)
+    assert {"drive", "nvidia"} < set(checks)
+    assert {"version.grpcio", "version.protobuf", "version.numpy", "version.typer"} < set(checks)
     for one in report["findings"]:
         assert set(one) == {"check", "grade", "found", "fix"}
         assert one["grade"] in ("ok", "warn", "fail")

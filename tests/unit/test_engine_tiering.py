@@ -203,9 +203,11 @@ def test_evictions_of_unknown_names_are_nobody_s() -> None:
     rig.tier.evict(keys(1))
     (known,) = rig.tier.take_evicted()
     strange = type(known)(bytes(32), known.group, known.keys)
-    rig.tier._evicted = [strange]
+    wrong = type(known)(bytes(32), known.group, known.keys, "checksum")
+    rig.tier._evicted = [strange, wrong]
     rig.turn()
     assert rig.sunk(session, key(1)) == Sunk.SAVED
+    assert rig.count_of("checksum_failures", "ssd") == 1, "wrong bytes are counted all the same"
 
 
 def test_a_number_that_another_namespace_has_by_now_is_not_taken_for_it() -> None:
@@ -231,6 +233,45 @@ def test_events_tell_what_is_on_no_tier_any_more() -> None:
     rig.turn()
     (event,) = rig.state.events.read(cursor).events
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "space")
+
+
+def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1, 2))
+    rig.drop(session, keys(1))
+    cursor = rig.state.events.subscribe()
+    rig.tier.evict(keys(1, 2), "checksum")
+    rig.turn()
+    (event,) = rig.state.events.read(cursor).events
+    assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "checksum")
+    assert rig.count_of("checksum_failures", "ssd") == 2
+    assert rig.count_of("repaired_blocks", "ssd") == 1
+    rig.settle()
+    assert rig.tier.keys() == {key(2)}, "the copy in memory is stored again"
+    assert rig.sunk(session, key(2)) == Sunk.SAVED
+
+
+@pytest.mark.parametrize("how", ["carried", "loaded"])
+def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(how: str) -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1, 2))
+    rig.drop(session, keys(1))
+    cursor = rig.state.events.subscribe()
+    if how == "carried":
+        rig.tier.evict(keys(1, 2), "io")
+    else:
+        rig.tier.held = True
+        rig.tier.spoil = lambda load, named: Failed("io")
+        rig.want(session, keys(1))
+        rig.tier.lose(keys(1))
+        rig.tier.held = False
+    rig.turn()
+    (event,) = rig.state.events.read(cursor).events
+    assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "io")
+    assert rig.sunk(session, key(2)) == (Sunk.NOT if how == "carried" else Sunk.SAVED)
+    assert rig.count_of("checksum_failures", "ssd") == 0
 
 
 def test_a_block_found_wrong_in_memory_rises_again() -> None:

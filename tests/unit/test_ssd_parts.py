@@ -141,20 +141,35 @@ def test_admission_by_size() -> None:
 def test_the_budget_is_kept_over_a_day() -> None:
     budget, now, written = WriteBudget(24_000, 0.0), 0.0, 0
     while now < DAY_S:
-        if budget.take(300, now):
+        if budget.take(300, 1, now):
             written += 300
         else:
             assert budget.wait_s(now) > 0
         now += 60.0
     assert 23_000 <= written <= 24_000 + 400
-    assert WriteBudget(0, 0.0).take(1 << 60, 0.0)
+    assert WriteBudget(0, 0.0).take(1 << 60, 7, 0.0) == 7
 
 
 def test_a_block_larger_than_the_bucket_is_waited_for() -> None:
     budget = WriteBudget(24_000, 0.0)
-    assert budget.take(5_000, 0.0)
-    assert not budget.take(1, 3600.0)
-    assert budget.take(1, 3600.0 + budget.wait_s(3600.0))
+    assert budget.take(5_000, 2, 0.0) == 1
+    assert not budget.take(1, 1, 3600.0)
+    assert budget.take(1, 1, 3600.0 + budget.wait_s(3600.0))
+
+
+def test_what_cannot_be_refused_is_paid_by_what_can() -> None:
+    budget = WriteBudget(24_000, 0.0)
+    assert budget.has(100, 0.0)
+    assert not budget.has(101, 0.0)
+    assert budget.take(30, 9, 0.0) == 4, "the last overdraws it"
+    budget.give_back(20)
+    assert budget.left(0.0) == 0
+    budget.spend(500, 0.0)
+    assert (budget.left(0.0), budget.take(30, 9, 0.0)) == (-500, 0)
+    assert budget.has(0, 0.0, debt=500)
+    assert not budget.has(0, 0.0, debt=499)
+    assert budget.left(3600.0) == 500
+    assert WriteBudget(0, 0.0).has(1 << 60, 0.0)
 
 
 @pytest.mark.parametrize("capacity", [GIB, 10 * GIB, 100 * GIB, 1000 * GIB, 100_000 * GIB])
@@ -191,9 +206,9 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
         now += pauses[-1]
         assert health.may_write(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert health.reasons(now) == ["d: writes: its device reports I/O errors"]
+    assert health.findings(now) == [("io", "d: writes: its device reports I/O errors")]
     health.write_done()
-    assert health.reasons(now) == []
+    assert health.findings(now) == []
 
 
 def test_throttling_by_rate_and_by_batches() -> None:

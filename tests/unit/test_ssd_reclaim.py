@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
 import pytest
-from support.tiers import DEADLINE_S, Arena, Desk, family, key_of, keys_of, segment_files, settings
+from support.tiers import DEADLINE_S, Arena, Desk, family, key_of, keys_of, settings, spoil
 
 from kvhearth_server.tiers.base import Completion, Done
 from kvhearth_server.tiers.ssd import reclaim
-from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_BYTES, RECORD_DTYPE
+from kvhearth_server.tiers.ssd.disk.base import Op
+from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
+from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 FEW = 3
-
-
-def spoil(folder: Path, number: int) -> int:
-    """Flip a bit of a block's bytes in its record, wherever that is; how many records it has."""
-    found = 0
-    at, size = RECORD_DTYPE.fields["key"][1], len(key_of(number))  # type: ignore[index]
-    for path in segment_files(folder):
-        data = bytearray(path.read_bytes())
-        for page in range(PAGE_BYTES, len(data) - PAGE_BYTES, PAGE_BYTES):
-            header = data[page : page + RECORD_BYTES]
-            if header[at : at + size] == key_of(number):
-                data[page + PAGE_BYTES] ^= 1
-                with path.open("r+b") as file:
-                    file.seek(page + PAGE_BYTES)
-                    file.write(data[page + PAGE_BYTES : page + PAGE_BYTES + 1])
-                found += 1
-    return found
 
 
 def evicted(tier: SsdTier) -> list[bytes]:
@@ -38,25 +24,42 @@ def evicted(tier: SsdTier) -> list[bytes]:
     return [key for each in tier.take_evicted() for key in each.keys]
 
 
-def test_a_hot_block_that_rotted_is_told_when_it_cannot_be_carried(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", ["checksum", "io", "short"])
+def test_a_hot_block_that_cannot_be_carried_is_told_with_its_cause(
+    tmp_path: Path, cause: str
+) -> None:
     arena = Arena()
     folder = tmp_path / "one"
-    tier = SsdTier(settings(folder, segments=6), [arena.bytes])
+    faults = Faults()
+    queue = FaultyQueue(open_queue(choose()[0], 16), faults)
+    tier = SsdTier(settings(folder, segments=6), [arena.bytes], queue=queue)
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(12))
     assert len(desk.load([3, 4]).rows(Done)) == 2
-    assert spoil(folder, 3) == 1
-    told: list[bytes] = []
+    if cause == "checksum":
+        assert spoil(folder, key_of(3)) == 1
+    elif cause == "io":
+        faults.errors = {Op.READ: errno.EIO}
+    else:
+        faults.short = frozenset({Op.READ})
+    told: list[tuple[bytes, str]] = []
+
+    def note() -> None:
+        told.extend((key, each.cause) for each in tier.take_evicted() for key in each.keys)
+
     number, end = 100, time.monotonic() + DEADLINE_S
     while tier.look_up(family(), [key_of(3)]).present[0]:
         assert time.monotonic() < end, "its segment is never reclaimed"
         desk.store_all(range(number, number + 12))
         number += 12
-        told += evicted(tier)
-    told += evicted(tier)
-    assert tier.counts["corrupt_blocks"] == 1
-    assert told.count(key_of(3)) == 1, "whoever has it in memory believes in this copy"
+        note()
+    note()
+    what = "corrupt_blocks" if cause == "checksum" else "read_errors"
+    assert tier.counts[what] == (1 if cause == "checksum" else 2)
+    of_it = [why for key, why in told if key == key_of(3)]
+    assert of_it == [cause], "whoever has it in memory believes in this copy"
+    assert {why for key, why in told if key not in (key_of(3), key_of(4))} <= {"space"}
     assert tier.drain(DEADLINE_S)
     tier.check()
     tier.close()

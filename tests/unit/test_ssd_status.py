@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import until
-from support.tiers import LENGTH, Arena, Desk, NoDirect, family, settings
+from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, settings
 
 from kvhearth_server.tiers.base import Done, Throttled
 from kvhearth_server.tiers.ssd.admission import SeenTwice
@@ -90,6 +90,31 @@ def test_what_admission_and_budget_keep_out_is_counted(tmp_path: Path) -> None:
     assert now.count("stores_refused_admission") == 6
     assert now.count("stores_refused_budget") == kept_out > 0
     assert now.budget_left_bytes <= 0
+    ended(desk)
+
+
+def test_files_that_are_prewritten_are_counted(tmp_path: Path) -> None:
+    plain, prewritten = tmp_path / "plain", tmp_path / "prewritten"
+    written = []
+    for folder in (plain, prewritten):
+        desk = a_tier(settings(folder, segments=6, prewrite=folder == prewritten))
+        desk.store_all(range(10))
+        desk.rest()
+        files = figures(desk).directories[0].file_bytes
+        assert files >= 2 * SEGMENT_BYTES
+        written.append(figures(desk).count("written_bytes") // files)
+        if folder == prewritten:
+            assert desk.tier.status.write_amplification > 5  # type: ignore[attr-defined]
+        ended(desk)
+    assert written == [0, 1]
+
+
+def test_a_budget_that_has_no_whole_file_prewrites_none(tmp_path: Path) -> None:
+    told = settings(tmp_path / "one", bytes_per_day=240 * SEGMENT_BYTES - 240, prewrite=True)
+    desk = a_tier(told, clock=lambda: 1000.0)
+    until(lambda: figures(desk).directories[0].segments["open"] > 0 or desk.pump(0.01), "a place")
+    assert figures(desk).count("written_bytes") <= 2 * 4096
+    assert len(desk.store(range(2)).rows(Done)) == 2
     ended(desk)
 
 

@@ -10,6 +10,8 @@ from kvhearth_server.cli.devices import Drive
 from kvhearth_server.cli.findings import Finding, Grade, Look, graded
 from kvhearth_server.cli.output import size
 from kvhearth_server.config import SsdDir
+from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
+from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 from kvhearth_server.units import format_size
 
 _MIB = 1 << 20
@@ -22,6 +24,7 @@ _BAD_FILESYSTEMS = {
     "nfs": "is on another machine",
     "nfs4": "is on another machine",
 }
+_CHOSEN = "ssd_interface"
 _INTERFACE_FIXES = {
     "io_uring": "run: sysctl -w kernel.io_uring_disabled=0; in a container, allow io_uring_setup, "
     "io_uring_enter and io_uring_register in its seccomp profile",
@@ -34,6 +37,7 @@ _INTERFACE_FIXES = {
 def interfaces(look: Look) -> Iterator[Finding]:
     """How disks are asked: each interface with a read, at the depth of the settings."""
     verdicts = look.machine.disk_interfaces(look.settings.ssd_depth)
+    yield _chosen(look, verdicts)
     working = [each.name for each in verdicts if each.works]
     best = "" if not working or working[0] == "threads" else working[0]
     for each in verdicts:
@@ -64,6 +68,21 @@ def places(look: Look) -> Iterator[Finding]:
 
 
 SSD_CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (places, interfaces)
+
+
+def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
+    """The interface that a daemon with these settings takes here, and why none that is better."""
+    wanted, by_name = look.settings.ssd_interface, {each.name: each for each in verdicts}
+    try:
+        name, tried = choose(wanted, look.settings.ssd_depth, lambda name, _: by_name[name])
+    except OSError as error:
+        working = [each.name for each in verdicts if each.works]
+        fix = f"set ssd_interface: auto, which takes {working[0]} here" if working else ""
+        bad = Grade.FAIL if look.settings.ssd_dirs else Grade.WARN
+        found = f"{wanted} -> none; {error.strerror}"
+        return Finding(_CHOSEN, bad, found, fix or _INTERFACE_FIXES["threads"])
+    passed_over = [f"not {each.name}: {each.reason}" for each in tried if not each.works]
+    return Finding(_CHOSEN, Grade.OK, "; ".join([f"{wanted} -> {name}", *passed_over]))
 
 
 def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
@@ -112,7 +131,14 @@ def _space(look: Look, name: str, place: SsdDir, existing: Path) -> Finding:
     missing = place.bytes - taken - free
     found = f"{size(place.bytes)} are wanted, {size(taken)} taken, {size(free)} free"
     most = (free + taken) * 9 // 10 // _MIB
-    fix = f"free some, or ask for less: --ssd-dir {place.path}={most}MiB"
+    segment_bytes = look.settings.ssd_segment_bytes or segment_bytes_for(most * _MIB)
+    least = capacity_least(segment_bytes)
+    if not free + taken:
+        fix = "nothing can be stored there: name a directory on another file system"
+    elif most * _MIB < least:
+        fix = f"even the least, {size(least)}, has no room: free some, or name another directory"
+    else:
+        fix = f"free some, or ask for less: --ssd-dir {place.path}={most}MiB"
     return graded(missing <= 0, name, found, fix)
 
 

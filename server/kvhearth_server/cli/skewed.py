@@ -1,27 +1,29 @@
-"""``kvhearth`` with clocks that follow a file; no verb.
+"""``kvhearth`` that ends with its parent, and whose clocks may follow a file; no verb.
 
-``kvhearth torture`` starts daemons whose clocks are to jump by
-``python -m kvhearth_server.cli.skewed FILE serve ...``.
+``kvhearth torture`` starts its daemons by
+``python -m kvhearth_server.cli.skewed PARENT FILE serve ...``; FILE may be empty.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvhearth_server.torture.clock import follow
+from kvhearth_server.torture.tied import end_with
 
 
-def main(words: Sequence[str]) -> int:
-    """Follow the file, then be ``kvhearth`` with the words that are left."""
-    follow(Path(words[0]))
-    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    from kvhearth_server.cli.app import run
+def main(words: Sequence[str]) -> None:
+    """Tie this process, follow the file, then be ``kvhearth`` with the words that are left."""
+    end_with(int(words[0]))
+    if words[1]:
+        follow(Path(words[1]))
+    from kvhearth_server.cli import app
 
-    return run(words[1:])
+    sys.argv[1:] = words[2:]
+    app.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

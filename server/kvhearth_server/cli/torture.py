@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Example: kvhearth torture --seconds 600 --dir /mnt/nvme --json | tail -n 1 | jq .passed"
 EXIT_FOUND = 1
+EXIT_UNTESTED = 2
 _SECONDS = 60.0
 _TEXT_CHARS_MAX = 2000
 
@@ -34,7 +35,13 @@ Seed = Annotated[
     typer.Option("--seed", help="Of all choices (default: a new one).", show_default=False),
 ]
 Seconds = Annotated[
-    float, typer.Option("--seconds", min=1, help="How long; the step begun last is ended.")
+    float,
+    typer.Option(
+        "--seconds",
+        min=1,
+        help="How long. What was begun is ended: less than 10 s test nothing on most machines, and "
+        "a fault may take some seconds more.",
+    ),
 ]
 Faults = Annotated[
     str, typer.Option("--faults", help="Only these, separated by commas; 'list' tells which.")
@@ -87,11 +94,13 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     """Break things on purpose, compare every answer, tell what was lost, wrong, leaked or stuck.
 
     Uses no running daemon. Exit code 1 if anything was found that docs/operations.md does not
-    allow.
+    allow, 2 if nothing was tested.
     """
     from kvhearth_server.torture.faults import TABLE
     from kvhearth_server.torture.places import Roots
+    from kvhearth_server.torture.report import KINDS
     from kvhearth_server.torture.run import Options, run
+    from kvhearth_server.torture.tied import cleaned_up
 
     if faults == "list":
         _list(TABLE)
@@ -109,7 +118,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
         replay=replay,
         keep=keep,
     )
-    with _bar(seconds) as told:
+    with cleaned_up(), _bar(seconds) as told:
         found = run(options, told)
     for line in found["findings"]:
         note(f"world {line['world']} step {line['step']}: {line['kind']}: {_cut(line['text'])}")
@@ -117,9 +126,13 @@ def torture(  # noqa: PLR0913 - one parameter a flag
         say_json(found)
     else:
         console().print(shown(found))
-    if not found["passed"]:
-        note(f"repeat with: kvhearth torture --seed {chosen} --seconds {seconds:g}")
-        raise typer.Exit(EXIT_FOUND)
+    if found["passed"]:
+        return
+    if not any(found[kind] for kind in KINDS):
+        note("nothing was tested: give it more seconds")
+        raise typer.Exit(EXIT_UNTESTED)
+    note(f"repeat with: kvhearth torture --seed {chosen} --seconds {seconds:g}")
+    raise typer.Exit(EXIT_FOUND)
 
 
 def shown(found: Mapping[str, Any]) -> Table:
@@ -138,10 +151,29 @@ def shown(found: Mapping[str, Any]) -> Table:
     told = f"{found['longest_stall']}, less what faults explain; at most {STALL_S:g} s"
     row(made, "longest_stall_s", f"{stall:g}", "NO" if stall > STALL_S else "yes", told)
     row(made, "longest_promotion_s", f"{found['longest_promotion_s']:g}", "", "16 blocks at a time")
+    for what, cells in _covered(found):
+        row(made, what, *cells)
     for why, count in found["excused_blocks"].items():
         row(made, f"excused: {why}", f"{count:,}", "", "may be gone, by docs/operations.md")
     row(made, "seed", str(found["seed"]), "", f"{found['seconds']:g} s")
     return made
+
+
+def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Rows of what the run's worlds could hit; nothing of what none of them could."""
+    missing = {
+        "points": found["points_missing"],
+        "client_points": found["client_points_missing"],
+        "boundaries": [
+            f"{sectors} sectors: {', '.join(map(str, missed))}"
+            for sectors, missed in found["boundaries_missing"].items()
+        ],
+    }
+    for what, names in missing.items():
+        reached, total = found[f"{what}_reached"], found[f"{what}_total"]
+        told = f"not reached: {'; '.join(names)}" if names else "each was reached"
+        if total:
+            yield f"{what}_reached", (f"{reached}/{total}", "", _cut(told))
 
 
 def _list(faults: Mapping[str, Any]) -> None:

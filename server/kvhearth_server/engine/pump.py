@@ -1,9 +1,12 @@
-"""What drives the slower tier: a turn whenever it has something to say, and now and then."""
+"""What drives the slower tier: a turn whenever it has something to say, and now and then. It tells
+the log of the tier's health, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
+from kvhearth_server.engine.degraded import DegradedLog
 from kvhearth_server.engine.tiering import Tiering
 
 _TURN_S = 0.1
@@ -11,7 +14,7 @@ _TURN_S = 0.1
 _FLUSH_S = 0.01
 
 
-async def drive(tiering: Tiering) -> None:
+async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
     """Take turns for as long as the task lives."""
     loop = asyncio.get_running_loop()
     due = asyncio.Event()
@@ -20,6 +23,7 @@ async def drive(tiering: Tiering) -> None:
     loop.add_reader(descriptor, due.set)
     try:
         while True:
+            degraded.look()  # before the turn: one that fails is followed by none
             try:
                 async with asyncio.timeout(min(_TURN_S, max(0.0, tiering.pause_s()))):
                     await due.wait()

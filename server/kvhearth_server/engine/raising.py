@@ -200,13 +200,8 @@ class Raising:
         for outcome, rows in completion.parts:
             match outcome:
                 case Corrupt():
-                    state.count("checksum_failures", len(rows), "ssd")
                     keys = [wish.keys[row] for row in rows.tolist()]
-                    _log.error(
-                        "the slower tier's bytes do not match their checksum", blocks=len(keys)
-                    )
-                    self.store_again(wish.namespace, wish.kv_group, keys)
-                    self._names.tell_lost(wish.namespace, wish.kv_group, keys, "checksum")
+                    self.found_wrong(wish.namespace, wish.kv_group, keys)
                 case Missing():
                     state.count("promotion_failed", len(rows), "missing")
                 case Failed() | Throttled():
@@ -222,19 +217,32 @@ class Raising:
         after they were called off, or while they were only looked at.
         """
         wish = load.climb.wish
-        rows = np.setdiff1d(np.arange(len(wish.keys)), completion.rows(Done))
-        if len(rows):
+        for outcome, rows in completion.parts:
+            if isinstance(outcome, Done):
+                continue
             keys = [wish.keys[row] for row in rows.tolist()]
             family = self._names.family(wish.namespace, wish.kv_group)
             gone = ~self._tier.look_up(family, keys).present
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
             self._core.sinking.lost(wish.namespace, wish.kv_group, lost)
+            if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
+                self._names.tell_lost(wish.namespace, wish.kv_group, lost, outcome.reason)
         called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
         if not load.keep:
             called_off = [np.arange(len(wish.keys))]
         for asker in load.climb.askers if called_off else ():
             if load.keep or asker != NOBODY:
                 self._wait(_some(wish, np.concatenate(called_off)), asker)
+
+    def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
+        """The tier's copies of these were wrong, and it forgot them; nobody knows a namespace that
+        is None.
+        """
+        self._core.state.count("checksum_failures", len(keys), "ssd")
+        _log.error("the slower tier's bytes do not match their checksum", blocks=len(keys))
+        if namespace is not None:
+            self.store_again(namespace, kv_group, keys)
+            self._names.tell_lost(namespace, kv_group, keys, "checksum")
 
     def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
         """The tier's copies of these were wrong: write those again that are still here."""

@@ -168,8 +168,10 @@ class Tiering:
         return len(self._core.climbing)
 
     def _evicted(self, evicted: Evicted) -> None:
-        """The tier made room."""
-        namespace = self._names.namespace(evicted.namespace)
-        if namespace is not None:
-            self._core.sinking.lost(namespace, evicted.group, evicted.keys)
-            self._names.tell_lost(namespace, evicted.group, evicted.keys, "space")
+        """The tier let blocks go: to make room, or because it could not read them right."""
+        namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
+        if evicted.cause == "checksum":
+            self._raising.found_wrong(namespace, evicted.group, keys)
+        elif namespace is not None:
+            self._core.sinking.lost(namespace, evicted.group, keys)
+            self._names.tell_lost(namespace, evicted.group, keys, evicted.cause)

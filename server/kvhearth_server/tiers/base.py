@@ -36,7 +36,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Throttled:
-    """Not now. ``reason``: queue, admission, budget, recovering, degraded, full, draining."""
+    """Not now. ``reason``: queue, admission, budget, recovering, degraded, full, draining; or not
+    as the tier is set up: too_large.
+    """
 
     reason: str
     retry_after_s: float = 0.0
@@ -198,11 +200,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Evicted:
-    """Blocks that a tier let go of to make room."""
+    """Blocks that a tier let go of by itself.
+
+    ``cause``: ``space`` (to make room), ``checksum`` (it found their bytes wrong), or what a
+    ``Failed`` says (they could not be read). What an outcome of a batch says is not told again.
+    """
 
     namespace: bytes
     group: int
     keys: list[bytes]
+    cause: str = "space"
 
 
 @dataclass(frozen=True)

@@ -75,23 +75,27 @@ class Crew(Scene):
         if not self._pauses:
             self.go(self.clients[index])
 
-    def go(self, client: Client) -> None:
-        """Let a client work; it may store so many new blocks."""
-        left = max(0, self.shape.blocks_max - self.oracle.attempts())
+    def go(self, client: Client, more: int = 0) -> None:
+        """Let a client work; it may store so many new blocks, and ``more`` even if nearly all that
+        the world may store was stored.
+        """
+        attempts, clients = self.oracle.attempts(), len(self.clients)
+        left = max(0, self.shape.blocks_max - attempts) // clients
+        kept = max(0, self.shape.blocks_kept + self.shape.blocks_max - attempts) // clients
         most = _STORES_A_GO if self.shape.keeps else _STORES_A_GO_PRESSED
         known = self.oracle.known(client.model)
         dice = random.Random(f"{self.plan.seed}/{self.plan.number}/{self.step}/{client.name}")
         client.say(
             "go",
-            stores=min(most, left // len(self.clients)),
+            stores=max(min(most, left), min(more, kept)),
             known=dice.sample(known, min(len(known), _KNOWN_A_GO)),
         )
 
-    def store_more(self) -> None:
-        """Let all clients store some more new blocks."""
+    def store_more(self, more: int = 0) -> None:
+        """Let all clients store some more new blocks; ``more`` as for ``go``."""
         if not self._pauses:
             for each in self.clients:
-                self.go(each)
+                self.go(each, more)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -186,6 +186,16 @@ def flip_bit(path: Path, offset: int, bit: int) -> None:
         os.close(descriptor)
 
 
+def zero(path: Path, offset: int, length: int) -> None:
+    """Make bytes of a file zero, and see that it reaches whoever reads it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, bytes(length), offset)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
     """Leave the first ``sectors`` sectors of a record as they were written; what comes behind is
     as if the drive had never written it: zeros, or whatever lay there.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.pages import FilesystemKind, filesystem_kind
 from kvhearth_server.torture import damage
 
 _EVERY_S = 0.02
+_SOCKETS_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,21 @@ class Roots:
     def check(self) -> None:
         """Raise KVHearthError ``config_invalid`` unless both can be used."""
         for name, path in (("--arena-root", self.arena), ("--dir", self.drive)):
-            if not path.is_dir() or not os.access(path, os.W_OK):
+            try:
+                # Only a try tells: root may write to anything, by its permissions.
+                with tempfile.TemporaryFile(prefix="kvh-", dir=path), _folder(path):
+                    pass
+            except OSError as error:
                 raise KVHearthError(
-                    Reason.CONFIG_INVALID, f"{name} {path} is no directory that can be written to"
-                )
+                    Reason.CONFIG_INVALID,
+                    f"{name} {path} is no directory that can be written to ({error.strerror})",
+                ) from None
+        if filesystem_kind(self.arena).kind is FilesystemKind.OTHER:
+            raise KVHearthError(
+                Reason.CONFIG_INVALID,
+                f"--arena-root {self.arena} is neither on tmpfs nor on hugetlbfs, and an arena is "
+                "memory; give a directory such as /dev/shm",
+            )
 
 
 @dataclass(frozen=True)
@@ -60,19 +72,26 @@ class Places:
 @contextlib.contextmanager
 def places(roots: Roots, keep: list[bool]) -> Iterator[Places]:
     """Directories of one world, removed at the end unless something was put into ``keep``."""
-    folder = Path(tempfile.mkdtemp(prefix="kvh-", dir=roots.drive))
-    # A socket's path has 107 characters: the sockets are near the root where the drive is not.
-    sockets = Path(tempfile.mkdtemp(prefix="kvh-")) if len(str(folder)) > 60 else folder
-    arena = Path(tempfile.mkdtemp(prefix="kvh-", dir=roots.arena))
-    ssd = folder / "ssd"
-    ssd.mkdir()
-    try:
+    with contextlib.ExitStack() as made:
+        folder = made.enter_context(_folder(roots.drive, keep))
+        # A socket's path has 107 characters: the sockets are near the root where the drive is not.
+        near = None if len(str(folder)) > _SOCKETS_CHARS else folder
+        sockets = near or made.enter_context(_folder(None, keep))
+        arena = made.enter_context(_folder(roots.arena))
+        ssd = folder / "ssd"
+        ssd.mkdir()
         yield Places(sockets, arena, ssd)
+
+
+@contextlib.contextmanager
+def _folder(root: Path | None, keep: Sequence[bool] = ()) -> Iterator[Path]:
+    """A new directory, removed at the end unless there is something in ``keep``."""
+    path = Path(tempfile.mkdtemp(prefix="kvh-", dir=root))
+    try:
+        yield path
     finally:
-        shutil.rmtree(arena, ignore_errors=True)
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(sockets, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class CapacityWatch(threading.Thread):

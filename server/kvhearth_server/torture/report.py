@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhearth_server.torture.coverage import Coverage
+
 STALL_S = 1.0
 """An operation that takes longer, and that neither a fault nor the machine explains, is a stall."""
 
@@ -32,7 +34,7 @@ class Report:
         texts: where and what, for people.
         excused: blocks that faults took and were allowed to take, by fault.
         figures: other numbers.
-        boundaries: torn records, by their sectors.
+        coverage: fault points and sector boundaries.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -47,7 +49,7 @@ class Report:
     longest_promotion_s: float = 0.0
     machine_late_s: float = 0.0
     steps: int = 0
-    boundaries: Counter[int] = field(default_factory=Counter)
+    coverage: Coverage = field(default_factory=Coverage)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, kind: str, text: str, where: dict[str, Any], amount: int = 1) -> None:
@@ -70,28 +72,24 @@ class Report:
         if seconds > STALL_S:
             self.find(STALL, f"{what} took {seconds:.2f} s that nothing explains", where)
 
-    def next_boundary(self, sectors: int) -> int:
-        """Where the next torn record of so many sectors ends: after 0, 1, ... all of them."""
-        with self._lock:
-            self.boundaries[sectors] += 1
-            return (self.boundaries[sectors] - 1) % (sectors + 1)
-
     @property
     def failed(self) -> bool:
         """Whether anything was found that must not be."""
         return any(self.found[kind] for kind in KINDS)
 
-    def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
-        """The object that ``--json`` prints.
+    @property
+    def tested(self) -> bool:
+        """Whether a fault happened and an answer was compared."""
+        return bool(self.faults.total() and self.operations["compared"])
 
-        ``torn_boundaries``: by sectors of a record, at how many of its sector boundaries one ended,
-        of how many there are.
-        """
+    def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
         calls = {n: c for n, c in self.operations.items() if ":" not in n and n != "compared"}
         return {
             "seed": seed,
             "seconds": round(seconds, 1),
-            "passed": not self.failed,
+            "passed": self.tested and not self.failed,
+            "tested": self.tested,
             "worlds": sum(self.worlds.values()),
             "steps": self.steps,
             "faults": sum(self.faults.values()),
@@ -102,11 +100,7 @@ class Report:
             "longest_stall": self.longest_stall,
             "longest_promotion_s": round(self.longest_promotion_s, 3),
             "machine_late_s": round(self.machine_late_s, 3),
-            "torn_records": self.boundaries.total(),
-            "torn_boundaries": {
-                str(size): [min(count, size + 1), size + 1]
-                for size, count in sorted(self.boundaries.items())
-            },
+            **self.coverage.as_json(),
             "faults_by_name": dict(sorted(self.faults.items())),
             "operations_by_name": dict(sorted(self.operations.items())),
             "worlds_by_kind": dict(sorted(self.worlds.items())),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from kvhearth_server.torture.world import UselessError, World
 
 _WARM_S = 0.4
 _LEAST_S = 2.0
-"""With less time left no step begins."""
+"""A world's end takes so long: no step begins that could not end before it."""
+_STEP_S = 4.0
+"""No step is expected to take longer."""
+_WORLD_S = 7.0
+"""With less time left no world begins, but the first: it could try nothing."""
+
+_SHAPES = 64
+"""So many worlds have every shape."""
 
 Progress = Callable[[float, str], None]
 """Told (seconds that are over, what is going on)."""
@@ -31,7 +39,7 @@ class Options:
 
     Attributes:
         seed: of all choices.
-        seconds: after which no new step begins.
+        seconds: at whose end the last world is over, if its last step took no longer than most.
         faults: names; empty for all.
         ssd: worlds with a drive, too.
         first: number of the first world; ``worlds``: how many, 0 for as many as there is time for.
@@ -50,7 +58,7 @@ class Options:
     replay: Path | None = None
     keep: bool = False
 
-    def plans(self) -> Iterator[Plan]:
+    def plans(self) -> Iterable[Plan]:
         """The worlds to go through.
 
         Raises:
@@ -64,7 +72,17 @@ class Options:
             )
         if self.replay is not None:
             return recorded(self.replay)
-        return Dice(self.seed, list(self.faults or TABLE), self.ssd, self.first).plans()
+        dice = Dice(self.seed, list(self.faults or TABLE), self.ssd, self.first)
+        shapes = list(itertools.islice(dice.shapes(), self.worlds or _SHAPES))
+        idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
+        # One world need not have room for all that is asked for, but for something.
+        if idle and (not self.worlds or len(idle) == len(self.faults)):
+            raise KVHearthError(
+                Reason.CONFIG_INVALID,
+                f"--faults: {', '.join(idle)} cannot happen in the worlds that are left by "
+                "--no-ssd or --world",
+            )
+        return dice.plans()
 
 
 def run(options: Options, progress: Progress) -> dict[str, Any]:
@@ -84,7 +102,7 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
     kept: list[str] = []
     try:
         for count, plan in enumerate(plans):
-            over = time.monotonic() - begin > options.seconds - _LEAST_S
+            over = time.monotonic() - begin > options.seconds - _WORLD_S
             if (count and over) or (options.worlds and count >= options.worlds):
                 break
             kept += _world(course, plan)
@@ -107,6 +125,10 @@ class _Course:
     begin: float
     progress: Progress
 
+    def step_s(self, over_s: float) -> float:
+        """What a step takes, by those before; 0 for the first."""
+        return min(_STEP_S, over_s / self.report.steps) if self.report.steps else 0.0
+
 
 def _world(course: _Course, plan: Plan) -> list[str]:
     """Go through one world; the directories of it that are kept."""
@@ -115,6 +137,8 @@ def _world(course: _Course, plan: Plan) -> list[str]:
     before = len(report.texts)
     with places(options.roots, keep) as where:
         log.world(plan)
+        for name in plan.faults:
+            report.coverage.aims.update(TABLE[name].aims(plan.shape))
         world = World(plan, where, report, course.stalls)
         watch = CapacityWatch(where.ssd)
         watch.start()
@@ -124,7 +148,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
             world.traffic(_WARM_S)
             for number, step in enumerate(plan.steps, 1):
                 at_s = time.monotonic() - course.begin
-                if at_s > options.seconds - _LEAST_S:
+                if at_s > options.seconds - _LEAST_S - course.step_s(at_s):
                     break
                 course.progress(at_s, f"world {plan.number} ({plan.shape.kind}): {step.fault}")
                 world.step = number

@@ -161,7 +161,3 @@ class Scene:
             known = self.oracle.known(model) if sealed else self.oracle.within_reach(model)
             found[model] = [n for n in known if (key_of(model, n), epoch) not in whole]
         return found
-
-    def note_point(self, point: str, *, reached: bool) -> None:
-        """A fault point at which the daemon was to die."""
-        self.report.figures[f"point {point}" if reached else f"not reached: {point}"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.torture.decks import Decks
 from kvhearth_server.torture.faults import TABLE, Fault
 from kvhearth_server.torture.shape import Shape, shape_of
 
 STEPS_MAX = 10
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -27,12 +29,15 @@ class Step:
 
 @dataclass
 class Plan:
-    """One world: its number, shape, its own dice, and its steps."""
+    """One world: its number, the run's seed, its shape, its steps, and the faults that it chose
+    them from.
+    """
 
     number: int
     seed: int
     shape: Shape
-    steps: Iterator[Step]
+    steps: Sequence[Step]
+    faults: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -40,7 +45,8 @@ class Dice:
     """Worlds without end from a seed.
 
     A world's shape and steps depend on the seed and its number alone, so that one world can be
-    repeated without those before it. Faults are dealt from a shuffled deck, each as often.
+    repeated without those before it. Faults are dealt from a shuffled deck, each as often; what
+    must come round over a run is dealt from the run's decks, which those before it move on.
     """
 
     seed: int
@@ -50,32 +56,45 @@ class Dice:
 
     def plans(self) -> Iterator[Plan]:
         """Worlds from ``first`` on."""
-        number = self.first
-        while True:
-            dice = random.Random(f"{self.seed}/{number}")
-            shape = shape_of(dice, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
-            yield Plan(number, self.seed, shape, self._steps(dice, shape))
-            number += 1
+        decks = Decks(self.seed)
+        for number in itertools.count():
+            dice, shape = self._shape(number)
+            steps = list(self._steps(dice, decks, shape))
+            if number >= self.first:
+                yield Plan(number, self.seed, shape, steps, frozenset(self.faults))
 
-    def _steps(self, dice: random.Random, shape: Shape) -> Iterator[Step]:
+    def shapes(self) -> Iterator[Shape]:
+        """Of the worlds from ``first`` on."""
+        for number in itertools.count(self.first):
+            yield self._shape(number)[1]
+
+    def _shape(self, number: int) -> tuple[random.Random, Shape]:
+        dice = random.Random(f"{self.seed}/{number}")
+        shape = shape_of(dice, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
+        return dice, shape
+
+    def _steps(self, dice: random.Random, decks: Decks, shape: Shape) -> Iterator[Step]:
         chosen = [TABLE[name] for name in self.faults if TABLE[name].fits(shape)]
         fitting = [fault for fault in chosen for _ in range(fault.weight)]
+        if not fitting:
+            return
         deck: list[Fault] = []
-        for _ in range(dice.randint(STEPS_MAX // 2, STEPS_MAX)):
+        taken = [fault for fault in chosen if fault.in_each_world]
+        for _ in range(dice.randint(STEPS_MAX // 2, STEPS_MAX) - len(taken)):
             if not deck:
                 deck = list(fitting)
                 dice.shuffle(deck)
-            if not deck:
-                return
-            fault = deck.pop()
-            yield Step(fault.name, fault.plan(dice, shape))
+            taken.append(deck.pop())
+        dice.shuffle(taken)
+        for fault in taken:
+            yield Step(fault.name, {**fault.plan(dice, shape), **fault.deal(decks, shape)})
 
 
-def recorded(path: Path) -> Iterator[Plan]:
+def recorded(path: Path) -> list[Plan]:
     """The worlds of a log.
 
     Raises:
-        KVHearthError: ``config_invalid`` for a file that is no such log.
+        KVHearthError: ``config_invalid`` for a file that is no such log, or has no step.
     """
     worlds: dict[int, tuple[dict[str, Any], list[Step]]] = {}
     try:
@@ -85,19 +104,34 @@ def recorded(path: Path) -> Iterator[Plan]:
                 worlds[line["world"]] = (line, [])
             elif "fault" in line:
                 worlds[line["world"]][1].append(Step(line["fault"], line["parameters"]))
+        plans = []
         for number, (line, steps) in worlds.items():
-            if line["version"] != VERSION or {each.fault for each in steps} - TABLE.keys():
+            faults = frozenset(each.fault for each in steps)
+            if line["version"] != VERSION or faults - TABLE.keys():
                 raise ValueError("written by another version")
-            yield Plan(number, int(line["seed"]), Shape.from_json(line["shape"]), iter(steps))
+            shape = Shape.from_json(line["shape"])
+            plans.append(Plan(number, int(line["seed"]), shape, steps, faults))
+        if not any(plan.steps for plan in plans):
+            raise ValueError("it has no world with a step, as --log writes them")
+        return plans
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KVHearthError(Reason.CONFIG_INVALID, f"--replay {path}: {error}") from None
 
 
 class StepLog:
-    """Writes what is done, one JSON object a line, before it is done."""
+    """Writes what is done, one JSON object a line, before it is done.
+
+    Raises:
+        KVHearthError: ``config_invalid`` for a file that cannot be written.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._file: IO[str] | None = None if path is None else path.open("w")
+        try:
+            self._file: IO[str] | None = None if path is None else path.open("w")
+        except OSError as error:
+            raise KVHearthError(
+                Reason.CONFIG_INVALID, f"--log {path} cannot be written: {error.strerror}"
+            ) from None
 
     def world(self, plan: Plan) -> None:
         """A world begins."""

@@ -85,10 +85,8 @@ class Daemon:
         kept |= self._environment
         if fault:
             kept[ENVIRONMENT_NAME] = fault
-        if self._clock_file is None:
-            command = [sys.executable, "-m", "kvhearth_server.cli.app", *self._words]
-        else:
-            command = [sys.executable, "-m", _SKEWED, str(self._clock_file), *self._words]
+        clock = str(self._clock_file or "")
+        command = [sys.executable, "-m", _SKEWED, str(os.getpid()), clock, *self._words]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=kept)
 

@@ -23,6 +23,7 @@ FLEETING = "fleeting"
 PRESSED = "pressed"
 """Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
 KINDS = (ROOMY, SINKING, FLEETING, PRESSED)
+_FLUSHED = 4
 _PAGES = (4096, 16384, 16384, 40000, 49152)
 
 
@@ -57,6 +58,11 @@ class Shape:
     def arena_stays(self) -> bool:
         """The arena's files outlive the daemon."""
         return self.kind != FLEETING
+
+    @property
+    def blocks_kept(self) -> int:
+        """Blocks beyond ``blocks_max`` that are kept for faults that need stores."""
+        return self.blocks_max // 3
 
     @property
     def keeps(self) -> bool:
@@ -108,14 +114,14 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
     blocks = dice.choice([500, 700])
     largest = blocks * max(page * count for page, count in models)
     memory = {
-        ROOMY: -(-2 * largest // SLAB_BYTES) * SLAB_BYTES + 8 * SLAB_BYTES,
+        ROOMY: -(-2 * largest // SLAB_BYTES) * SLAB_BYTES + 16 * SLAB_BYTES,
         SINKING: dice.choice([5, 6, 8]) * SLAB_BYTES,
         FLEETING: dice.choice([6, 10]) * SLAB_BYTES,
         PRESSED: dice.choice([3, 4]) * SLAB_BYTES,
     }[kind]
     segment = dice.choice([1, 2]) * MIB
     # Three times, since what is stored again or carried over lies there twice for a while.
-    room = 3 * largest + 24 * segment
+    room = 4 * largest + 24 * segment
     if kind == PRESSED:
         room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment
     return Shape(
@@ -126,7 +132,8 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
         models=models,
         clients=((0, shards == 1), (1, True), (dice.choice([0, 1]), False)),
         blocks_max=blocks if kind != PRESSED else 12 * blocks,
-        flush=dice.random() < 0.2,
+        # Now and then, and for sure in a run of minutes.
+        flush=dice.random() < 0.15 or number % 6 == _FLUSHED,
         interface=dice.choice(["auto", "auto", "auto", "threads"]),
         verify_adopted=dice.random() < 0.7,
         skewed=skewed and dice.random() < 0.5,

@@ -26,6 +26,7 @@ from kvhearth_server.torture.content import contract_of
 from kvhearth_server.torture.engine import Clock, Engine, Seen
 from kvhearth_server.torture.piping import Pipes
 from kvhearth_server.torture.stalls import Metronome
+from kvhearth_server.torture.tied import end_with
 
 _BEAT_S = 0.25
 _RETRY_S = 0.01
@@ -296,7 +297,8 @@ def _descriptors() -> list[int]:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvhearth_server.torture.worker JSON``."""
+    """``python -m kvhearth_server.torture.worker JSON PARENT``."""
+    end_with(int(words[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

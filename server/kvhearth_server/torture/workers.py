@@ -47,6 +47,7 @@ class Client:
         self._next_id = 0
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
         command = [sys.executable, "-m", "kvhearth_server.torture.worker", json.dumps(start)]
+        command.append(str(os.getpid()))
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=kept

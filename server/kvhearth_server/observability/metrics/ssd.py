@@ -195,7 +195,8 @@ SSD: tuple[Metric, ...] = (
         "kvhearth_ssd_written_bytes_total",
         "counter",
         "bytes",
-        "Everything written to drives: payload, padding, headers, footers, what is carried over.",
+        "Everything written to drives: payload, padding, headers, footers, what is carried over, "
+        "files that are prewritten (ssd_prewrite), as a whole.",
         "Wear; divided by stored_bytes: the write amplification.",
         _count("written_bytes"),
     ),
@@ -298,8 +299,9 @@ SSD: tuple[Metric, ...] = (
         "kvhearth_ssd_budget_left_bytes",
         "gauge",
         "bytes",
-        "What ssd_bytes_per_day lets through now; no series without such a budget.",
-        "At 0: blocks are not written for the drive's sake.",
+        "What ssd_bytes_per_day lets through now: all of written_bytes is taken off it; no series "
+        "without such a budget.",
+        "At 0 or below: blocks are not written for the drive's sake.",
         of_ssd(_budget),
     ),
     Metric(

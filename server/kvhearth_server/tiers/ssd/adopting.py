@@ -153,6 +153,10 @@ class Adopter:
             self._counts.add("segments_lost")
             return
         self._counts.add("recovered_segments")
+        if found.foreign:
+            segment.state = SegmentState.LOST
+            segment.directory.pass_over(segment.path, "is of another log")
+            return
         if found.empty:
             segment.state = SegmentState.FREE
         elif found.resume and segment.directory.writable:

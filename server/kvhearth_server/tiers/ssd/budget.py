@@ -1,6 +1,11 @@
-"""A bound on the bytes that a drive takes a day: flash wears out. Pure."""
+"""A bound on the bytes that all drives take a day: flash wears out."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kvhearth_server.tiers.base import Counts
 
 DAY_S = 86400.0
 
@@ -8,8 +13,9 @@ DAY_S = 86400.0
 class WriteBudget:
     """A bucket that fills at ``bytes_per_day`` and holds ``burst_bytes``.
 
-    It starts empty but for a tenth of its size, so that restarting again and again writes hardly
-    more. Zero bytes a day stand for no bound.
+    Whatever is written is spent, also what cannot be refused: the bucket is in debt then, and what
+    can be refused waits until that is paid. It starts empty but for a tenth of its size, so that
+    restarting again and again writes hardly more. Zero bytes a day stand for no bound.
     """
 
     def __init__(self, bytes_per_day: int, now: float, *, burst_bytes: int = 0) -> None:
@@ -25,22 +31,34 @@ class WriteBudget:
         """Whether everything is let through."""
         return self._rate == 0
 
-    def take(self, size: int, now: float) -> bool:
-        """Take ``size`` bytes if they are there.
+    def spend(self, size: int, now: float) -> None:
+        """``size`` bytes are written, whether they were there or not."""
+        self._fill(now)
+        self._level -= size
 
-        The last write may overdraw the bucket, so that a block larger than the bucket is not
-        kept out for ever; what it overdrew is waited for.
+    def give_back(self, size: int) -> None:
+        """``size`` bytes were spent and are not written after all."""
+        self._level = min(self._size, self._level + size)
+
+    def take(self, size: int, count: int, now: float) -> int:
+        """Spend what is there on blocks of ``size`` bytes; how many of ``count`` may be written.
+
+        The last may overdraw the bucket, so that a block larger than the bucket is not kept out
+        for ever; what it overdraws is waited for.
         """
         if self.unbounded:
-            return True
+            return count
         self._fill(now)
-        if self._level <= 0:
-            return False
-        self._level -= size
-        return True
+        taken = min(count, math.ceil(max(0.0, self._level) / size))
+        self._level -= taken * size
+        return taken
+
+    def has(self, size: int, now: float, *, debt: int = 0) -> bool:
+        """Whether ``size`` bytes can be spent without owing more than ``debt`` bytes."""
+        return self.unbounded or self.left(now) - size >= -debt
 
     def left(self, now: float) -> int:
-        """Bytes that can be taken now; negative after a write that overdrew it."""
+        """Bytes that are there now; negative for debt."""
         self._fill(now)
         return int(self._level)
 
@@ -51,12 +69,29 @@ class WriteBudget:
         self._fill(now)
         return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
 
-    def give_back(self, size: int) -> None:
-        """Bytes that were taken and then not written."""
-        if not self.unbounded:
-            self._level = min(self._size, self._level + size)
-
     def _fill(self, now: float) -> None:
         passed = max(0.0, now - self._at)
         self._at = max(self._at, now)
         self._level = min(self._size, self._level + passed * self._rate)
+
+
+class Wear:
+    """Whatever is written to drives: counted, taken off the budget. Every call is the loop's."""
+
+    def __init__(self, budget: WriteBudget, counts: Counts, clock: Callable[[], float]) -> None:
+        self.budget = budget
+        self._counts, self._clock = counts, clock
+
+    def wrote(self, size: int, *, taken: bool = False) -> None:
+        """``size`` bytes go to a drive; ``taken``: they are off the budget already."""
+        self._counts.add("written_bytes", size)
+        if not taken and not self.budget.unbounded:
+            self.budget.spend(size, self._clock())
+
+    def may_carry(self, share_bytes: int) -> bool:
+        """Whether blocks of a segment, ``share_bytes`` at most, may be written once more.
+
+        They may leave a debt of as much, which new blocks pay: those spend all that comes in, and
+        nothing hot would ever be kept otherwise.
+        """
+        return self.budget.unbounded or self.budget.has(0, self._clock(), debt=share_bytes)

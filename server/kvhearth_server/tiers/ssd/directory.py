@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import itertools
 import os
 import re
-import secrets
+import stat
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvhearth.faults import hit
 from kvhearth.model import Records
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -18,20 +21,21 @@ from kvhearth_server.tiers.ssd.format import (
     DirectoryHead,
     Doubt,
     SegmentHead,
-    directory_page,
     footer_pages,
-    parse_directory_page,
 )
+from kvhearth_server.tiers.ssd.heads import HEAD_NAME, DirectoryError, own
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import (
+    MIB,
+    SEGMENTS_LEAST,
     Place,
+    capacity_least,
     segment_bytes_for,
     segment_cost_bytes,
     segments_max,
 )
 
-HEAD_NAME = "kvhearth.log"
-_SEGMENT_NAME = re.compile(r"(\d{8})\.segment")
+_SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")
 _NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 
@@ -109,10 +113,6 @@ class Segment:
         self.head, self.end, self.promised, self.records = head, 1, 0, []
 
 
-class DirectoryError(Exception):
-    """A directory that cannot be used at all; the text says why and what helps."""
-
-
 class Directory:
     """A locked directory and its files."""
 
@@ -129,9 +129,10 @@ class Directory:
         self.segments: list[Segment] = []
         self.writable = True
         self.direct = True
+        self._passed_over: list[str] = []
         wanted = segment_bytes or segment_bytes_for(place.capacity_bytes)
         try:
-            self._lock, head = self._open_head(wanted)
+            self._owned = own(files, self.path, self._segment_paths(), wanted)
         except Busy:
             raise DirectoryError(
                 f"{place.path} is used by another daemon; stop it, or give this one another"
@@ -141,48 +142,50 @@ class Directory:
                 f"cannot use {place.path} ({error.strerror}); give a directory that exists and "
                 "that the daemon may write to"
             ) from error
-        self.log_id, self.segment_bytes = head.log_id, head.segment_bytes
+        self._note(self._owned.lock)
+        try:
+            self._fit(wanted)
+        except DirectoryError:
+            self.close()
+            raise
+        self.log_id, self.segment_bytes = self._owned.head.log_id, self._owned.head.segment_bytes
         self.segments_max = segments_max(place.capacity_bytes, self.segment_bytes)
-        self._next_name = 1 + max(self._names(), default=0)
 
-    def _open_head(self, segment_bytes: int) -> tuple[OpenFile, DirectoryHead]:
-        path = self.path / HEAD_NAME
-        try:
-            lock = self.files.open(path)
-        except FileNotFoundError:
-            return self._make_head(path, segment_bytes)
-        try:
-            head = parse_directory_page(self.files.read_page(lock.fd, 0))
-            if isinstance(head, Doubt):
-                raise DirectoryError(
-                    f"{path} cannot be understood ({head.value}): it is of another version or "
-                    "damaged; remove the directory's content to begin anew"
-                )
-        except (OSError, DirectoryError):
-            os.close(lock.fd)
-            raise
-        self._note(lock)
-        return lock, head
+    @property
+    def doubts(self) -> Counter[Doubt]:
+        """Why its own file was not believed."""
+        return self._owned.doubts
 
-    def _make_head(self, path: Path, segment_bytes: int) -> tuple[OpenFile, DirectoryHead]:
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-        head = DirectoryHead(secrets.randbits(64) | 1, segment_bytes)
-        lock = self.files.open(fresh, create=True)
+    @property
+    def told(self) -> list[str]:
+        """What was mended or begun anew at the start."""
+        return self._owned.told
+
+    def _fit(self, wanted: int) -> None:
+        """See that there is room for enough segments, if need be for smaller ones.
+
+        The files of the old size are dropped and deleted as they are read back: not before their
+        locks say that nothing of a dead daemon is on its way any more.
+        """
+        old = self._owned.head.segment_bytes
+        room = segments_max(self.capacity_bytes, old)
+        if room >= SEGMENTS_LEAST or not self.writable:
+            return
+        told = (
+            f"{self.path}: {_mib(self.capacity_bytes)} have room for {room} segments of "
+            f"{_mib(old)}, at least {SEGMENTS_LEAST} are needed"
+        )
+        if segments_max(self.capacity_bytes, wanted) < SEGMENTS_LEAST:
+            raise DirectoryError(f"{told}; give it {_mib(capacity_least(wanted))} or more")
+        head = DirectoryHead(self._owned.head.log_id, wanted)
         try:
-            self.files.write_page(lock.fd, 0, directory_page(head))
-            # A link, not a rename: of two daemons that start at once, one finds the name taken.
-            os.link(fresh, path)
-        except FileExistsError:
-            os.close(lock.fd)
-            raise Busy(str(path)) from None
-        except OSError:
-            os.close(lock.fd)
-            raise
-        finally:
-            fresh.unlink(missing_ok=True)
-        self.files.sync_directory(self.path)
-        self._note(lock)
-        return lock, head
+            self._owned.rewrite(self.files, self.path / HEAD_NAME, head)
+        except OSError as error:
+            raise DirectoryError(
+                f"{told}, and smaller ones cannot be begun ({error.strerror}); give it "
+                f"{_mib(capacity_least(old))} or more"
+            ) from error
+        self.told.append(f"{told}: begun anew with {_mib(wanted)}, all older files are removed")
 
     def _note(self, found: OpenFile) -> None:
         if not found.direct:
@@ -194,9 +197,26 @@ class Directory:
             self.writable = False
             self.health.note("not_writable", "may not be written to: what is there is served")
 
-    def _names(self) -> list[int]:
+    def pass_over(self, path: Path, why: str) -> None:
+        """Leave a file alone for good, whose room counts as taken."""
+        self._passed_over.append(f"{path.name} {why}")
+        first, more = self._passed_over[0], len(self._passed_over) - 1
+        self.health.note(
+            "passed_over", first + (f", and {more} more" if more else "") + ": left alone"
+        )
+
+    def _names(self) -> list[tuple[int, str]]:
         matches = map(_SEGMENT_NAME.fullmatch, os.listdir(self.path))
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted((int(match[1]), match[0]) for match in matches if match)
+
+    def _segment_paths(self) -> list[Path]:
+        return [self.path / name for _, name in self._names()]
+
+    def _free_path(self) -> Path:
+        """Of the lowest number that is free: somebody's file may have the greatest."""
+        taken = {number for number, _ in self._names()}
+        number = next(each for each in itertools.count(1) if each not in taken)
+        return self.path / f"{number:08d}.segment"
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -207,8 +227,11 @@ class Directory:
         for stray in self.path.glob("*.new"):
             with contextlib.suppress(OSError):
                 stray.unlink()
-        paths = [self.path / f"{name:08d}.segment" for name in self._names()]
-        self.segments = [Segment(0, self, path) for path in paths]
+        for path in self._segment_paths():
+            if stat.S_ISREG(path.lstat().st_mode):
+                self.segments.append(Segment(0, self, path))
+            else:
+                self.pass_over(path, "is no regular file")
         return self.segments
 
     def open_segment(self, segment: Segment) -> None:
@@ -226,7 +249,7 @@ class Directory:
         Raises:
             OSError: ENOSPC and the like; also EDQUOT if the directory would exceed its capacity.
         """
-        path = self.path / f"{self._next_name:08d}.segment"
+        path = self._free_path()
         fresh = path.with_name(path.name + ".new")
         fresh.unlink(missing_ok=True)
         cost = segment_cost_bytes(self.segment_bytes)
@@ -239,6 +262,7 @@ class Directory:
                 self.files.write_zeros(found.fd, self.segment_bytes)
             if self.files.allocated_bytes(self.path) > self.capacity_bytes:
                 raise OSError(errno.EDQUOT, "the directory's capacity is reached")
+            hit("ssd.segment_allocated")
             fresh.rename(path)
             if flush:
                 self.files.sync_directory(self.path)
@@ -247,7 +271,6 @@ class Directory:
                 fresh.unlink(missing_ok=True)
             os.close(found.fd)
             raise
-        self._next_name += 1
         self._note(found)
         return Segment(number, self, path, found, SegmentState.FREE)
 
@@ -255,6 +278,7 @@ class Directory:
         """Delete a file that nothing uses: the capacity was lowered."""
         try:
             segment.path.unlink(missing_ok=True)
+            hit("ssd.segment_removed")
         finally:
             self.close_segment(segment)
 
@@ -272,6 +296,8 @@ class Directory:
         """Close everything and give the directory back."""
         for segment in self.segments:
             self.close_segment(segment)
-        if self._lock.fd >= 0:
-            os.close(self._lock.fd)
-            self._lock.fd = -1
+        self._owned.close()
+
+
+def _mib(size: int) -> str:
+    return f"{round(size / MIB, 2):g} MiB"

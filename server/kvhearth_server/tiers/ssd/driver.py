@@ -254,11 +254,13 @@ class Driver:
             if len(self._running) + len(self._flushing) >= self._queue.depth:
                 return
             tag = next(self._tags)
+            hit("ssd.before_sync")
             if not self._queue.submit([Request(Op.SYNC, fd, 0, (), tag)]):
                 return
             self._flushing[tag] = (fd, self._unflushed.pop(fd))
 
     def _flushed(self, tag: int, result: int) -> None:
+        hit("ssd.after_sync")
         _, jobs = self._flushing.pop(tag)
         for job in jobs:
             self._finish(job, -result if result < 0 else 0)

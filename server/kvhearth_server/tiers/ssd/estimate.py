@@ -14,7 +14,9 @@ _GAP_S = 0.25
 
 
 class ReadRate:
-    """Moving averages of a read's latency, its size, and of bytes a second while reads run."""
+    """Moving averages of a read's latency, of a record's size, and of bytes a second while reads
+    run.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_s = _START_BYTES_PER_S
@@ -30,15 +32,16 @@ class ReadRate:
         size = sum(job.length for job in reads)
         took = max(job.ended_at - job.begun_at for job in reads)
         self.latency_s += _WEIGHT * (took - self.latency_s)
-        self._read_bytes += _WEIGHT * (size / len(reads) - self._read_bytes)
+        records = sum(max(1, len(job.checks)) for job in reads)
+        self._read_bytes += _WEIGHT * (size / records - self._read_bytes)
         gap, self._last_at = now - self._last_at, now
         if 0 < gap < _GAP_S:
             self.bytes_per_s += _WEIGHT * (size / gap - self.bytes_per_s)
 
-    def wait_s(self, requests: int) -> float:
-        """Until so many requests that are queued have ended."""
-        return min(5.0, self.latency_s + requests * self._read_bytes / self.bytes_per_s)
+    def wait_s(self, records: int) -> float:
+        """Until so many records that are queued have been read."""
+        return min(5.0, self.latency_s + records * self._read_bytes / self.bytes_per_s)
 
-    def estimate_s(self, requests: int, length: int, ahead: int) -> float:
-        """For requests of ``length`` bytes behind ``ahead`` others."""
-        return self.wait_s(ahead) + requests * length / self.bytes_per_s
+    def estimate_s(self, records: int, length: int, ahead: int) -> float:
+        """For records of ``length`` bytes behind ``ahead`` others."""
+        return self.wait_s(ahead) + records * length / self.bytes_per_s

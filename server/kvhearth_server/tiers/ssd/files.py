@@ -32,6 +32,15 @@ class Busy(Exception):
     """Another description holds the file's lock: a daemon, or requests that a dead one left."""
 
 
+def _locked(path: Path, found: OpenFile) -> OpenFile:
+    try:
+        fcntl.flock(found.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(found.fd)
+        raise Busy(str(path)) from None
+    return found
+
+
 class Files:
     """The real one; tests hand in one that refuses things."""
 
@@ -47,13 +56,16 @@ class Files:
         """
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
-        found = self._open(path, flags)
-        try:
-            fcntl.flock(found.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(found.fd)
-            raise Busy(str(path)) from None
-        return found
+        return _locked(path, self._open(path, flags))
+
+    def lock_directory(self, path: Path) -> OpenFile:
+        """Lock a directory itself, where no file can be made in it.
+
+        Raises:
+            Busy, OSError: as ``open``.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return _locked(path, OpenFile(fd, True, False))
 
     def _open(self, path: Path, flags: int) -> OpenFile:
         error: OSError | None = None

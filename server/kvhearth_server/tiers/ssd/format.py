@@ -66,7 +66,7 @@ SEGMENT_DTYPE = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""The first page of a segment. ``opened_at`` is Unix time in seconds, for people and the budget."""
+"""The first page of a segment. ``opened_at`` is Unix time in seconds, for people."""
 
 FOOTER_DTYPE = np.dtype(
     [
@@ -119,6 +119,8 @@ class Doubt(enum.StrEnum):
     """Not all shards of the block are there."""
     DUPLICATE = "duplicate"
     """The same block was written again later."""
+    OUTSIZED = "outsized"
+    """A segment of a size that the directory has no more."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,17 @@ def parse_directory_page(page: bytes | U8) -> DirectoryHead | Doubt:
     if isinstance(row, Doubt):
         return row
     return DirectoryHead(int(row["log_id"][0]), int(row["segment_bytes"][0]))
+
+
+def footer_said(page: bytes | U8) -> SegmentHead | None:
+    """Whose footer a last page is, if it is one."""
+    row = _row(page, FOOTER_DTYPE, FOOTER_MAGIC)
+    if isinstance(row, Doubt):
+        return None
+    log_id, sequence, size = (
+        int(row[name][0]) for name in ("log_id", "segment_sequence", "segment_bytes")
+    )
+    return SegmentHead(log_id, sequence, size, 0)
 
 
 def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _PAUSE_FIRST_S = 1.0
 _PAUSE_MAX_S = 60.0
@@ -14,10 +15,13 @@ UNUSABLE = "unusable"
 WORDS = frozenset(
     {
         *("buffered", "not_writable", "io", "no_space", "read_only", "short", "slow", "stuck"),
-        UNUSABLE,
+        *("passed_over", UNUSABLE),
     }
 )
 """Everything that can be wrong with a directory, in a word each."""
+
+INTERFACE = "interface"
+"""The word for a kernel queue or a thread that drives no disk any more."""
 
 _WORDS = {
     "no_space": "no space left on its file system",
@@ -25,6 +29,20 @@ _WORDS = {
     "io": "its device reports I/O errors",
     "short": "its device moves fewer bytes than asked for",
 }
+
+
+class Kind(NamedTuple):
+    """What is wrong with what: the same for as long as it lasts, whatever its numbers are.
+
+    Attributes:
+        directory: its path; empty for the driving of the disks.
+        word: one of ``WORDS``, or ``INTERFACE``.
+        about: which of its doings: writes, reads, ...
+    """
+
+    directory: str
+    word: str
+    about: str = ""
 
 
 @dataclass
@@ -87,21 +105,23 @@ class DirectoryHealth:
         """When ``may_write`` may be true again, as far as is known."""
         return max(0.0, self._paused_until - now)
 
-    def findings(self, now: float) -> list[tuple[str, str]]:
-        """Everything that is not as it should be: one of ``WORDS``, and a sentence for people."""
-        found = list(self._notes.items())
+    def by_kind(self, now: float) -> dict[Kind, str]:
+        """Everything that is not as it should be: a sentence for people for each kind."""
+        found = {(word, ""): told for word, told in self._notes.items()}
         for reason, doing in ((self._write_reason, "writes"), (self._read_reason, "reads")):
             if reason:
                 word = reason if reason in WORDS else "io"
-                found.append((word, f"{doing}: {_WORDS.get(reason, reason)}"))
+                found[word, doing] = f"{doing}: {_WORDS.get(reason, reason)}"
         if self.stuck:
-            found.append(("stuck", f"its device holds on to {self.stuck} requests"))
+            found["stuck", "requests"] = f"its device holds on to {self.stuck} requests"
         if now < self._no_room_until:
-            found.append(("no_space", "no space left on its file system for another segment"))
+            told = "no space left on its file system for another segment"
+            found["no_space", "segments"] = told
         if now < self._slow_until:
-            found.append(("slow", f"its device is slow: a request took {self._slowest_s:.1f} s"))
-        return [(word, f"{self.name}: {told}") for word, told in found]
+            told = f"its device is slow: a request took {self._slowest_s:.1f} s"
+            found["slow", "requests"] = told
+        return {Kind(self.name, *kind): f"{self.name}: {told}" for kind, told in found.items()}
 
-    def reasons(self, now: float) -> list[str]:
-        """The same for people alone."""
-        return [told for _, told in self.findings(now)]
+    def findings(self, now: float) -> list[tuple[str, str]]:
+        """The same as one of ``WORDS`` and a sentence each."""
+        return [(kind.word, told) for kind, told in self.by_kind(now).items()]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.ssd.budget import Wear
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.driver import Driver
@@ -81,14 +81,14 @@ class Lane:
 class PageWriter:
     """Writes first pages and footers of segments."""
 
-    def __init__(self, driver: Driver, counts: Counts, clock: Callable[[], float]) -> None:
-        self._driver, self._counts, self._clock = driver, counts, clock
+    def __init__(self, driver: Driver, wear: Wear, clock: Callable[[], float]) -> None:
+        self._driver, self._wear, self._clock = driver, wear, clock
 
     def write(
         self, segment: Segment, content: Buffer, offset: int, then: Callable[[Job], None]
     ) -> None:
         """Write whole pages at ``offset``; ``then`` is called with the request when it ended."""
-        self._counts.add("written_bytes", len(content))
+        self._wear.wrote(len(content))
         pieces = ((content.address, len(content)),)
         job = Job(Op.WRITE, segment.fd, offset, pieces, len(content), (), then, content)
         # A segment's first page is waited for by all that is stored; its footer by nobody.

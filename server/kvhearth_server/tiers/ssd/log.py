@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.ssd.budget import Wear, WriteBudget
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.driver import Driver
 from kvhearth_server.tiers.ssd.format import (
@@ -62,7 +63,8 @@ class Log:
         self.next_sequence = 1
         self.draining = False
         self.paused = True
-        self._pages = PageWriter(driver, counts, clock)
+        self.wear = Wear(WriteBudget(settings.bytes_per_day, clock()), counts, clock)
+        self._pages = PageWriter(driver, self.wear, clock)
         self._counts = counts
         self._settings = settings
         self._clock = clock
@@ -245,17 +247,24 @@ class Log:
             and now >= lane.retry_at
         ):
             number = self.new_number()
-            prewrite, flush = self._settings.prewrite, self._settings.flush
+            size, flush = directory.segment_bytes, self._settings.flush
+            # Without it the file is slower at first, but a block of it costs no second write.
+            prewrite = self._settings.prewrite and self.wear.budget.has(size, now)
+            prewritten = size if prewrite else 0
+            # At once: other directories, and blocks, would spend the same bytes meanwhile.
+            self.wear.budget.spend(prewritten, now)
             lane.janitor.start(
                 lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
-                lambda result: self._created(lane, result),
+                lambda result: self._created(lane, result, prewritten),
             )
 
-    def _created(self, lane: Lane, result: Result) -> None:
+    def _created(self, lane: Lane, result: Result, prewritten: int) -> None:
         if isinstance(result, Segment):
+            self.wear.wrote(prewritten, taken=True)
             lane.directory.segments.append(result)
             self.add(result)
             return
+        self.wear.budget.give_back(prewritten)
         now = self._clock()
         code = (result.errno if result is not None else None) or errno.EIO
         health = lane.directory.health

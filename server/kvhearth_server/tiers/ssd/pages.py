@@ -11,7 +11,7 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_BYTES
 
 
 class HeaderPages:
-    """A fixed number of pages, each for the header of a record that is being written."""
+    """A fixed number of pages, each for the header of a record on its way."""
 
     def __init__(self, count: int) -> None:
         self._mapping = mmap.mmap(-1, count * PAGE_BYTES)
@@ -27,9 +27,14 @@ class HeaderPages:
     def take(self, records: Records) -> list[int]:
         """Write headers to as many pages; their numbers. There must be enough."""
         count = len(records)
+        pages = self.lend(count)
+        self._bytes[pages, :RECORD_BYTES] = records.view(np.uint8).reshape(count, RECORD_BYTES)
+        return pages
+
+    def lend(self, count: int) -> list[int]:
+        """So many pages as they are; there must be enough."""
         pages = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
-        self._bytes[pages, :RECORD_BYTES] = records.view(np.uint8).reshape(count, RECORD_BYTES)
         return pages
 
     def address(self, page: int) -> int:

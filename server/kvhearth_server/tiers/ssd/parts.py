@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.adopting import Adopter, Progress
-from kvhearth_server.tiers.ssd.directory import Directory, DirectoryError
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose, open_queue
 from kvhearth_server.tiers.ssd.disk.commanded import Commander, commanded
@@ -20,8 +19,9 @@ from kvhearth_server.tiers.ssd.janitor import Janitor
 from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.log import Log
 from kvhearth_server.tiers.ssd.pages import HeaderPages
+from kvhearth_server.tiers.ssd.places import open_places
 from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES, Reclaimer
-from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.transfers import Transfers
 
 
@@ -86,7 +86,7 @@ def build(
     failed: dict[Place, str] = {}
     commander = commanded()
     files = doors.files if commander is None else commander.files()
-    directories = _open_directories(settings, files, failed)
+    directories = open_places(settings, files, counts, failed)
     try:
         queue, verdicts = _open_queue(settings, doors, commander)
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def build(
     parts = (index, log, driver, pages)
     transfers = Transfers(every_region, parts, settings, counts, clock)
     reclaimer.use(transfers, pages, len(regions))
-    segments = [s for each in directories for s in each.list_segments()]
+    segments = [s for each in directories for s in each.segments]
     for segment in segments:
         segment.number = log.new_number()
     event_fd = driver.event_fd
@@ -148,28 +148,3 @@ def _open_queue(
     name, verdicts = choose(settings.interface, settings.depth)
     queue = open_queue(name, settings.depth)
     return (queue if commander is None else commander.queue(queue)), verdicts
-
-
-def _open_directories(
-    settings: SsdSettings, files: Files, failed: dict[Place, str]
-) -> list[Directory]:
-    found: list[Directory] = []
-    for place in settings.places:
-        try:
-            found.append(_open_directory(settings, place, files))
-        except DirectoryError as error:
-            failed[place] = str(error)
-    if not found:
-        raise DirectoryError("; ".join(failed.values()))
-    return found
-
-
-def _open_directory(settings: SsdSettings, place: Place, files: Files) -> Directory:
-    found = Directory(place, settings.segment_bytes, files)
-    if found.segments_max < SEGMENTS_LEAST:
-        found.close()
-        raise DirectoryError(
-            f"{place.path}: {place.capacity_bytes} bytes have room for {found.segments_max} "
-            f"segments of {found.segment_bytes} bytes, at least {SEGMENTS_LEAST} are needed"
-        )
-    return found

@@ -15,11 +15,15 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
     PLACE_DTYPE,
+    Completion,
+    Corrupt,
     Counts,
     Done,
     Evicted,
+    Failed,
     Family,
     LoadBatch,
+    Outcome,
     StoreBatch,
     Throttled,
 )
@@ -163,7 +167,8 @@ class Reclaimer:
         if not work.carried:
             if self._carrying is not None:
                 return False
-            portion = next(work.portions, None)
+            may_carry = self._log.wear.may_carry(lane.carry_pages * PAGE_BYTES)
+            portion = next(work.portions, None) if may_carry else None
             if portion is not None:
                 self._carry(work, portion)
                 return False
@@ -207,8 +212,9 @@ class Reclaimer:
 
     def _carried_in(self, work: _Work, task: Task, entries: I64) -> None:
         transfers, pages, batch = self._transfers, self._pages, task.batch
-        good = task.completion().rows(Done)
-        self._tell_doubted(batch, good)
+        done = task.completion()
+        good = done.rows(Done)
+        self._tell_doubted(batch, done)
         if transfers is None or pages is None or not len(good):
             self._carried_out(work)
             return
@@ -235,17 +241,31 @@ class Reclaimer:
         out.settle(left.tolist(), Throttled("full"))
         out.finish_if_done()
 
-    def _tell_doubted(self, batch: LoadBatch, good: I64) -> None:
+    def _tell_doubted(self, batch: LoadBatch, done: Completion) -> None:
         """What could not be read right was forgotten: whoever has it in memory must know that it
-        has no copy here.
+        has no copy here, and why.
         """
         family = batch.family
-        others = np.setdiff1d(np.arange(len(batch.keys)), good)
-        keys = [batch.keys[row] for row in others.tolist()]
-        gone = self._index.find(family.namespace, family.group, keys) < 0
-        lost = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
-        if lost:
-            self.evicted.append(Evicted(family.namespace, family.group, lost))
+        for outcome, rows in done.parts:
+            if isinstance(outcome, Done):
+                continue
+            keys = [batch.keys[row] for row in rows.tolist()]
+            gone = self._index.find(family.namespace, family.group, keys) < 0
+            lost = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
+            if lost:
+                cause = _cause(outcome)
+                self.evicted.append(Evicted(family.namespace, family.group, lost, cause))
 
     def _carried_out(self, work: _Work) -> None:
         work.running, self._carrying = False, None
+
+
+def _cause(outcome: Outcome) -> str:
+    """Why a block that was to be carried is gone."""
+    match outcome:
+        case Corrupt():
+            return "checksum"
+        case Failed():
+            return outcome.reason
+        case _:
+            return "space"

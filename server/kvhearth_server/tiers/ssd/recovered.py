@@ -45,6 +45,7 @@ class Recovered:
         sealed: it had its footer.
         resume: it can be appended to at ``end``; otherwise it is closed for good.
         empty: nothing of ours is in it.
+        foreign: it is of another log: left alone.
         locked: another process's requests hold it; to be tried again.
         failed: it cannot be read at all.
     """
@@ -57,6 +58,7 @@ class Recovered:
     sealed: bool = False
     resume: bool = False
     empty: bool = False
+    foreign: bool = False
     locked: bool = False
     failed: OSError | None = None
     doubts: Counter[Doubt] = field(default_factory=Counter)

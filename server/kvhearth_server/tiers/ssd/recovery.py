@@ -6,6 +6,7 @@ is known so far. What is not believed is counted by reason and left alone.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import queue
@@ -26,11 +27,13 @@ from kvhearth_server.tiers.ssd.format import (
     doubts_of,
     footer_count,
     footer_pages,
+    footer_said,
     parse_footer,
     parse_segment_page,
 )
 from kvhearth_server.tiers.ssd.recovered import Recovered, whole_blocks
-from kvhearth_server.tiers.ssd.scanning import SCAN_BYTES, Reader, scan
+from kvhearth_server.tiers.ssd.scanning import SCAN_BYTES, Reader, scan, youngest_life
+from kvhearth_server.tiers.ssd.settings import segment_cost_bytes
 
 _TAIL_BYTES = 64 << 10
 _AHEAD = 4
@@ -99,6 +102,8 @@ def read_segment(
     try:
         segment.directory.open_segment(segment)
         _read(segment, reader, found, stopped)
+        if found.foreign:
+            segment.directory.close_segment(segment)
     except Busy:
         found.locked = True
     except OSError as error:
@@ -109,28 +114,85 @@ def read_segment(
 def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[[], bool]) -> None:
     directory = segment.directory
     facts = os.fstat(segment.fd)
-    wanted = directory.segment_bytes
-    segment.damaged = facts.st_size != wanted or facts.st_blocks * 512 < wanted
+    wanted, taken = directory.segment_bytes, facts.st_blocks * 512
+    segment.damaged = facts.st_size != wanted or taken < wanted
     first = reader.read(segment.fd, 0, PAGE_BYTES)
     head = parse_segment_page(first) if len(first) == PAGE_BYTES else Doubt.TRUNCATED
     if isinstance(head, Doubt):
-        if not first.any():
+        if facts.st_size == wanted and not first.any() and _unused(segment, reader):
             found.empty = True
             return
-        # Its footer, or else its records, still say which life of the segment they are of.
         found.doubts[head] += 1
-        head = SegmentHead(directory.log_id, 0, wanted, 0)
-    elif head.log_id != directory.log_id or head.segment_bytes != wanted:
-        found.doubts[Doubt.FOREIGN] += 1
-        found.empty = True
+    foreign = _foreign(segment, reader, head)
+    long = facts.st_size > wanted and taken > segment_cost_bytes(wanted)
+    if foreign or long or _other_size(head, wanted):
+        found.doubts[Doubt.FOREIGN if foreign else Doubt.OUTSIZED] += 1
+        found.foreign, found.empty = foreign, True
         return
+    if isinstance(head, Doubt):
+        # Its footer, or else its records, still say which life of the segment they are of.
+        head = SegmentHead(directory.log_id, 0, wanted, 0)
+        overwritten = _overwritten(segment, reader, stopped)
+    else:
+        overwritten = False
     found.head = head
-    lines = _footer(segment, reader, found) if facts.st_size == wanted else None
+    whole = facts.st_size == wanted and not overwritten
+    lines = _footer(segment, reader, found) if whole else None
     if lines is None:
         scan(segment, reader, found, facts.st_size, stopped)
         return
     found.sealed = True
     found.records = _believed(lines, found.head, wanted, found.doubts)
+
+
+def _other_size(head: SegmentHead | Doubt, wanted: int) -> bool:
+    return isinstance(head, SegmentHead) and head.segment_bytes != wanted
+
+
+def _foreign(segment: Segment, reader: Reader, head: SegmentHead | Doubt) -> bool:
+    """Whether its first page, or its footer where that is lost, is of another log."""
+    mine = segment.directory.log_id
+    if isinstance(head, SegmentHead):
+        return head.log_id != mine
+    footer = _footer_said(segment, reader)
+    return footer is not None and footer.log_id != mine
+
+
+def _footer_said(segment: Segment, reader: Reader) -> SegmentHead | None:
+    last = os.fstat(segment.fd).st_size // PAGE_BYTES - 1
+    if last < 1:
+        return None
+    page = reader.lend(segment.fd, last * PAGE_BYTES, PAGE_BYTES)
+    return footer_said(page) if len(page) == PAGE_BYTES else None
+
+
+def _unused(segment: Segment, reader: Reader) -> bool:
+    """Whether a file whose first page is zeros was never used, by little reading: nothing was ever
+    written behind that page, or there is neither a footer nor a record among the first.
+    """
+    try:
+        os.lseek(segment.fd, PAGE_BYTES, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return True
+    if _footer_said(segment, reader) is not None:
+        return False
+    return not youngest_life(segment, reader, SCAN_BYTES)
+
+
+def _overwritten(segment: Segment, reader: Reader, stopped: Callable[[], bool]) -> bool:
+    """Whether the footer of a segment whose first page is lost is of an earlier life than its
+    records: then it was being filled anew, and what that footer lists is gone in part.
+
+    Mostly the first record says it. All headers are looked at if there is none to be believed.
+    """
+    footer = _footer_said(segment, reader)
+    if footer is None:
+        return False
+    life = youngest_life(segment, reader, 2 * PAGE_BYTES)
+    if not life:
+        life = youngest_life(segment, reader, segment.directory.segment_bytes, stopped)
+    return life > footer.sequence
 
 
 def _footer(segment: Segment, reader: Reader, found: Recovered) -> Records | None:

@@ -120,6 +120,17 @@ def scan(
     _Scan(segment, reader, found, size).run(stopped)
 
 
+def youngest_life(
+    segment: Segment, reader: Reader, size: int, stopped: Callable[[], bool] = lambda: False
+) -> int:
+    """The greatest segment sequence of record headers in the first ``size`` bytes; 0 for none."""
+    last, page = 0, 1
+    while (window := _Window(segment, reader, page, size)).pages and not stopped():
+        last = max(last, window.youngest_life(segment.directory.log_id))
+        page += window.pages
+    return last
+
+
 class _Scan:
     """Goes through one file of ``size`` bytes."""
 
@@ -133,7 +144,7 @@ class _Scan:
         closed = not found.head.sequence
         if closed:
             # The segment's own page is lost: the youngest life among its records is the one.
-            last = self._youngest_life(stopped)
+            last = youngest_life(self._segment, self._reader, self._size, stopped)
             found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
         page = found.end
         while (window := self._window(page)).pages:
@@ -173,13 +184,6 @@ class _Scan:
             if not inside:
                 return max(found.end, at + 1)  # the window's memory was needed for the payload
         return max(found.end, window_end)
-
-    def _youngest_life(self, stopped: Callable[[], bool]) -> int:
-        last, page = 0, 1
-        while (window := self._window(page)).pages and not stopped():
-            last = max(last, window.youngest_life(self._found.head.log_id))
-            page += window.pages
-        return last
 
     def _long_payload_good(self, row: Records) -> bool:
         """As ``_Window.payload_good``, of one that is longer than a window."""

@@ -74,7 +74,8 @@ class SsdSettings:
             keeps its size.
         interface: auto, io_uring, libaio or threads.
         depth: requests in the kernel at once.
-        queue_reads, queue_writes: requests waiting or running before ``Throttled("queue")``.
+        queue_reads, queue_writes: records to read, requests to write that wait or run before
+            ``Throttled("queue")``.
         batch_blocks_max: most blocks of a batch.
         request_bytes: neighbours are joined to requests of up to this. There is room for two blocks
             of 2 MiB and their headers: together they cost the processor a tenth less.
@@ -83,11 +84,14 @@ class SsdSettings:
         verify_stores: check a slot's bytes, before its store is acknowledged.
         sum_threads: most threads that verify what was moved. One keeps up with 15 to 20 GB/s;
             others help it when much comes at once, and cost the processor more a byte.
-        prewrite: write new segments once before use: first writes run at full speed then.
-        bytes_per_day: write budget of all directories, 0 for none.
+        prewrite: write new segments once before use: first writes run at full speed then. Left out
+            while the budget does not have a whole segment.
+        bytes_per_day: most bytes written to all directories together, of whatever kind, 0 for no
+            bound. Over a span of time a debt of one segment may come on top.
         carry_share: of a segment, at most so much is carried over when it is reclaimed.
         slow_s: a request that takes longer makes the tier degraded.
         stuck_s: a request that takes longer is reported stuck.
+        open_s: a directory that takes longer to open is not used.
     """
 
     places: tuple[Place, ...]
@@ -106,6 +110,7 @@ class SsdSettings:
     carry_share: float = 0.25
     slow_s: float = 1.0
     stuck_s: float = 5.0
+    open_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.places:

@@ -7,7 +7,7 @@ from kvhearth_server.tiers.ssd.budget import WriteBudget
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.choose import Verdict
 from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
-from kvhearth_server.tiers.ssd.health import UNUSABLE
+from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
 from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.parts import Parts
 
@@ -29,6 +29,11 @@ class SsdStatus:
     def verdicts(self) -> list[Verdict]:
         """Interfaces that were tried at the start, best first."""
         return self._parts.verdicts
+
+    @property
+    def mended(self) -> list[str]:
+        """What was mended or begun anew when the directories were opened, for people."""
+        return [told for lane in self._parts.log.lanes for told in lane.directory.told]
 
     @property
     def recovering(self) -> bool:
@@ -86,8 +91,8 @@ class SsdStatus:
     def estimate_s(self, family: Family, blocks: int) -> float:
         """About how long loading so many blocks would take from now."""
         parts = self._parts
-        requests = blocks * family.shards
-        return parts.rate.estimate_s(requests, family.length, parts.transfers.reads)
+        records = blocks * family.shards
+        return parts.rate.estimate_s(records, family.length, parts.transfers.reads)
 
     def allocated_bytes(self) -> dict[str, int]:
         """What each directory takes by its file system's own count. Waits for the disk."""
@@ -133,14 +138,21 @@ class SsdStatus:
             findings=tuple(directory.health.findings(now)),
         )
 
-    def health(self) -> Health:
-        """Everything that is not as it should be."""
+    def by_kind(self) -> dict[Kind, str]:
+        """Everything that is not as it should be: a sentence for people for each kind."""
         now = self._parts.clock()
-        reasons = list(self._parts.failed_places.values())
+        failed = self._parts.failed_places
+        found = {Kind(str(place.path), UNUSABLE): told for place, told in failed.items()}
         for lane in self._parts.log.lanes:
-            reasons += lane.directory.health.reasons(now)
-        reasons += filter(None, [self.interface_broken])
-        return Health(bool(reasons), tuple(reasons))
+            found |= lane.directory.health.by_kind(now)
+        if broken := self.interface_broken:
+            found[Kind("", INTERFACE)] = broken
+        return found
+
+    def health(self) -> Health:
+        """Everything that is not as it should be, for people."""
+        reasons = tuple(self.by_kind().values())
+        return Health(bool(reasons), reasons)
 
     def check(self, *, idle: bool) -> None:
         """Raise ValueError unless index, segments and requests in flight agree.
@@ -157,6 +169,6 @@ class SsdStatus:
             raise ValueError(f"{reads} reads by segments, {parts.transfers.reads} in all")
         if not idle or parts.reclaimer.busy:
             return
-        missing = parts.header_pages - parts.pages.free
+        missing = parts.header_pages - parts.pages.free + parts.transfers.unread_pages
         if missing or reads or parts.transfers.writes:
             raise ValueError(f"idle, but {missing} header pages and {reads} reads are out")

@@ -31,7 +31,6 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll
 from kvhearth_server.tiers.ssd.adopting import Progress
-from kvhearth_server.tiers.ssd.budget import WriteBudget
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.kernel import signal_event
 from kvhearth_server.tiers.ssd.files import Files
@@ -84,7 +83,7 @@ class SsdTier:
         self._regions = list(regions)
         self._clock = clock
         self._admission: Admission = admission or AdmitAll()
-        self._budget = WriteBudget(settings.bytes_per_day, clock())
+        self._budget = self._parts.log.wear.budget
         self.status = SsdStatus(self._parts, self._budget)
         self._watch = Watch(self._parts.log, self.counts, settings.slow_s, settings.stuck_s)
         self._tasks: dict[int, Task] = {}
@@ -121,7 +120,7 @@ class SsdTier:
             if len(left):
                 refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
                 task.settle(left.tolist(), refusal)
-            self._budget.give_back(len(left) * _disk_bytes(family))
+                self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
         if self._completions or self._parts.starved:
             signal_event(self.event_fd)
@@ -129,7 +128,8 @@ class SsdTier:
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         self._check(batch)
-        if self._parts.log.draining or not self._parts.driver.alive:
+        driver = self._parts.driver
+        if self._parts.log.draining or driver.broken or not driver.alive:
             refusal = Throttled("draining" if self._parts.log.draining else "degraded")
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
@@ -208,9 +208,7 @@ class SsdTier:
             return rows
         now = self._clock()
         size = _disk_bytes(family)
-        through = 0
-        while through < len(rows) and self._budget.take(size, now):
-            through += 1
+        through = self._budget.take(size, len(rows), now)
         if through < len(rows):
             out_of = Throttled("budget", self._budget.wait_s(now))
             task.settle(rows[through:].tolist(), out_of)

@@ -33,7 +33,7 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.tiers.ssd.index import SsdIndex, rows_of
 from kvhearth_server.tiers.ssd.job import Check, Job
 from kvhearth_server.tiers.ssd.log import Log, Run
-from kvhearth_server.tiers.ssd.pages import Buffer, HeaderPages
+from kvhearth_server.tiers.ssd.pages import HeaderPages
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.tasks import Task
 
@@ -45,6 +45,11 @@ _Record = tuple[int, int, bytes, int, int]
 
 _Span = tuple[int, list[_Record]]
 """A segment's number, and neighbouring records there that one request reads."""
+
+_UNREAD_PAGES = 1024
+"""For headers that are read only because they lie between payloads. Each has a page of its own: a
+file system with checksums, which looks at the memory after the read, must find there what it read.
+"""
 
 
 @dataclass(eq=False)
@@ -85,8 +90,12 @@ class Transfers:
         self.reads = 0
         self.writes = 0
         self._ended: list[_Run] = []
-        self._scratch = Buffer(PAGE_BYTES)
-        self._unread = (self._scratch.address, PAGE_BYTES)
+        self._unread = HeaderPages(_UNREAD_PAGES)
+
+    @property
+    def unread_pages(self) -> int:
+        """Pages for headers between payloads that are being read."""
+        return _UNREAD_PAGES - self._unread.free
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -139,7 +148,7 @@ class Transfers:
     def _write(self, run: _Run, span: tuple[int, int], record_bytes: int) -> Job:
         first, end = span
         size = (end - first) * record_bytes
-        self._counts.add("written_bytes", size)
+        self._log.wear.wrote(size, taken=run.task.replacing is None)
         return Job(
             Op.WRITE,
             run.segment.fd,
@@ -251,11 +260,12 @@ class Transfers:
         enough = len(numbers) // max(1, self._settings.depth // 2)
         most = max(1, min(self._together(step), enough))
         spans: list[_Span] = []
-        at, next_position, room = -1, -1, 0
+        at, next_position, room, unread = -1, -1, 0, self._unread.free
         for number, record in zip(numbers, records, strict=True):
-            if number == at and record[1] == next_position and room:
+            if number == at and record[1] == next_position and room and unread:
                 spans[-1][1].append(record)
                 room -= 1
+                unread -= 1
             elif number in self._log.segments:
                 spans.append((number, [record]))
                 at, room = number, most - 1
@@ -273,7 +283,6 @@ class Transfers:
     def _submit_reads(self, task: Task, spans: Iterable[_Span]) -> None:
         jobs = [self._read_span(task, span) for span in spans]
         task.jobs.update(jobs)
-        self.reads += len(jobs)
         self._driver.submit(jobs)
 
     def _read_span(self, task: Task, span: _Span) -> Job:
@@ -281,33 +290,37 @@ class Transfers:
         length = task.batch.family.length
         padded = pages_of(length) * PAGE_BYTES
         segment = self._log.segments[number]
-        segment.reads += 1
+        segment.reads += len(records)
+        self.reads += len(records)
+        pages = self._unread.lend(len(records) - 1)
         pieces: list[tuple[int, int]] = []
         checks: list[Check] = []
         for _, _, sum_, region, offset in records:
-            # The headers between payloads go where nobody looks.
-            pieces += (self._unread, (self._bases[region] + offset, padded))
+            if pieces:
+                pieces.append((self._unread.address(pages[len(checks) - 1]), PAGE_BYTES))
+            pieces.append((self._bases[region] + offset, padded))
             checks.append((self._views[region][offset : offset + length], bytes(sum_)))
         return Job(
             Op.READ,
             segment.fd,
             (records[0][1] + 1) * PAGE_BYTES,
-            tuple(pieces[1:]),
+            tuple(pieces),
             len(records) * (padded + PAGE_BYTES) - PAGE_BYTES,
             tuple(checks),
-            lambda job: self._read(job, task, span),
+            lambda job: self._read(job, task, span, pages),
             urgent=task.replacing is not None,
             cancelled=task.cancelled,
         )
 
-    def _read(self, job: Job, task: Task, span: _Span) -> None:
+    def _read(self, job: Job, task: Task, span: _Span, pages: list[int]) -> None:
         task.jobs.discard(job)
-        self.reads -= 1
+        self._unread.give(pages)
         number, records = span
+        self.reads -= len(records)
         segment = self._log.segments[number]
-        segment.reads -= 1
+        segment.reads -= len(records)
         health = segment.directory.health
-        if not job.good and job.reason != "cancelled" and len(records) > 1:
+        if not job.good and job.begun_at and job.reason != "cancelled" and len(records) > 1:
             # One page that cannot be read must not cost its neighbours.
             self._submit_reads(task, [(number, [record]) for record in records])
             return
@@ -318,12 +331,13 @@ class Transfers:
             task.settle(rows, Failed(job.reason))
             if job.reason != "cancelled":
                 health.read_failed(job.reason)
-                self._counts.add("read_errors")
-                self._doubt(task.batch, rows[0], number)
+                for row in rows:
+                    self._counts.add("read_errors")
+                    self._doubt(task.batch, row, number)
         elif job.cancelled:
             task.settle(rows, Failed("cancelled"))
         else:
-            for row in [rows[index] for index in job.wrong]:
+            for row in dict.fromkeys(rows[index] for index in job.wrong):
                 self._counts.add("corrupt_blocks")
                 self._doubt(task.batch, row, number)
                 task.settle([row], Corrupt("tier"))
@@ -331,7 +345,8 @@ class Transfers:
             if good:
                 health.read_done()
             self._counts.add("loaded_bytes", good * task.batch.family.length)
-            done = [row for row in rows if not task.shards_left[row] and not task.settled(row)]
+            ended = dict.fromkeys(row for row in rows if not task.shards_left[row])
+            done = [row for row in ended if not task.settled(row)]
             task.settle(done, _DONE)
             self._counts.add("loaded_blocks", len(done))
         task.finish_if_done()

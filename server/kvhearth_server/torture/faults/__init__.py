@@ -9,10 +9,11 @@ from kvhearth_server.torture.faults.catalogues import CATALOGUES
 from kvhearth_server.torture.faults.drives import DRIVES
 from kvhearth_server.torture.faults.files import FILES
 from kvhearth_server.torture.faults.lines import LINES
+from kvhearth_server.torture.faults.points import POINTS
 from kvhearth_server.torture.faults.processes import PROCESSES
 
 __all__ = ["TABLE", "Fault"]
 
 TABLE: Mapping[str, Fault] = {
-    fault.name: fault for fault in (*PROCESSES, *FILES, *CATALOGUES, *DRIVES, *LINES)
+    fault.name: fault for fault in (*PROCESSES, *POINTS, *FILES, *CATALOGUES, *DRIVES, *LINES)
 }

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kvhearth_server.memory.journal import HEADER_BYTES, journal_path
-from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_BYTES
+from kvhearth_server.tiers.ssd.format import (
+    DIRECTORY_DTYPE,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    record_pages,
+)
+from kvhearth_server.tiers.ssd.heads import HEAD_NAME
 from kvhearth_server.torture import damage
-from kvhearth_server.torture.damage import SECTOR_BYTES, OnDisk
+from kvhearth_server.torture.coverage import BOUNDARY, Mark
+from kvhearth_server.torture.damage import SECTOR_BYTES
+from kvhearth_server.torture.decks import Decks
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import ROOMY, Shape
 
@@ -20,7 +29,9 @@ if TYPE_CHECKING:
 _BITS = 4
 _QUIET_S = 0.2
 _HEARD_S = 0.05
-_HELD_S = 0.6
+_HELD_S = 0.8
+_DEALT = 64
+"""Boundaries a step, of each size of records."""
 T = TypeVar("T")
 
 
@@ -140,23 +151,66 @@ class FlipFooter(_Flip):
             damage.flip_bit(path, first + dice.randrange(size), dice.randrange(8))
 
 
+class DamageLog(Fault):
+    """To the directory's own file, and to a first page; nothing may be lost by it: segment files
+    say what was in the one, footers and records what was in the other.
+    """
+
+    name = "damage_log"
+    help = "a drive's kvhearth.log is damaged, cut, deleted; a segment's first page is zeroed"
+
+    def fits(self, shape: Shape) -> bool:
+        return bool(shape.ssd_bytes)
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"seed": dice.randrange(1 << 32), "first_page": dice.random() < 0.4}
+
+    def deal(self, decks: Decks, shape: Shape) -> Parameters:
+        return {"how": decks.names(self.name, ("flip", "empty", "delete")).deal(1)[0]}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        dice = random.Random(parameters["seed"])
+        path, how = world.ssd_dir / HEAD_NAME, parameters["how"]
+        with world.paused():
+            world.kill_daemon()
+            if how == "flip":
+                damage.flip_bit(path, dice.randrange(DIRECTORY_DTYPE.itemsize), dice.randrange(8))
+            elif how == "empty":
+                os.truncate(path, 0)
+            else:
+                path.unlink()
+            if parameters["first_page"]:
+                for segment in _some(dice, damage.segment_files(world.ssd_dir), 1):
+                    damage.zero(segment, 0, PAGE_BYTES)
+            world.start_daemon()
+        world.traffic(0.3)
+
+
 class TornRecords(Fault):
     """Records whose writes were not acknowledged end at a sector boundary.
 
     The drive keeps back that it has written (``disk/commanded``), the daemon is killed, and each of
-    the records that came in that time is cut at the next boundary in turn, so that a run goes
-    through all of them.
+    the records that came in that time is cut at the next boundary that was dealt for its size.
     """
 
     name = "torn_records"
     help = "the daemon dies while it writes: each such record ends at another sector boundary"
     weight = 2
+    in_each_world = True
 
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
         return {"seed": dice.randrange(1 << 32)}
+
+    def deal(self, decks: Decks, shape: Shape) -> Parameters:
+        sizes = _record_sectors(shape)
+        return {"sectors": {str(size): decks.boundaries(size).deal(_DEALT) for size in sizes}}
+
+    def aims(self, shape: Shape) -> Iterable[Mark]:
+        sizes = _record_sectors(shape)
+        return [(BOUNDARY, (size, sectors)) for size in sizes for sectors in range(size + 1)]
 
     def run(self, world: World, parameters: Parameters) -> None:
         dice = random.Random(parameters["seed"])
@@ -166,6 +220,7 @@ class TornRecords(Fault):
             time.sleep(_HEARD_S)
             # What is there now may have been acknowledged before the drive heard of it.
             before = {(r.path, r.page, r.key) for r in damage.on_disk(world.ssd_dir)}
+        world.store_more(_DEALT)
         world.traffic(_HELD_S)
         with world.paused():
             world.kill_daemon(settled=False)
@@ -175,15 +230,23 @@ class TornRecords(Fault):
                 for record in damage.on_disk(world.ssd_dir)
                 if (record.path, record.page, record.key) not in before
             ]
+            dealt = {int(size): list(left) for size, left in parameters["sectors"].items()}
             for record in torn:
-                self._tear(world, record, dice)
+                size = record.bytes // SECTOR_BYTES
+                left = dealt.get(size)
+                sectors = left.pop(0) if left else dice.randint(0, size)
+                world.report.coverage.torn(size, sectors)
+                damage.tear(record, sectors, dice)
             world.settle_memory()
             world.start_daemon()
         world.traffic(0.2)
 
-    def _tear(self, world: World, record: OnDisk, dice: random.Random) -> None:
-        boundary = world.report.next_boundary(record.bytes // SECTOR_BYTES)
-        damage.tear(record, boundary, dice)
+
+def _record_sectors(shape: Shape) -> list[int]:
+    """Sizes of the records of such a world."""
+    if not shape.ssd_bytes:
+        return []
+    return sorted({record_pages(p) * PAGE_BYTES // SECTOR_BYTES for p, _ in shape.models})
 
 
 FILES: tuple[Fault, ...] = (
@@ -191,5 +254,6 @@ FILES: tuple[Fault, ...] = (
     FlipJournal(),
     FlipRecord(),
     FlipFooter(),
+    DamageLog(),
     TornRecords(),
 )

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
-import re
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvhearth
-import kvhearth_server
-from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import Shape
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
-
-_POINT_S = 2.5
-_POINT = re.compile(r'\bhit\("([a-z_.]+)"\)')
-_AT_START = ("catalogue", "durable")
-_OF_DRIVES = ("ssd.", "demote.", "promote.")
-
-
-@functools.cache
-def daemon_points() -> tuple[str, ...]:
-    """Every fault point of the daemon's sources."""
-    folder = Path(kvhearth_server.__path__[0])
-    texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
-    found = {name for text in texts for name in _POINT.findall(text)}
-    # The driver of the disk makes the names of its points.
-    found |= {f"ssd.{when}_{op.name.lower()}" for when in ("before", "after") for op in Op}
-    return tuple(sorted(found))
-
-
-@functools.cache
-def client_points() -> tuple[str, ...]:
-    """Every fault point of the host copier."""
-    path = Path(kvhearth.__path__[0]) / "copiers" / "host.py"
-    return tuple(sorted(set(_POINT.findall(path.read_text(encoding="utf-8")))))
 
 
 class KillDaemon(Fault):
@@ -56,37 +27,6 @@ class KillDaemon(Fault):
     def run(self, world: World, parameters: Parameters) -> None:
         world.store_more()
         world.traffic(parameters["after_s"])
-        world.kill_daemon()
-        world.start_daemon()
-
-
-class KillDaemonAtPoint(Fault):
-    """At a fault point of its sources."""
-
-    name = "kill_daemon_at_point"
-    help = "kill -9 of the daemon at a fault point, such as between a write and its acknowledgement"
-    weight = 4
-
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        points = [
-            each
-            for each in daemon_points()
-            if (shape.ssd_bytes or not each.startswith(_OF_DRIVES))
-            and (shape.arena_stays or not each.startswith("journal."))
-            and (shape.flush or not each.endswith("_sync"))
-        ]
-        point = dice.choice(points)
-        return {"point": point, "count": dice.randint(1, 4 if point.startswith(_AT_START) else 12)}
-
-    def run(self, world: World, parameters: Parameters) -> None:
-        world.kill_daemon()
-        point = str(parameters["point"])
-        if world.start_daemon(f"{point}:{parameters['count']}"):
-            world.store_more()
-            end = time.monotonic() + _POINT_S
-            while world.daemon.alive and time.monotonic() < end:
-                world.traffic(0.02)
-        world.note_point(point, reached=not world.daemon.alive)
         world.kill_daemon()
         world.start_daemon()
 
@@ -162,30 +102,6 @@ class KillClient(Fault):
         world.traffic(0.2)
 
 
-class KillClientAtPoint(Fault):
-    """At a fault point of its copier."""
-
-    name = "kill_client_at_point"
-    help = "kill -9 of a client at a fault point: in the middle of a copy, right after it"
-    weight = 2
-
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {
-            "client": dice.randrange(99),
-            "fault": f"{dice.choice(client_points())}:{dice.randint(1, 40)}",
-        }
-
-    def run(self, world: World, parameters: Parameters) -> None:
-        victim = world.client(parameters["client"])
-        victim.expected_end = True
-        victim.ask("arm", fault=parameters["fault"])
-        world.store_more()
-        end = time.monotonic() + _POINT_S
-        while victim.alive and time.monotonic() < end:
-            world.traffic(0.02)
-        world.replace(victim, kill=True)
-
-
 class StopClient(Fault):
     """SIGSTOP of a client, perhaps over the daemon's death."""
 
@@ -234,12 +150,10 @@ class BumpWeights(Fault):
 
 PROCESSES: tuple[Fault, ...] = (
     KillDaemon(),
-    KillDaemonAtPoint(),
     KillDaemonStarting(),
     RestartDaemon(),
     StopDaemon(),
     KillClient(),
-    KillClientAtPoint(),
     StopClient(),
     BumpWeights(),
 )

@@ -65,8 +65,10 @@ def probe_all() -> list[Verdict]:
     return [probe(name) for name in NAMES]
 
 
-def choose(wanted: str = "auto", depth: int = _PROBE_DEPTH) -> tuple[str, list[Verdict]]:
-    """The interface to use, and what was found out on the way.
+def choose(
+    wanted: str = "auto", depth: int = _PROBE_DEPTH, tried: Callable[[str, int], Verdict] = probe
+) -> tuple[str, list[Verdict]]:
+    """The interface to use, and what was found out on the way: each was ``tried`` at ``depth``.
 
     Raises:
         ValueError: no such interface.
@@ -75,13 +77,13 @@ def choose(wanted: str = "auto", depth: int = _PROBE_DEPTH) -> tuple[str, list[V
     if wanted != "auto":
         if wanted not in _MAKERS:
             raise ValueError(f"{wanted!r} is no disk interface; one of auto, {', '.join(NAMES)}")
-        verdict = probe(wanted, depth)
+        verdict = tried(wanted, depth)
         if not verdict.works:
             raise OSError(errno.ENOSYS, f"{wanted}: {verdict.reason}")
         return wanted, [verdict]
     verdicts = []
     for name in NAMES:
-        verdicts.append(probe(name, depth))
+        verdicts.append(tried(name, depth))
         if verdicts[-1].works:
             return name, verdicts
     raise OSError(errno.ENOSYS, "; ".join(f"{each.name}: {each.reason}" for each in verdicts))

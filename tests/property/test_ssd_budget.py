@@ -1,0 +1,111 @@
+"""Random stores, loads and passing of time: drives never take more than their budget.
+
+A failure prints the steps and a blob that repeats them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.tiers import SEGMENT_BYTES, Arena, Desk
+from support.tiers import settings as tier_settings
+
+from kvhearth_server.tiers.ssd.budget import DAY_S
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+SEGMENTS_A_DAY = 240
+BURST_BYTES = SEGMENTS_A_DAY * SEGMENT_BYTES // 24 // 10
+"""That a fresh daemon may write at once."""
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.integers(1, 32)),
+        st.tuples(st.just("load"), st.integers(0, 100)),
+        st.tuples(st.just("pass"), st.sampled_from([0, 10, 60, 360, 3600])),
+        st.tuples(st.just("rest"), st.just(0)),
+    ),
+    min_size=10,
+    max_size=60,
+)
+
+
+class Driven:
+    """A tier whose time passes by its steps only."""
+
+    def __init__(self, folders: list[Path], *, prewrite: bool, flush: bool = False) -> None:
+        arena = Arena()
+        told = tier_settings(
+            *folders,
+            segments=6,
+            interface="threads",
+            bytes_per_day=SEGMENTS_A_DAY * SEGMENT_BYTES,
+            prewrite=prewrite,
+            flush=flush,
+        )
+        self.now = 1000.0
+        self.tier = SsdTier(told, [arena.bytes], clock=lambda: self.now)
+        self.desk = Desk(self.tier, arena)
+        self.desk.settle()
+        self.stored = 0
+
+    def step(self, what: str, number: int) -> None:
+        """One of them; then the bound holds."""
+        if what == "store":
+            self.desk.store(range(self.stored, self.stored + number))
+            self.stored += number
+        elif what == "load":
+            end = self.stored * number // 100
+            if end:
+                self.desk.load(range(max(0, end - 16), end))
+        elif what == "pass":
+            self.now += number
+        else:
+            self.desk.pump(0.02)
+        self.check()
+
+    def check(self) -> None:
+        """No more was written than came in, but for a debt of at most one segment."""
+        allowed = BURST_BYTES + (self.now - 1000.0) / DAY_S * SEGMENTS_A_DAY * SEGMENT_BYTES
+        written = self.tier.counts["written_bytes"]
+        assert written <= allowed + SEGMENT_BYTES, f"{written} of {allowed:.0f}"
+
+    def close(self) -> None:
+        """The books must balance."""
+        assert self.tier.drain(20.0)
+        self.check()
+        self.tier.check()
+        self.tier.close()
+
+
+@settings(
+    max_examples=30,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(steps=STEPS, drives=st.integers(1, 2), prewrite=st.booleans())
+def test_never_more_than_the_budget(
+    steps: list[tuple[str, int]], drives: int, *, prewrite: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        driven = Driven([Path(folder) / str(n) for n in range(drives)], prewrite=prewrite)
+        for step in steps:
+            driven.step(*step)
+        driven.close()
+
+
+@pytest.mark.parametrize("prewrite", [False, True])
+def test_two_hours_of_a_budget_with_hot_blocks(tmp_path: Path, *, prewrite: bool) -> None:
+    driven = Driven([tmp_path / "one"], prewrite=prewrite)
+    for _ in range(240):
+        for step in (("pass", 30), ("store", 32), ("load", 100), ("load", 80)):
+            driven.step(*step)
+    counts = driven.tier.counts
+    # Two hours bring 20 segments: they are used, also for what is hot.
+    assert counts["written_bytes"] > 18 * SEGMENT_BYTES
+    assert counts["carried_blocks"] > 0
+    driven.close()

@@ -1,0 +1,136 @@
+"""What is wrong with the SSD tier is logged when it begins and when it is over, not in between."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from structlog.testing import CapturingLogger
+from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
+
+from kvhearth_server.engine.degraded import LOOK_S, OVER_S, DegradedLog
+from kvhearth_server.tiers.ssd.health import WORDS, DirectoryHealth, Kind
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+IO = Kind("/a", "io", "writes")
+
+
+class Rig:
+    """A log of what a test says is wrong, at times that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.wrong: dict[Kind, str] = {}
+        self.looks = 0
+        self._out = CapturingLogger()
+        self._log = DegradedLog(self._found, self._out, lambda: self.now)
+
+    def _found(self) -> dict[Kind, str]:
+        self.looks += 1
+        return self.wrong
+
+    def after(self, seconds: float) -> list[tuple[str, str, str]]:
+        """Looks for so long, ten a second: level, directory and reason of each line."""
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            self._log.look()
+        lines, self._out.calls = self._out.calls, []
+        return [(c.method_name, c.kwargs["directory"], c.kwargs["reason"]) for c in lines]
+
+
+def test_one_line_when_it_begins_and_one_when_it_is_over() -> None:
+    rig = Rig()
+    assert rig.after(1) == []
+    rig.wrong = {IO: "broken"}
+    assert rig.after(0.5) == [("warning", "/a", "broken")]
+    assert rig.after(100) == []
+    rig.wrong = {}
+    assert rig.after(OVER_S - 0.5) == []
+    assert rig.after(1) == [("info", "/a", "broken")]
+    assert rig.after(100) == []
+    rig.wrong = {IO: "broken"}
+    assert rig.after(0.5) == [("warning", "/a", "broken")]
+
+
+def test_how_long_it_lasted_is_without_the_wait_after_it() -> None:
+    rig = Rig()
+    rig.wrong = {IO: "broken"}
+    rig.after(30)
+    rig.wrong = {}
+    for _ in range(100):
+        rig.now += 0.1
+        rig._log.look()
+    (over,) = rig._out.calls
+    assert over.kwargs["kind"] == "io"
+    assert 29 < over.kwargs["lasted_s"] <= 30
+
+
+def test_numbers_that_change_are_not_told_anew() -> None:
+    rig = Rig()
+    told = []
+    for number in range(50):
+        rig.wrong = {Kind("/a", "stuck", "requests"): f"holds on to {number}"}
+        told += rig.after(0.5)
+    assert told == [("warning", "/a", "holds on to 0")]
+    rig.wrong = {}
+    assert rig.after(10) == [("info", "/a", "holds on to 49")], "the last that was seen"
+
+
+def test_what_comes_and_goes_is_one() -> None:
+    rig = Rig()
+    told = []
+    for number in range(100):
+        rig.wrong = {} if number % 2 else {IO: "broken"}
+        told += rig.after(0.7)
+    assert told == [("warning", "/a", "broken")]
+
+
+def test_each_directory_and_each_kind_has_its_own_lines() -> None:
+    rig = Rig()
+    rig.wrong = {IO: "one", IO._replace(directory="/b"): "two", IO._replace(about="reads"): "three"}
+    assert [reason for _, _, reason in rig.after(1)] == ["one", "two", "three"]
+    del rig.wrong[IO]
+    assert rig.after(20) == [("info", "/a", "one")]
+
+
+def test_looks_are_few() -> None:
+    rig = Rig()
+    for _ in range(1000):
+        rig.now += 0.001
+        rig._log.look()
+    assert rig.looks <= 1 + 1 / LOOK_S
+
+
+def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
+    health = DirectoryHealth("/a")
+    health.note("buffered", "no direct I/O")
+    kinds = []
+    for number in range(1, 4):
+        health.stuck = number
+        health.slow(number, now=0.0)
+        health.no_room(1e9)
+        health.write_failed("no_space", now=0.0)
+        health.read_failed("no_space")
+        kinds.append(health.by_kind(1.0))
+    assert [*kinds[0]] == [*kinds[1]] == [*kinds[2]]
+    assert kinds[0] != kinds[2]
+    assert len(kinds[0]) == 6, "no two of them are taken for one"
+    assert {(kind.directory, kind.word in WORDS) for kind in kinds[0]} == {("/a", True)}
+
+
+def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
+    told = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
+    bad = Place(tmp_path / "absent", told.places[0].capacity_bytes)
+    both = SsdSettings((*told.places, bad), segment_bytes=SEGMENT_BYTES)
+    tier = SsdTier(both, [Arena().bytes], clock=Clock())
+    unusable = Kind(str(bad.path), "unusable")
+    assert [*tier.status.by_kind()] == [unusable]
+    parts = tier._parts
+    parts.log.lanes[0].directory.health.read_failed("io")
+    parts.driver.broken = errno.errorcode[errno.EIO]
+    kinds = [*tier.status.by_kind()]
+    assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
+    assert tier.health().reasons == tuple(tier.status.by_kind().values())
+    parts.driver.broken = ""
+    tier.close()

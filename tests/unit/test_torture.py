@@ -1,0 +1,247 @@
+"""The chaos kit's own parts, without daemons: what is dealt, what is told, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvhearth.errors import KVHearthError
+from kvhearth_server.cli import app
+from kvhearth_server.cli.torture import shown
+from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
+from kvhearth_server.torture.decks import Deck, Decks
+from kvhearth_server.torture.faults import TABLE
+from kvhearth_server.torture.faults.points import daemon_points, in_reach
+from kvhearth_server.torture.places import Roots
+from kvhearth_server.torture.report import CRASH, LOST, Report
+from kvhearth_server.torture.run import Options
+from kvhearth_server.torture.script import Plan
+from kvhearth_server.torture.shape import FLEETING, ROOMY
+
+SHARED = Path("/dev/shm")
+
+
+def plans(tmp_path: Path, count: int, **more: object) -> list[Plan]:
+    """The first worlds of seed 5."""
+    options = Options(5, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
+    return list(itertools.islice(options.plans(), count))
+
+
+# -- what is dealt ---------------------------------------------------------------------------------
+
+
+def test_no_card_comes_twice_before_all_came_once() -> None:
+    deck = Deck("seed", range(7))
+    assert sorted(deck.deal(7)) == list(range(7))
+    assert sorted(deck.deal(3) + deck.deal(4)) == list(range(7))
+    again, other = Deck("seed", range(7)), Deck("other", range(7))
+    assert again.deal(21)[:7] != other.deal(7)
+
+
+def test_a_card_that_does_not_fit_waits_for_one_that_has_use_for_it() -> None:
+    deck = Deck("seed", range(6))
+    assert all(card < 3 for card in deck.deal(30, lambda card: card < 3))
+    assert sorted(deck.deal(3, lambda card: card > 2)) == [3, 4, 5]
+    assert deck.deal(1, lambda _: False) == []
+
+
+def test_a_run_of_minutes_aims_at_every_fault_point_and_boundary(tmp_path: Path) -> None:
+    points: Counter[str] = Counter()
+    boundaries: dict[int, set[int]] = {}
+    for plan in plans(tmp_path, 14):
+        for step in plan.steps:
+            for point in step.parameters.get("points", ()):
+                assert in_reach(point, plan.shape)
+                points[point] += 1
+            for size, dealt in step.parameters.get("sectors", {}).items():
+                boundaries.setdefault(int(size), set()).update(dealt)
+    assert set(points) == set(daemon_points())
+    assert max(points.values()) <= min(points.values()) + 3, points
+    assert boundaries == {size: set(range(size + 1)) for size in (16, 40, 88, 104)}
+
+
+def test_one_world_of_a_seed_is_dealt_what_it_was_dealt_in_the_run(tmp_path: Path) -> None:
+    run = plans(tmp_path, 9)
+    alone = plans(tmp_path, 1, first=8, worlds=1)[0]
+    assert alone == run[8]
+    assert any(step.parameters.get("points") for step in run[8].steps)
+    anew = Decks(5).names(POINT, daemon_points()).deal(1)
+    first = next(s.parameters["points"] for s in run[8].steps if s.parameters.get("points"))
+    assert first[:1] != anew, "the deck goes on from world to world"
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_what_was_not_reached_is_named() -> None:
+    told = Coverage()
+    told.aims |= {(POINT, "a"), (POINT, "b"), *((BOUNDARY, (2, left)) for left in range(3))}
+    told.point("a", reached=True)
+    told.point("b", reached=False)
+    told.torn(2, 1)
+    told.torn(2, 1)
+    found = told.as_json()
+    assert (found["points_reached"], found["points_total"]) == (1, 2)
+    assert found["points_missing"] == ["b"]
+    assert found["points_times"] == {"a": [1, 0], "b": [0, 1]}
+    assert (found["boundaries_reached"], found["boundaries_total"]) == (1, 3)
+    assert found["boundaries_missing"] == {"2": [0, 2]}
+    assert (found["torn_records"], found["torn_boundaries"]) == (2, {"2": [1, 3]})
+
+
+def test_the_table_names_what_was_not_reached() -> None:
+    report = Report()
+    report.coverage.point("commit.after", reached=False)
+    for boundary in range(17):
+        report.coverage.torn(16, boundary)
+    cells = [list(column.cells) for column in shown(report.as_json(1, 1.0)).columns]
+    rows = {str(what): (str(count), str(text)) for what, count, _, text in zip(*cells, strict=True)}
+    assert rows["points_reached"] == ("0/1", "not reached: commit.after")
+    assert rows["boundaries_reached"] == ("17/17", "each was reached")
+    assert "client_points_reached" not in rows
+
+
+def test_a_run_that_tested_nothing_has_not_passed() -> None:
+    report = Report()
+    assert not report.as_json(1, 1.0)["passed"]
+    report.faults["kill_daemon"] += 1
+    assert not report.as_json(1, 1.0)["passed"], "no answer was compared"
+    report.count({"compared": 1})
+    assert report.as_json(1, 1.0)["passed"]
+    report.find(LOST, "gone", {})
+    assert not report.as_json(1, 1.0)["passed"]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What ``kvhearth torture`` says before it ends with 2, with nothing begun."""
+    assert app.run(["torture", "--seed", "1", *words]) == 2
+    caught = capsys.readouterr()
+    assert not caught.out
+    return caught.err
+
+
+def test_a_log_without_a_step_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    assert "no world with a step" in refusal(capsys, "--replay", str(empty))
+    idle = plans(tmp_path, 1)[0]
+    line = {"world": 0, "version": 2, "seed": 1, "shape": idle.shape.as_json()}
+    empty.write_text(json.dumps(line) + "\n")
+    assert "no world with a step" in refusal(capsys, "--replay", str(empty))
+
+
+def test_faults_that_cannot_happen_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--dir", str(tmp_path), "--faults", "torn_records,kill_client", "--no-ssd")
+    assert "torn_records cannot happen" in refusal(capsys, *words)
+    fleeting = next(p for p in plans(tmp_path, 4) if p.shape.kind == FLEETING)
+    one = {"first": fleeting.number, "worlds": 1}
+    with pytest.raises(KVHearthError, match="flip_arena cannot happen"):
+        plans(tmp_path, 1, faults=("flip_arena",), **one)
+    assert plans(tmp_path, 1, faults=("flip_arena", "kill_client"), **one)[0].steps
+    for name in TABLE:
+        assert plans(tmp_path, 1, faults=(name,)), name
+
+
+def test_places_that_cannot_be_used_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--dir", str(tmp_path))
+    text = refusal(capsys, *here, "--log", str(tmp_path / "absent" / "log"))
+    assert "--log" in text
+    assert "cannot be written" in text
+    assert "--dir /proc is no directory" in refusal(capsys, "--dir", "/proc")
+    assert "--arena-root /proc is no directory" in refusal(capsys, *here, "--arena-root", "/proc")
+    disk = Path.home()  # not on tmpfs, other than perhaps the temporary directory
+    if disk.stat().st_dev != SHARED.stat().st_dev and os.access(disk, os.W_OK):
+        text = refusal(capsys, *here, "--arena-root", str(disk))
+        assert "neither on tmpfs nor on hugetlbfs" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
+    child = (
+        "import os, sys, time; from kvhearth_server.torture.tied import end_with; "
+        "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", parent]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        process.kill()
+        assert process.stdout.read() == ""  # the end of the last that has it
+    # Who asks too late, after its parent's end, ends at once.
+    done = subprocess.run([sys.executable, "-c", child, "1"], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_block_clean_up(number: signal.Signals) -> None:
+    code = (
+        "import os, signal\n"
+        "from kvhearth_server.torture.tied import cleaned_up\n"
+        "with cleaned_up():\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), {int(number)}); signal.pause()\n"
+        "    finally:\n"
+        f"        os.kill(os.getpid(), {int(number)}); print('clean')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (128 + number, "clean\n"), done.stderr
+
+
+def test_a_daemon_that_ends_by_itself_on_its_way_to_a_point_is_a_crash() -> None:
+    report = Report()
+    status = -signal.SIGSEGV
+    daemon = SimpleNamespace(
+        alive=False, wait_end=lambda _: status, complaints=lambda: "what it said"
+    )
+    world = SimpleNamespace(
+        report=report,
+        daemon=daemon,
+        where={},
+        kill_daemon=lambda: None,
+        start_daemon=lambda fault="": True,
+        store_more=lambda more=0: None,
+        traffic=lambda seconds: None,
+    )
+    wanted = {"points": ["commit.after"], "passages": [1]}
+    TABLE["kill_daemon_at_point"].run(world, wanted)  # type: ignore[arg-type]
+    assert report.found[CRASH]
+    assert report.coverage.as_json()["points_reached"] == 0
+    status = -signal.SIGKILL
+    TABLE["kill_daemon_at_point"].run(world, wanted)  # type: ignore[arg-type]
+    assert report.coverage.as_json()["points_reached"] == 1
+
+
+def test_points_that_a_world_cannot_reach_are_no_aim(tmp_path: Path) -> None:
+    shapes = [plan.shape for plan in plans(tmp_path, 12, ssd=False)]
+    aims = {name for s in shapes for _, name in TABLE["kill_daemon_at_point"].aims(s)}
+    assert "commit.after" in aims
+    assert not any(str(name).startswith(("ssd.", "demote.", "promote.")) for name in aims)
+    assert all(shape.kind != ROOMY or in_reach("journal.slab", shape) for shape in shapes)
