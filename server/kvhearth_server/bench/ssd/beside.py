@@ -45,7 +45,7 @@ def peers_part(
 def _beside(name: str, python: Path, folder: Path, sizes: Sizes, interface: str) -> dict[str, Any]:
     """One peer's figures. Raises PeerFailed."""
     slots = Slots()
-    raw = Raw(folder / "raw", slots, sizes, interface)
+    raw = Raw(slots, sizes, interface)
     with contextlib.closing(raw), _adapter(name, python, folder) as adapter:
         # Two of the peer's, two of the copies that its harness compares with.
         huge = hugepages_free() >= 4 * SLOTS + _SPARE_PAGES
@@ -59,6 +59,7 @@ def _beside(name: str, python: Path, folder: Path, sizes: Sizes, interface: str)
             keys=0,
             hugepages=huge,
         )
+        raw.use_file(folder / "raw")
         result = Result()
         for key in ("versions", "settings", "pages"):
             result.values[key] = said.get(key)

@@ -64,12 +64,13 @@ class Course:
         self._slots = Slots()
         self._ticker, self._idle = Ticker(), Ticker()
         self._next = itertools.count()
+        self._next_number = 0
 
     async def run(self) -> None:
         """Everything; raises OSError if the drive or the tier fails."""
         sizes, values = self._sizes, self._result.values
         values["pages"] = self._slots.pages
-        raw = Raw(self._folder / "raw", self._slots, sizes, self._interface)
+        raw = Raw(self._slots, sizes, self._interface)
         place = Place(self._folder / "tier", sizes.tier_bytes)
         place.path.mkdir()
         settings = SsdSettings(
@@ -123,10 +124,20 @@ class Course:
             await self._scrub(mover)
 
     def _fresh(self, size: int) -> list[int]:
-        return list(itertools.islice(self._next, size // BLOCK_BYTES))
+        numbers = list(itertools.islice(self._next, size // BLOCK_BYTES))
+        self._next_number = numbers[-1] + 1
+        return numbers
+
+    def _aim(self, raw: Raw, mover: Mover, size: int) -> None:
+        """Let raw go where the tier's youngest blocks lie. The loop stands still in a raw turn, so
+        that they stay there.
+        """
+        end = self._next_number
+        raw.use(mover.spots(range(max(0, end - size // BLOCK_BYTES), end)))
 
     async def _write(self, raw: Raw, mover: Mover) -> None:
         passes = _PASSES["write"]
+        self._aim(raw, mover, self._sizes.tier_bytes)
         with self._turns.timed("raw_write"):
             raw.write(passes)
         fresh = self._fresh(passes * self._sizes.round_bytes)
@@ -138,6 +149,7 @@ class Course:
             await mover.store(self._last)
 
     async def _read(self, raw: Raw, mover: Mover) -> None:
+        self._aim(raw, mover, self._sizes.round_bytes)
         with self._turns.timed("raw_read"):
             raw.read()
         with self._turns.timed("read"):
@@ -147,6 +159,7 @@ class Course:
 
     async def _mix(self, raw: Raw, mover: Mover) -> None:
         fresh = self._fresh(self._sizes.round_bytes // 2)
+        self._aim(raw, mover, self._sizes.round_bytes)
         with self._turns.timed("raw_mixed"):
             raw.mix()
         async with self._ticker.running():
@@ -159,6 +172,7 @@ class Course:
 
     async def _among(self, raw: Raw, mover: Mover) -> None:
         sizes, values = self._sizes, self._result.values
+        self._aim(raw, mover, sizes.round_bytes)
         alone = raw.reads_among_writes(sizes.reads)
         async with self._ticker.running():
             times = await mover.loads_among_stores(self._next, sizes.reads)

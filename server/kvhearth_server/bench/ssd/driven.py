@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TypeVar
 
+from kvhearth_server.bench.ssd.raw import Spot
 from kvhearth_server.bench.ssd.sizes import BATCH, BATCHES_OUT
-from kvhearth_server.bench.ssd.slots import Slots, keys_of
+from kvhearth_server.bench.ssd.slots import FAMILY, Slots, keys_of
 from kvhearth_server.tiers.base import Completion, Done, LoadBatch, Missing, StoreBatch, Throttled
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -191,6 +192,14 @@ class Mover:
         if len(done.rows(Done)) != there:
             raise OSError(f"a load failed: {done.parts}")
         return there
+
+    def spots(self, numbers: Iterable[int]) -> list[Spot]:
+        """Where the tier has those blocks that are there."""
+        names = list(numbers)
+        found = self._driven.tier.status.places(FAMILY, keys_of(names))
+        return [
+            (*place, name) for place, name in zip(found, names, strict=True) if place is not None
+        ]
 
     async def loads_among_stores(self, fresh: Iterable[int], count: int) -> list[float]:
         """Seconds of each of so many loads of one block, while ``fresh`` ones are stored."""

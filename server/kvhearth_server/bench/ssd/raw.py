@@ -1,5 +1,6 @@
-"""The drive's own ceiling: one file that was written once, and requests of 2 MiB to it through the
-same kernel interface as the tier's, with nothing around them.
+"""The drive's own ceiling: requests of 2 MiB through the same kernel interface as the tier's, with
+nothing around them, to where the tier's blocks lie: another file lies elsewhere on the drive, and
+that alone makes a difference of a third.
 """
 
 from __future__ import annotations
@@ -17,44 +18,68 @@ from kvhearth_server.tiers.ssd.disk.base import Op, Request
 from kvhearth_server.tiers.ssd.disk.choose import open_queue
 
 _Asked = tuple[Op, int]
-"""What to do, and with which block."""
+"""What to do, and with which of the spots."""
+
+Spot = tuple[Path, int, int]
+"""A file, an offset in it, and the number of the block that lies there."""
+
 _WAIT_S = 1.0
 
 
 class Raw:
-    """The file ``path``, made here.
+    """Requests to ``spots``: what is written to one is what lies there already.
 
     Raises:
-        OSError: it cannot be made, or the drive fails.
+        OSError: the drive fails.
     """
 
-    def __init__(self, path: Path, slots: Slots, sizes: Sizes, interface: str) -> None:
-        self._slots, self._path = slots, path
-        self._blocks = sizes.round_bytes // BLOCK_BYTES
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, self._blocks * BLOCK_BYTES)
+    def __init__(self, slots: Slots, sizes: Sizes, interface: str) -> None:
+        self._slots = slots
+        self._round = sizes.round_bytes // BLOCK_BYTES
+        self._files: dict[Path, int] = {}
+        self._spots: list[tuple[int, int, int]] = []
         self._queue = open_queue(interface, sizes.depth)
+
+    def use(self, spots: Iterable[Spot]) -> None:
+        """Go to these from now on."""
+        self._spots = [(self._open(path), offset, number) for path, offset, number in spots]
+
+    def use_file(self, path: Path) -> None:
+        """Go to a file that is made here and written once; it is gone with its descriptor."""
+        descriptor = self._open(path, os.O_CREAT)
+        path.unlink()
+        os.posix_fallocate(descriptor, 0, self._round * BLOCK_BYTES)
+        self.use((path, index * BLOCK_BYTES, index) for index in range(self._round))
         self.write()
 
+    def _open(self, path: Path, flags: int = 0) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDWR | os.O_DIRECT | flags, 0o600)
+        return self._files[path]
+
     def write(self, passes: int = 1) -> None:
-        """All of it so often, at the full depth."""
-        count = passes * self._blocks
-        self._drive((Op.WRITE, index % self._blocks) for index in range(count))
+        """So many rounds' bytes, at the full depth."""
+        count = len(self._spots)
+        self._drive((Op.WRITE, index % count) for index in range(passes * self._round))
 
     def read(self) -> None:
-        """All of it once, at the full depth."""
-        self._drive((Op.READ, index) for index in range(self._blocks))
+        """A round's bytes, at the full depth."""
+        count = len(self._spots)
+        self._drive((Op.READ, index % count) for index in range(self._round))
 
     def mix(self) -> None:
-        """One half of it read and the other written, in turns."""
-        half = self._blocks // 2
-        pairs = (((Op.READ, index), (Op.WRITE, half + index)) for index in range(half))
+        """One half of a round read and the other written, in turns."""
+        half = len(self._spots) // 2
+        pairs = (
+            ((Op.READ, index % half), (Op.WRITE, half + index % half))
+            for index in range(self._round // 2)
+        )
         self._drive(itertools.chain.from_iterable(pairs))
 
     def reads_among_writes(self, count: int) -> list[float]:
         """Seconds of each of so many reads, one at a time, all other requests being writes."""
         times: list[float] = []
-        half = self._blocks // 2
+        half = len(self._spots) // 2
         writes = itertools.count()
         begun = 0.0
 
@@ -102,11 +127,12 @@ class Raw:
 
     def _request(self, asked: _Asked, tag: int) -> Request:
         op, index = asked
-        where = self._slots.target(index) if op is Op.READ else self._slots.source(index)
-        return Request(op, self._fd, index * BLOCK_BYTES, ((where, BLOCK_BYTES),), tag)
+        descriptor, offset, number = self._spots[index]
+        where = self._slots.target(index) if op is Op.READ else self._slots.source(number)
+        return Request(op, descriptor, offset, ((where, BLOCK_BYTES),), tag)
 
     def close(self) -> None:
-        """Free it, and remove the file."""
+        """Close what was opened."""
         self._queue.close()
-        os.close(self._fd)
-        self._path.unlink()
+        for descriptor in self._files.values():
+            os.close(descriptor)

@@ -60,7 +60,7 @@ class Sizes:
     @property
     def needed_bytes(self) -> int:
         """Most that is on the drive at once; peers store as much as the slots hold."""
-        first = self.tier_bytes + self.round_bytes + SLOTS * BLOCK_BYTES
+        first = self.tier_bytes + SLOTS * BLOCK_BYTES
         return max(first, self.small_tier_bytes) + _SPARE_BYTES
 
 

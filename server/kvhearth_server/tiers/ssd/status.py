@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvhearth_server.tiers.base import Family, Health
 from kvhearth_server.tiers.ssd.budget import WriteBudget
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.choose import Verdict
 from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
 from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.parts import Parts
@@ -93,6 +96,18 @@ class SsdStatus:
         parts = self._parts
         records = blocks * family.shards
         return parts.rate.estimate_s(records, family.length, parts.transfers.reads)
+
+    def places(self, family: Family, keys: list[bytes]) -> list[tuple[Path, int] | None]:
+        """The file of each block, and where the payload of its first shard begins in it; None where
+        it is not there. The next turn of the loop may move it.
+        """
+        good, entries = self._parts.index.present(family, keys)
+        found: list[tuple[Path, int] | None] = [None] * len(keys)
+        for row in good.nonzero()[0].tolist():
+            head = self._parts.index.rows(entries[row : row + 1])[0, 0]
+            segment = self._parts.log.segments[int(entries[row]) >> 32]
+            found[row] = segment.path, (int(head["position"]) + 1) * PAGE_BYTES
+        return found
 
     def allocated_bytes(self) -> dict[str, int]:
         """What each directory takes by its file system's own count. Waits for the disk."""
