@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 from kvhearth_server.tiers.base import Family, Health
 from kvhearth_server.tiers.ssd.budget import WriteBudget
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.choose import Verdict
 from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
-from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
 from kvhearth_server.tiers.ssd.lane import Lane
 from kvhearth_server.tiers.ssd.parts import Parts
+from kvhearth_server.tiers.ssd.walking import places
 
 
 class SsdStatus:
@@ -20,6 +20,7 @@ class SsdStatus:
 
     def __init__(self, parts: Parts, budget: WriteBudget) -> None:
         self._parts, self._budget = parts, budget
+        self.places = partial(places, parts.index, parts.log)
         self.files_found = sum(len(lane.directory.segments) for lane in parts.log.lanes)
         """Segment files that were there at the start."""
 
@@ -96,18 +97,6 @@ class SsdStatus:
         parts = self._parts
         records = blocks * family.shards
         return parts.rate.estimate_s(records, family.length, parts.transfers.reads)
-
-    def places(self, family: Family, keys: list[bytes]) -> list[tuple[Path, int] | None]:
-        """The file of each block, and where the payload of its first shard begins in it; None where
-        it is not there. The next turn of the loop may move it.
-        """
-        good, entries = self._parts.index.present(family, keys)
-        found: list[tuple[Path, int] | None] = [None] * len(keys)
-        for row in good.nonzero()[0].tolist():
-            head = self._parts.index.rows(entries[row : row + 1])[0, 0]
-            segment = self._parts.log.segments[int(entries[row]) >> 32]
-            found[row] = segment.path, (int(head["position"]) + 1) * PAGE_BYTES
-        return found
 
     def allocated_bytes(self) -> dict[str, int]:
         """What each directory takes by its file system's own count. Waits for the disk."""

@@ -1,12 +1,16 @@
-"""Going through all that is stored, a little at a time, in the order in which it lies on disk."""
+"""Where blocks lie: of some, and going through all, a little at a time, in the order on disk."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
 from kvhearth.model import I64
 from kvhearth_server.tiers.base import Family
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.index import SEGMENT_ENTRIES, SegmentRows, SsdIndex
+from kvhearth_server.tiers.ssd.log import Log
 
 _ROWS_A_STEP = 1 << 15
 """Most rows that are looked at for one step, so that none takes long where most of them are dead.
@@ -51,3 +55,18 @@ def _gather(
         epoch, length, shards = (int(name[field]) for field in ("epoch", "length", "shards"))
         keys: list[bytes] = table.keys[heads[names == name]].tolist()
         found.setdefault(Family(namespace, group, epoch, length, shards), []).extend(keys)
+
+
+def places(
+    index: SsdIndex, log: Log, family: Family, keys: list[bytes]
+) -> list[tuple[Path, int] | None]:
+    """The file of each block, and where the payload of its first shard begins in it; None where it
+    is not there. The next turn of the loop may move it.
+    """
+    good, entries = index.present(family, keys)
+    found: list[tuple[Path, int] | None] = [None] * len(keys)
+    for row in np.flatnonzero(good).tolist():
+        head = index.rows(entries[row : row + 1])[0, 0]
+        segment = log.segments[int(entries[row]) >> 32]
+        found[row] = segment.path, (int(head["position"]) + 1) * PAGE_BYTES
+    return found
