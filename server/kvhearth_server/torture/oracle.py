@@ -23,8 +23,8 @@ class _Model:
     struck: set[int] = field(default_factory=set)
     """Of these, blocks that a fault may have hit after their commit."""
     spoilt: set[int] = field(default_factory=set)
-    """Blocks whose bytes in memory a fault has damaged: until the daemon has found out, it takes a
-    store of the same for a duplicate, and acknowledges it."""
+    """Blocks of which a fault has damaged a copy: until the daemon has found out, it takes a store
+    of the same for a duplicate, or for one that is on the drive, and acknowledges it."""
 
 
 class Oracle:

@@ -117,13 +117,17 @@ class Scene:
         """Bytes were damaged on purpose."""
         self.checksum_failures_expected = True
 
-    def excuse(self, keys: Iterable[bytes], why: str) -> None:
-        """Blocks that may be gone."""
+    def excuse(self, keys: Iterable[bytes], why: str, *, spoilt: bool = False) -> None:
+        """Blocks that may be gone.
+
+        Args:
+            spoilt: the daemon may not have found out yet (``Oracle.spoil``).
+        """
         wanted = set(keys)
+        take = self.oracle.spoil if spoilt else self.oracle.excuse
         for model in self.models:
             known = self.oracle.within_reach(model)
-            hit = [number for number in known if key_of(model, number) in wanted]
-            self.oracle.excuse(model, hit, why)
+            take(model, [number for number in known if key_of(model, number) in wanted], why)
 
     def excuse_unless_on_disk(
         self, keys: Iterable[bytes], why: str, *, spoilt: bool = False
@@ -131,7 +135,7 @@ class Scene:
         """Blocks whose copy in memory is damaged: a whole one on the drive repairs them.
 
         Args:
-            spoilt: the daemon may not have found out yet (``Oracle.spoil``).
+            spoilt: as for ``excuse``.
         """
         wanted = set(keys)
         take = self.oracle.spoil if spoilt else self.oracle.excuse

@@ -128,7 +128,8 @@ class FlipRecord(_Flip):
             start = each.offset if in_head else each.offset + PAGE_BYTES
             damage.flip_bit(each.path, start + dice.randrange(span), dice.randrange(8))
             if world.shape.kind != ROOMY:
-                world.excuse([each.key], self.name)
+                # Stored once more it is not written, but evicted: this record counts as its copy.
+                world.excuse([each.key], self.name, spoilt=True)
 
 
 class FlipFooter(_Flip):
