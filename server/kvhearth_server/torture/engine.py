@@ -138,7 +138,13 @@ class Rank:
         if arena is not None and arena is not self._arena:
             if self._copier is not None:
                 self._copier.close()
-            self._copier, self._arena = HostCopier(self._kv, arena), arena
+            self._copier = self._arena = None
+            try:
+                self._copier, self._arena = HostCopier(self._kv, arena), arena
+            except KVHearthError as error:
+                # Its daemon has died since, and it was unmapped.
+                if error.reason is not Reason.CLOSED:
+                    raise
         return self._copier
 
     def _wait(self, copier: HostCopier, ticket: Ticket | None) -> Done:
