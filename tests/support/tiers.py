@@ -30,6 +30,7 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings, segment_cost_bytes
+from kvhearth_server.tiers.ssd.tier import SsdTier
 
 DEADLINE_S = 20.0
 NAMESPACE = hashlib.sha256(b"tests").digest()
@@ -249,3 +250,22 @@ class NoDirect(Files):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O")
         return super().open_raw(path, flags)
+
+
+class Opened:
+    """A tier over folders, its log read back; closed at the end, books checked."""
+
+    def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
+        told = settings(*folders, **changes)
+        self.tier = SsdTier(told, [(arena := Arena()).bytes], files=files)
+        self.desk = Desk(self.tier, arena)
+
+    def __enter__(self) -> Desk:
+        self.desk.settle()
+        return self.desk
+
+    def __exit__(self, *_: object) -> None:
+        assert self.tier.drain(DEADLINE_S)
+        self.desk.events += self.tier.poll()
+        self.tier.check()
+        self.tier.close()

@@ -22,8 +22,8 @@ from support.tiers import (
     SEGMENT_BYTES,
     Arena,
     Desk,
+    Opened,
     segment_files,
-    settings,
 )
 
 from kvhearth.model import U8
@@ -44,30 +44,11 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 MIB = 1 << 20
 
 
-class opened:
-    """A tier over folders, its log read back; closed at the end, books checked."""
-
-    def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
-        told = settings(*folders, **changes)
-        self.tier = SsdTier(told, [(arena := Arena()).bytes], files=files)
-        self.desk = Desk(self.tier, arena)
-
-    def __enter__(self) -> Desk:
-        self.desk.settle()
-        return self.desk
-
-    def __exit__(self, *_: object) -> None:
-        assert self.tier.drain(DEADLINE_S)
-        self.desk.events += self.tier.poll()
-        self.tier.check()
-        self.tier.close()
-
-
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Blocks 0 to 39: two segments with a footer (15 blocks each), one without (10)."""
     folder = tmp_path_factory.mktemp("log") / "one"
-    with opened(folder) as desk:
+    with Opened(folder) as desk:
         desk.store_all(range(40))
     return folder
 
@@ -117,19 +98,19 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
     damage, doubt = DAMAGES[name]
     slow = os.open(path, os.O_RDWR)  # of a daemon that starts at the same time
     damage(path)
-    with opened(copy, segment_bytes=2 * SEGMENT_BYTES) as desk:
+    with Opened(copy, segment_bytes=2 * SEGMENT_BYTES) as desk:
         assert path.read_bytes() == whole
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert dropped(desk) == {f"dropped_{doubt}": 1}
         assert "taken from the segment files" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
         with pytest.raises(DirectoryError, match="another daemon"):
-            opened(copy)
+            Opened(copy)
         if name != "missing":
             with pytest.raises(BlockingIOError):
                 fcntl.flock(slow, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(slow)
     assert not list(copy.glob("*.new"))
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert not dropped(desk)
 
@@ -137,14 +118,14 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
 def test_footers_and_records_say_it_too_and_foreign_files_are_outvoted(
     copy: Path, tmp_path: Path
 ) -> None:
-    with opened(tmp_path / "other") as desk:
+    with Opened(tmp_path / "other") as desk:
         desk.store_all(range(100, 110))
     for path in segment_files(copy):
         patch(path, 0, b"\xff" * PAGE)
     shutil.copy(next(segment_files(tmp_path / "other")), copy / "00000000.segment")
     whole = (copy / HEAD_NAME).read_bytes()
     (copy / HEAD_NAME).unlink()
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert (copy / HEAD_NAME).read_bytes() == whole
         assert len(desk.load(range(40)).rows(Done)) == 40
 
@@ -153,11 +134,11 @@ def test_a_directory_in_which_nothing_can_be_believed_begins_anew(copy: Path) ->
     random = np.random.default_rng(3)
     for path in [copy / HEAD_NAME, *segment_files(copy)]:
         path.write_bytes(random.bytes(path.stat().st_size))
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert "a new log was begun" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_damaged"] >= 1
         desk.store_all(range(10))
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(10)).rows(Done)) == 10
 
 
@@ -169,7 +150,7 @@ def test_a_head_of_another_version_is_refused_and_kept(copy: Path) -> None:
     patch(path, 0, row.tobytes())
     before = path.read_bytes()
     with pytest.raises(DirectoryError, match="of another version"):
-        opened(copy)
+        Opened(copy)
     assert path.read_bytes() == before
 
 
@@ -179,19 +160,19 @@ def test_a_damaged_head_where_nothing_can_be_written(log: Path, tmp_path: Path, 
         folder = Path(shutil.copytree(log, mount / "copy"))
         DAMAGES[name][0](folder / HEAD_NAME)
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        with opened(folder) as desk:
+        with Opened(folder) as desk:
             assert len(desk.load(range(40)).rows(Done)) == 40
             assert "may not be written to" in reasons(desk)
             with pytest.raises(DirectoryError, match="another daemon"):
-                opened(folder)
+                Opened(folder)
 
 
 def test_one_damaged_head_of_two(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    with opened(one, two) as desk:
+    with Opened(one, two) as desk:
         desk.store_all(range(80))
     os.truncate(two / HEAD_NAME, 0)
-    with opened(one, two) as desk:
+    with Opened(one, two) as desk:
         assert len(desk.load(range(80)).rows(Done)) == 80
 
 
@@ -204,7 +185,7 @@ def test_lost_first_pages_cost_nothing(copy: Path, filler: bytes) -> None:
     assert len(used) == 3
     for path in used:
         patch(path, 0, filler * PAGE)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert dropped(desk) == {"dropped_damaged": 3}
 
@@ -215,7 +196,7 @@ def test_a_lost_first_page_of_a_segment_that_is_filled_anew(
     tmp_path: Path, damaged: list[int], filler: bytes
 ) -> None:
     folder = tmp_path / "one"
-    with opened(folder, segments=6) as desk:
+    with Opened(folder, segments=6) as desk:
         for start in range(0, 150, 5):
             desk.store_all(range(start, start + 5))
         newest = [n for n in range(150) if len(desk.load([n]).rows(Done))]
@@ -223,7 +204,7 @@ def test_a_lost_first_page_of_a_segment_that_is_filled_anew(
     path = _filled_anew(folder)
     for page in damaged:
         patch(path, page * PAGE, filler * PAGE)
-    with opened(folder, segments=6) as desk:
+    with Opened(folder, segments=6) as desk:
         done = [desk.load([n]) for n in range(150)]
         assert not any(len(each.rows(Corrupt)) for each in done)
         served = [n for n, each in enumerate(done) if len(each.rows(Done))]
@@ -272,7 +253,7 @@ def test_files_that_were_never_used_are_not_read_through(
 
 def test_a_file_cut_to_nothing_is_counted(copy: Path) -> None:
     os.truncate(next(segment_files(copy)), 0)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert dropped(desk) == {"dropped_truncated": 1}
 
 
@@ -281,11 +262,11 @@ def test_a_file_cut_to_nothing_is_counted(copy: Path) -> None:
 
 def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    with opened(folder, segments=8, segment_bytes=4 * SEGMENT_BYTES) as desk:
+    with Opened(folder, segments=8, segment_bytes=4 * SEGMENT_BYTES) as desk:
         desk.store_all(range(200))
     patch(next(segment_files(folder)), 0, b"\xff" * PAGE)
     shutil.copy(next(segment_files(folder)), folder / "00000077.segment")
-    with opened(folder, segments=12) as desk:
+    with Opened(folder, segments=12) as desk:
         capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
         desk.store_all(range(300, 330))
         assert "begun anew" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
@@ -293,7 +274,7 @@ def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -
         desk.rest()
         assert desk.tier.status.allocated_bytes()[str(folder)] <= capacity  # type: ignore[attr-defined]
         assert {path.stat().st_size for path in segment_files(folder)} == {SEGMENT_BYTES}
-    with opened(folder, segments=12) as desk:
+    with Opened(folder, segments=12) as desk:
         assert len(desk.load(range(300, 330)).rows(Done)) == 30
         assert not dropped(desk)
 
@@ -310,18 +291,18 @@ def test_too_little_room_is_told_in_sizes_that_can_be_read(tmp_path: Path) -> No
 def test_files_with_great_numbers(copy: Path, name: str) -> None:
     first = next(segment_files(copy))
     first.rename(copy / name)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         desk.store_all(range(100, 150))
         served = [n for n in range(150) if len(desk.load([n]).rows(Done))]
         assert set(range(100, 150)) <= set(served)
         assert len(served) >= 90
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert [n for n in range(150) if len(desk.load([n]).rows(Done))] == served
 
 
 @pytest.mark.parametrize("damage", ["none", "first page", "cut"])
 def test_a_file_of_another_log_is_left_alone(copy: Path, tmp_path: Path, damage: str) -> None:
-    with opened(tmp_path / "other") as desk:
+    with Opened(tmp_path / "other") as desk:
         desk.store_all(range(100, 130))
     foreign = copy / "00000050.segment"
     shutil.copy(next(segment_files(tmp_path / "other")), foreign)
@@ -330,7 +311,7 @@ def test_a_file_of_another_log_is_left_alone(copy: Path, tmp_path: Path, damage:
     elif damage == "cut":
         os.truncate(foreign, SEGMENT_BYTES - PAGE)
     before = foreign.read_bytes()
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert "00000050.segment is of another log: left alone" in reasons(desk)
         for start in range(200, 400, 20):
@@ -346,7 +327,7 @@ def test_what_is_no_regular_file_is_passed_over(copy: Path) -> None:
     os.mkfifo(copy / "00000060.segment")
     (copy / "00000061.segment").mkdir()
     (copy / "00000062.segment").symlink_to(copy / HEAD_NAME)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         told = "00000060.segment is no regular file, and 2 more: left alone"
         assert reasons(desk) == f"{copy}: {told}"
@@ -374,7 +355,7 @@ class Hanging(Files):
 def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     files = Hanging(two)
-    with opened(one, two, files=files, open_s=0.2) as desk:
+    with Opened(one, two, files=files, open_s=0.2) as desk:
         assert f"{two} did not answer in 0.2 s" in reasons(desk)
         assert desk.tier.status.unusable_places == 1  # type: ignore[attr-defined]
         desk.store_all(range(10))
@@ -384,12 +365,12 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
         for each in threading.enumerate():
             if each.name == "kvhearth-open":
                 each.join(DEADLINE_S)
-        with opened(two):
+        with Opened(two):
             pass  # what was opened too late is closed again
 
 
 def test_no_drive_that_answers_is_an_error(tmp_path: Path) -> None:
     files = Hanging(tmp_path)
     with pytest.raises(DirectoryError, match=r"did not answer in 0.2 s"):
-        opened(tmp_path / "one", files=files, open_s=0.2)
+        Opened(tmp_path / "one", files=files, open_s=0.2)
     files.let_go.set()

@@ -15,8 +15,7 @@ from support.tiers import (
     DEADLINE_S,
     PAGE,
     SEGMENT_BYTES,
-    Arena,
-    Desk,
+    Opened,
     family,
     key_of,
     segment_files,
@@ -29,7 +28,6 @@ from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, Doubt
 from kvhearth_server.tiers.ssd.recovery import Reader, Recovered, read_segment
-from kvhearth_server.tiers.ssd.tier import SsdTier
 
 SECTOR = 512
 RECORD_PAGES = 4
@@ -38,27 +36,9 @@ RECORD_PAGES = 4
 
 def written(folder: Path, count: int, of: Family | None = None) -> None:
     """A log with blocks 0 to ``count``; its last segment is unfinished."""
-    with opened(folder) as desk:
+    with Opened(folder) as desk:
         desk.store_all(range(count), of)
         assert desk.tier.drain(DEADLINE_S)
-
-
-class opened:
-    """A tier over a folder, its log read back; closed at the end, books checked."""
-
-    def __init__(self, folder: Path, **changes: object) -> None:
-        self.tier = SsdTier(settings(folder, **changes), [(arena := Arena()).bytes])
-        self.desk = Desk(self.tier, arena)
-
-    def __enter__(self) -> Desk:
-        self.desk.settle()
-        return self.desk
-
-    def __exit__(self, *_: object) -> None:
-        assert self.tier.drain(DEADLINE_S)
-        self.desk.events += self.tier.poll()
-        self.tier.check()
-        self.tier.close()
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +103,14 @@ def numbers(found: Recovered) -> list[int]:
 
 
 def test_all_comes_back(copy: Path) -> None:
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(20)).rows(Done)) == 20
         assert desk.tier.counts["recovered_blocks"] == 20
         facts = desk.tier.look_up(family(), [key_of(3)])
         assert (facts.sequences[0], facts.parents[0]) == (4, 3)
         # The unfinished segment is filled further, and comes back once more.
         desk.store_all(range(20, 30))
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(30)).rows(Done)) == 30
         assert not [name for name in desk.tier.counts.values if name.startswith("dropped")]
 
@@ -198,7 +178,7 @@ def test_a_lost_first_page_costs_nothing(copy: Path, bench: Bench) -> None:
 def test_a_lie_in_a_footered_record_is_found_by_the_load(copy: Path) -> None:
     path, _ = files(copy)
     flip(path, (1 + 3 * RECORD_PAGES + 1) * PAGE + 4321)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         done = desk.load(range(20))
         assert done.rows(Corrupt).tolist() == [3]
         assert len(done.rows(Done)) == 19
@@ -213,7 +193,7 @@ def test_a_truncated_file(copy: Path, keep: int) -> None:
     path, _ = files(copy)
     os.truncate(path, keep)
     whole = max(0, (keep // PAGE - 1) // RECORD_PAGES)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         done = desk.load(range(20))
         assert done.rows(Done).tolist() == [*range(min(whole, 15)), *range(15, 20)]
         desk.store_all(range(100, 300))  # and room is made of it in the end
@@ -244,17 +224,17 @@ def test_records_and_files_of_another_log(copy: Path, tmp_path: Path) -> None:
     size = RECORD_PAGES * PAGE
     patch(unfinished, PAGE, foreign.read_bytes()[PAGE : PAGE + size])
     shutil.copy(foreign_sealed, sealed)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert desk.load(range(20)).rows(Done).tolist() == [16, 17, 18, 19]
         assert desk.tier.counts["dropped_foreign"] == 2
 
 
 def test_the_same_block_twice_is_served_once(tmp_path: Path) -> None:
-    with opened(tmp_path / "one") as desk:
+    with Opened(tmp_path / "one") as desk:
         desk.store_all([1, 2])
         desk.store_all([1], family(epoch=2))
         desk.store_all(range(10, 40))
-    with opened(tmp_path / "one") as desk:
+    with Opened(tmp_path / "one") as desk:
         assert desk.tier.counts["dropped_duplicate"] == 1
         assert desk.load([1]).rows(Missing).tolist() == [0]
         assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
@@ -265,7 +245,7 @@ def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
     written(tmp_path / "one", 4, of)
     (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
     flip(path, (1 + 2 * (3 + 1)) * PAGE + 20)  # the header of block 1's second shard
-    with opened(tmp_path / "one") as desk:
+    with Opened(tmp_path / "one") as desk:
         assert desk.load(range(4), of).rows(Done).tolist() == [0, 2, 3]
         assert desk.tier.counts["dropped_damaged"] == 1
         assert desk.tier.counts["dropped_incomplete"] == 2
@@ -282,7 +262,7 @@ def test_garbage_of_every_kind_is_survived(copy: Path) -> None:
     (copy / "00000099.segment").write_bytes(random.bytes(5000))
     (copy / "notes.txt").write_text("not ours")
     (copy / "00000001.segment.new").write_bytes(b"half made")
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         desk.load(range(20))  # compares every byte of what it says is there
         assert (copy / "notes.txt").exists()
         assert not (copy / "00000001.segment.new").exists()
@@ -301,7 +281,7 @@ def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
         return real(segment, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recovery, "read_segment", failing)
-    with opened(copy) as desk:
+    with Opened(copy) as desk:
         assert len(desk.load(range(20)).rows(Done)) in {5, 15}
         assert desk.tier.counts["recovery_failures"] == 1
         assert desk.tier.counts["segments_lost"] == 1
