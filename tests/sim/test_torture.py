@@ -99,7 +99,11 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
 def test_minutes_of_faults_find_nothing(tmp_path: Path) -> None:
     found, told = run_kit(tmp_path, SOAK_S)
     assert found["passed"], told
-    assert len(found["faults_by_name"]) > len(TABLE) / 2  # type: ignore[arg-type]
+    # How many there is time for is the machine's affair; that they differ is the deck's.
+    names, faults = found["faults_by_name"], found["faults"]
+    assert isinstance(names, dict) and isinstance(faults, int)
+    assert faults >= 4
+    assert len(names) >= min(faults, len(TABLE)) / 2
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

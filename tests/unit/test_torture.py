@@ -30,9 +30,9 @@ from kvhearth_server.torture.shape import FLEETING, ROOMY
 SHARED = Path("/dev/shm")
 
 
-def plans(tmp_path: Path, count: int, **more: object) -> list[Plan]:
-    """The first worlds of seed 5."""
-    options = Options(5, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
+def plans(tmp_path: Path, count: int, *, seed: int = 5, **more: object) -> list[Plan]:
+    """The first worlds of a seed."""
+    options = Options(seed, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
     return list(itertools.islice(options.plans(), count))
 
 
@@ -52,6 +52,21 @@ def test_a_card_that_does_not_fit_waits_for_one_that_has_use_for_it() -> None:
     assert all(card < 3 for card in deck.deal(30, lambda card: card < 3))
     assert sorted(deck.deal(3, lambda card: card > 2)) == [3, 4, 5]
     assert deck.deal(1, lambda _: False) == []
+
+
+def test_a_card_that_is_there_several_times_comes_again_when_all_came_once() -> None:
+    deck = Deck("seed", "aaabcd")
+    for _ in range(3):
+        assert sorted(deck.deal(4)) == ["a", "b", "c", "d"]
+        assert deck.deal(2) == ["a", "a"]
+
+
+def test_all_faults_come_round_in_few_worlds(tmp_path: Path) -> None:
+    for seed in range(20):
+        done = [s.fault for plan in plans(tmp_path, 6, seed=seed) for s in plan.steps]
+        assert len(set(done)) >= min(len(done), len(TABLE)) * 0.7, (seed, done)
+        some = [s.fault for plan in plans(tmp_path, 2, seed=seed) for s in plan.steps]
+        assert len(set(some)) >= len(some) * 0.7, (seed, some)
 
 
 def test_a_run_of_minutes_aims_at_every_fault_point_and_boundary(tmp_path: Path) -> None:

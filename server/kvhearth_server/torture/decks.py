@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -10,7 +11,9 @@ Card = TypeVar("Card", bound=Hashable)
 
 
 class Deck(Generic[Card]):
-    """Cards in a seeded order. What a world has no use for waits for one that has."""
+    """Cards in a seeded order. What a world has no use for waits for one that has. A card that is
+    wanted more often is there several times, and comes again when all others came once.
+    """
 
     def __init__(self, seed: str, cards: Iterable[Card]) -> None:
         self._dice = random.Random(seed)
@@ -27,12 +30,17 @@ class Deck(Generic[Card]):
                 dealt.append(found)
             elif any(map(fits, self._cards)):
                 # Those that wait are not shuffled in a second time.
-                fresh = [card for card in self._cards if card not in self._hand]
-                self._dice.shuffle(fresh)
-                self._hand += fresh
+                self._hand += self._shuffled()
             else:
                 break
         return dealt
+
+    def _shuffled(self) -> list[Card]:
+        """What is not in the hand; no card comes a second time before all others came once."""
+        fresh = list((Counter(self._cards) - Counter(self._hand)).elements())
+        self._dice.shuffle(fresh)
+        turns = [fresh[:place].count(card) for place, card in enumerate(fresh)]
+        return [fresh[place] for place in sorted(range(len(fresh)), key=turns.__getitem__)]
 
 
 class Decks:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.torture.decks import Decks
-from kvhearth_server.torture.faults import TABLE, Fault
+from kvhearth_server.torture.faults import TABLE
 from kvhearth_server.torture.shape import Shape, shape_of
 
 STEPS_MAX = 10
@@ -45,8 +45,8 @@ class Dice:
     """Worlds without end from a seed.
 
     A world's shape and steps depend on the seed and its number alone, so that one world can be
-    repeated without those before it. Faults are dealt from a shuffled deck, each as often; what
-    must come round over a run is dealt from the run's decks, which those before it move on.
+    repeated without those before it. Faults, and what they aim at, are dealt from the run's decks,
+    which the worlds before it move on: all come round, however few there is time for.
     """
 
     seed: int
@@ -74,19 +74,15 @@ class Dice:
         return dice, shape
 
     def _steps(self, dice: random.Random, decks: Decks, shape: Shape) -> Iterator[Step]:
-        chosen = [TABLE[name] for name in self.faults if TABLE[name].fits(shape)]
-        fitting = [fault for fault in chosen for _ in range(fault.weight)]
+        fitting = [name for name in self.faults if TABLE[name].fits(shape)]
         if not fitting:
             return
-        deck: list[Fault] = []
-        taken = [fault for fault in chosen if fault.in_each_world]
-        for _ in range(dice.randint(STEPS_MAX // 2, STEPS_MAX) - len(taken)):
-            if not deck:
-                deck = list(fitting)
-                dice.shuffle(deck)
-            taken.append(deck.pop())
+        taken = [name for name in fitting if TABLE[name].in_each_world]
+        cards = [name for name in self.faults for _ in range(TABLE[name].weight)]
+        count = dice.randint(STEPS_MAX // 2, STEPS_MAX) - len(taken)
+        taken += decks.names("faults", cards).deal(count, fitting.__contains__)
         dice.shuffle(taken)
-        for fault in taken:
+        for fault in map(TABLE.__getitem__, taken):
             yield Step(fault.name, {**fault.plan(dice, shape), **fault.deal(decks, shape)})
 
 
