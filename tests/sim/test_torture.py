@@ -101,7 +101,8 @@ def test_minutes_of_faults_find_nothing(tmp_path: Path) -> None:
     assert found["passed"], told
     # How many there is time for is the machine's affair; that they differ is the deck's.
     names, faults = found["faults_by_name"], found["faults"]
-    assert isinstance(names, dict) and isinstance(faults, int)
+    assert isinstance(names, dict)
+    assert isinstance(faults, int)
     assert faults >= 4
     assert len(names) >= min(faults, len(TABLE)) / 2
 
