@@ -11,13 +11,16 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.durable import sync_directory
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.ssd.heads import DirectoryError
+from kvhearth_server.tiers.ssd.places import Asked
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 
 FILE_NAME = "namespaces.json"
@@ -50,6 +53,7 @@ class SsdCatalogue:
     def __init__(self, settings: SsdSettings | None, counters: Counters) -> None:
         self.paths = [place.path / FILE_NAME for place in settings.places] if settings else []
         self._copies = [_Copy(path, counters) for path in self.paths]
+        self._patience_s = settings.open_s if settings else 0.0
         self._counters = counters
         self._number = 0
 
@@ -58,22 +62,38 @@ class SsdCatalogue:
         that can be believed.
 
         A directory that cannot be written to may not have been when the content changed last, and
-        what it says may be old: it is believed only if another one says the same.
+        what it says may be old: it is believed only if another one says the same. One that hangs
+        says nothing.
         """
-        found = {path: content for path in self.paths if (content := _read(path)) is not None}
-        newest = max(found.values(), key=lambda content: content["number"], default=None)
+        found = self._found()
+        newest = max((said.content for said in found), key=lambda c: c["number"], default=None)
         if newest is None:
             return None
         self._number = max(self._number, newest["number"])
-        sayers = [path for path in found if found[path]["number"] == newest["number"]]
-        if not any(os.access(path.parent, os.W_OK, effective_ids=True) for path in sayers):
+        sayers = [said for said in found if said.content["number"] == newest["number"]]
+        if not any(said.writable for said in sayers):
             _log.error(
                 "the namespaces beside the SSD tier may be old: their directory cannot be written "
                 "to; starting without them",
-                paths=[str(path) for path in sayers],
+                paths=[str(said.path) for said in sayers],
             )
             return None
         return newest
+
+    def _found(self) -> list[_Said]:
+        """What the directories say, of those that answer in time and say something."""
+        end = time.monotonic() + self._patience_s
+        asked = [Asked(str(path), partial(_read, path), lambda _: None) for path in self.paths]
+        found = []
+        for each in asked:
+            try:
+                said = each.answer(end, self._patience_s)
+            except DirectoryError as error:
+                self._counters.add("ssd_catalogue_failures")
+                _log.error("namespaces not read", error=str(error))
+                continue
+            found += [said] if said else []
+        return found
 
     def write(self, content: dict[str, Any]) -> None:
         """Have the content replaced, where it changed: lineage, next session, epochs and namespaces
@@ -123,6 +143,14 @@ class SsdCatalogue:
     def _safe(self) -> bool:
         copies = self._copies
         return any(copy.stands for copy in copies) or all(copy.removed for copy in copies)
+
+
+class _Said(NamedTuple):
+    """What a directory's file says, and whether it could be replaced."""
+
+    path: Path
+    content: dict[str, Any]
+    writable: bool
 
 
 class _Copy:
@@ -236,7 +264,14 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> _Said | None:
+    content = _content(path)
+    if content is None:
+        return None
+    return _Said(path, content, os.access(path.parent, os.W_OK, effective_ids=True))
+
+
+def _content(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

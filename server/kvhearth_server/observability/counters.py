@@ -137,7 +137,9 @@ TABLE: Mapping[str, Counter] = {
         "tier",
         frozenset({"dram", "ssd"}),
     ),
-    "ssd_catalogue_failures": Counter("Writes of the namespaces beside the SSD tier that failed."),
+    "ssd_catalogue_failures": Counter(
+        "Reads and writes of the namespaces beside the SSD tier that failed."
+    ),
     "scrubbed_blocks": Counter(
         "Blocks that were read and verified in the background.",
         "tier",

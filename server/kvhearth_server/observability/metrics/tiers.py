@@ -106,8 +106,8 @@ TIERS: tuple[Metric, ...] = (
     Metric(
         "kvhearth_ssd_catalogue_failures_total",
         "counter",
-        "writes",
-        "Writes of the namespaces' catalogue beside the SSD tier that failed.",
+        "calls",
+        "Reads and writes of the namespaces' catalogue beside the SSD tier that failed.",
         "Alert: after a cold start blocks on SSD may not be found.",
         if_ssd(counted("ssd_catalogue_failures")),
     ),

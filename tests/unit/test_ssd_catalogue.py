@@ -1,0 +1,58 @@
+"""The namespaces beside the SSD tier's blocks: a directory that does not answer says nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvhearth_server.engine.ssd_catalogue import FILE_NAME, SsdCatalogue
+from kvhearth_server.observability.counters import Counters
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+
+CONTENT = {"lineage": "one", "next_session": 7, "epoch_floor": 3, "namespaces": []}
+PATIENCE_S = 0.3
+
+
+def catalogue_of(*folders: Path) -> tuple[SsdCatalogue, Counters]:
+    """Of directories that are there."""
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    counters = Counters()
+    places = tuple(Place(folder, 1 << 30) for folder in folders)
+    return SsdCatalogue(SsdSettings(places, open_s=PATIENCE_S), counters), counters
+
+
+@contextmanager
+def hanging(folder: Path) -> Iterator[None]:
+    """Its file's opening does not come back: nobody writes to the pipe that it is."""
+    path = folder / FILE_NAME
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDWR))  # who waits for a writer has one, and its end
+
+
+def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    catalogue_of(good, bad)[0].write(CONTENT)
+    with hanging(bad):
+        found, counters = catalogue_of(good, bad)
+        begin = time.monotonic()
+        said = found.read()
+        assert time.monotonic() - begin < PATIENCE_S + 5
+        assert said is not None
+        assert said["lineage"] == "one"
+        assert counters.get("ssd_catalogue_failures") == 1
+
+
+def test_where_the_only_one_hangs_there_is_nothing_to_take_over(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    found, counters = catalogue_of(bad)
+    with hanging(bad):
+        assert found.read() is None
+        assert counters.get("ssd_catalogue_failures") == 1
