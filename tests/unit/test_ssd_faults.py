@@ -205,11 +205,11 @@ def test_no_space_for_another_segment_and_what_there_is_is_used(tmp_path: Path) 
     class Full(Files):
         left = 5
 
-        def allocate(self, fd: int, size_bytes: int) -> None:
+        def allocate(self, fd: int, size_bytes: int) -> int:
             if self.left == 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
             self.left -= 1
-            super().allocate(fd, size_bytes)
+            return super().allocate(fd, size_bytes)
 
     arena = Arena()
     tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], files=Full())

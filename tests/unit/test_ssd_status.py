@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +109,23 @@ def test_files_that_are_prewritten_are_counted(tmp_path: Path) -> None:
             assert desk.tier.status.write_amplification > 5  # type: ignore[attr-defined]
         ended(desk)
     assert written == [0, 1]
+
+
+@pytest.mark.parametrize("prewrite", [False, True])
+def test_files_that_cannot_be_reserved_are_written_once_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, prewrite: bool
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    desk = a_tier(settings(tmp_path / "one", segments=6, prewrite=prewrite))
+    desk.store_all(range(10))
+    desk.rest()
+    files = figures(desk).directories[0].file_bytes
+    assert files >= 2 * SEGMENT_BYTES
+    assert figures(desk).count("written_bytes") // files == 1
+    ended(desk)
 
 
 def test_a_budget_that_has_no_whole_file_prewrites_none(tmp_path: Path) -> None:

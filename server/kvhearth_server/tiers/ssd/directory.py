@@ -67,6 +67,7 @@ class Segment:
         records: headers of those that were written, while the footer is yet to come.
         writes, reads: requests in flight.
         damaged: the file is too short or has holes; when it is empty it is removed.
+        zeros: bytes that were written to make it.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Segment:
     writes: int = 0
     reads: int = 0
     damaged: bool = False
+    zeros: int = 0
 
     @property
     def fd(self) -> int:
@@ -257,9 +259,10 @@ class Directory:
             raise OSError(errno.EDQUOT, "the directory's capacity is reached")
         found = self.files.open(fresh, create=True)
         try:
-            self.files.allocate(found.fd, self.segment_bytes)
-            if prewrite:
+            zeros = self.files.allocate(found.fd, self.segment_bytes)
+            if prewrite and not zeros:
                 self.files.write_zeros(found.fd, self.segment_bytes)
+                zeros = self.segment_bytes
             if self.files.allocated_bytes(self.path) > self.capacity_bytes:
                 raise OSError(errno.EDQUOT, "the directory's capacity is reached")
             hit("ssd.segment_allocated")
@@ -272,7 +275,7 @@ class Directory:
             os.close(found.fd)
             raise
         self._note(found)
-        return Segment(number, self, path, found, SegmentState.FREE)
+        return Segment(number, self, path, found, SegmentState.FREE, zeros=zeros)
 
     def remove_segment(self, segment: Segment) -> None:
         """Delete a file that nothing uses: the capacity was lowered."""

@@ -89,8 +89,9 @@ class Files:
         """``os.open``."""
         return os.open(path, flags, 0o600)
 
-    def allocate(self, fd: int, size_bytes: int) -> None:
-        """Reserve the blocks of a file, so that no later write can run out of space.
+    def allocate(self, fd: int, size_bytes: int) -> int:
+        """Reserve the blocks of a file, so that no later write can run out of space; the bytes
+        that had to be written for it, 0 where the file system can reserve.
 
         Raises:
             OSError: ENOSPC, EIO and the like.
@@ -101,6 +102,8 @@ class Files:
             if error.errno not in _NO_DIRECT:
                 raise
             self.write_zeros(fd, size_bytes)
+            return size_bytes
+        return 0
 
     def write_zeros(self, fd: int, size_bytes: int) -> None:
         """Write a file once, from its beginning to ``size_bytes``."""

@@ -261,6 +261,8 @@ class Log:
     def _created(self, lane: Lane, result: Result, prewritten: int) -> None:
         if isinstance(result, Segment):
             self.wear.wrote(prewritten, taken=True)
+            # A file system that cannot reserve had to be written to, budget or not.
+            self.wear.wrote(result.zeros - prewritten)
             lane.directory.segments.append(result)
             self.add(result)
             return

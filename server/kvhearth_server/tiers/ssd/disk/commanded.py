@@ -145,7 +145,7 @@ class _CommandedFiles(Files):
     def __init__(self, commander: Commander) -> None:
         self._commander = commander
 
-    def allocate(self, fd: int, size_bytes: int) -> None:
+    def allocate(self, fd: int, size_bytes: int) -> int:
         if code := self._commander.orders.make:
             raise OSError(code, os.strerror(code))
-        super().allocate(fd, size_bytes)
+        return super().allocate(fd, size_bytes)
