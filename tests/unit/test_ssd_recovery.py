@@ -240,6 +240,21 @@ def test_the_same_block_twice_is_served_once(tmp_path: Path) -> None:
         assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
 
 
+def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
+    folders = tmp_path / "one", tmp_path / "two"
+    with Opened(*folders) as desk:
+        desk.store_all(range(20, 60))
+        desk.rest()
+        for number in range(4):  # the directories take turns
+            desk.store_all([number])
+        desk.store_all([10])
+        for number in range(4):  # so that each block goes to the other one now
+            desk.store_all([number], family(epoch=2))
+    with Opened(*folders) as desk:
+        assert desk.tier.counts["dropped_duplicate"] == 4
+        assert len(desk.load(range(4), family(epoch=2)).rows(Done)) == 4
+
+
 def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
     of = family(shards=3, length=4000)
     written(tmp_path / "one", 4, of)

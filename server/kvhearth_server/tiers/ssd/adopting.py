@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvhearth.model import Bools, Records
+from kvhearth.model import U32, Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -121,7 +121,7 @@ class Adopter:
             return
         before, number = len(self._index), segment.number
         if not self._index.bind_new(of.namespace, of.group, keys, number, rows):
-            younger = self._younger(segment, of, keys)
+            younger = self._younger(segment, of, keys, rows["epoch"][:, 0])
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
             rows = rows[~younger]
             keys = [k for k, gone in zip(keys, younger.tolist(), strict=True) if not gone]
@@ -132,13 +132,19 @@ class Adopter:
         self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
         self._counts.add("recovered_blocks", len(keys) - replaced)
 
-    def _younger(self, segment: Segment, of: Portion, keys: list[bytes]) -> Bools:
-        """Which keys are bound in a segment that is younger than this one."""
+    def _younger(self, segment: Segment, of: Portion, keys: list[bytes], epochs: U32) -> Bools:
+        """Which keys are bound to a block that is younger than the one that is in this segment.
+
+        The epoch decides before the segment: each directory has a segment open, so that new
+        weights' block may lie in one that was begun before that of the old weights' block.
+        """
         entries = self._index.find(of.namespace, of.group, keys)
+        bound = self._index.heads(entries)["epoch"]
         younger = np.zeros(len(keys), np.bool_)
         for row in np.flatnonzero(entries >= 0).tolist():
             other = self._log.segments[int(entries[row]) >> 32]
-            younger[row] = other.head.sequence > segment.head.sequence
+            theirs = int(bound[row]), other.head.sequence
+            younger[row] = theirs > (int(epochs[row]), segment.head.sequence)
         return younger
 
     def _end(self, found: Recovered) -> None:
