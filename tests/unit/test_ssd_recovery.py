@@ -26,7 +26,7 @@ from kvhearth_server.tiers.base import Corrupt, Done, Family, Missing
 from kvhearth_server.tiers.ssd import recovery
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.format import RECORD_BYTES, Doubt
+from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
 from kvhearth_server.tiers.ssd.recovery import Reader, Recovered, read_segment
 
 SECTOR = 512
@@ -264,6 +264,21 @@ def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
         assert desk.load(range(4), of).rows(Done).tolist() == [0, 2, 3]
         assert desk.tier.counts["dropped_damaged"] == 1
         assert desk.tier.counts["dropped_incomplete"] == 2
+
+
+def test_shards_whose_keys_differ_in_width_are_no_block(tmp_path: Path) -> None:
+    of = family(shards=2, length=4000)
+    written(tmp_path / "one", 4, of)
+    (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
+    at = (1 + 2 * 2 * 2) * PAGE  # the header of block 2's first shard
+    row = np.frombuffer(path.read_bytes(), RECORD_DTYPE, 1, at).copy()
+    row["key_bytes"] = 31
+    seal(row)
+    patch(path, at, row.tobytes())
+    with Opened(tmp_path / "one") as desk:
+        assert desk.load(range(4), of).rows(Done).tolist() == [0, 1, 3]
+        assert desk.tier.counts["dropped_incomplete"] == 2
+        assert desk.tier.counts["recovery_failures"] == 0
 
 
 def test_garbage_of_every_kind_is_survived(copy: Path) -> None:

@@ -16,6 +16,8 @@ from kvhearth_server.tiers.ssd.index import rows_of
 NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 _OFFSETS = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
+_ALIKE = ("key", "key_bytes", "namespace", "sequence", "epoch", "group", "shard_count", "length")
+"""Equal in all shards of a block."""
 _NAMESPACE_WORDS = slice(_OFFSETS["namespace"] // 8, _OFFSETS["namespace"] // 8 + 4)
 
 
@@ -87,7 +89,7 @@ def whole_blocks(lines: Records, doubts: Counter[Doubt]) -> Records:
         step = 1 + -(-block["length"].astype(np.int64) // PAGE_BYTES)
         gap = np.diff(block["position"].astype(np.int64), axis=1)
         good &= (gap == step[:, :1]).all(axis=1)
-        for name in ("key", "namespace", "sequence", "epoch", "group", "shard_count", "length"):
+        for name in _ALIKE:
             good &= (block[name] == block[name][:, :1]).all(axis=1)
         keep[rows[good].reshape(-1)] = True
     if (lost := int((~keep).sum())) > 0:
