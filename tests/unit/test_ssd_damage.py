@@ -32,6 +32,8 @@ from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     DIRECTORY_DTYPE,
+    FOOTER_DTYPE,
+    SEGMENT_DTYPE,
     parse_segment_page,
     seal,
 )
@@ -188,6 +190,24 @@ def test_lost_first_pages_cost_nothing(copy: Path, filler: bytes) -> None:
     with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert dropped(desk) == {"dropped_damaged": 3}
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_life_after_which_there_can_be_none_is_not_believed(copy: Path, last: bool) -> None:
+    """In a first page, and in the last page too."""
+    path = next(p for p in segment_files(copy) if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF")
+    for at, kind in (0, SEGMENT_DTYPE), (path.stat().st_size - PAGE, FOOTER_DTYPE):
+        row = np.frombuffer(path.read_bytes(), kind, 1, at).copy()
+        row["segment_sequence"] = (1 << 64) - 1
+        seal(row)
+        if at == 0 or last:
+            patch(path, at, row.tobytes())
+    with Opened(copy) as desk:
+        assert len(desk.load(range(40)).rows(Done)) == 40
+        assert dropped(desk)["dropped_damaged"] == 1 + last
+        desk.store_all(range(40, 60))
+    with Opened(copy) as desk:
+        assert len(desk.load(range(40, 60)).rows(Done)) == 20
 
 
 @pytest.mark.parametrize("damaged", [[0], [0, 1], [0, 5]])

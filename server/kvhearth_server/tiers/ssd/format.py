@@ -25,6 +25,9 @@ SEGMENT_MAGIC = 0x5356_4B48
 FOOTER_MAGIC = 0x4656_4B48
 DIRECTORY_MAGIC = 0x4456_4B48
 
+LIVES_MAX = 1 << 63
+"""A greater segment sequence makes no sense: there are none to come after it."""
+
 RECORD_DTYPE = np.dtype(
     [
         ("magic", "<u4"),
@@ -222,7 +225,8 @@ def parse_segment_page(page: bytes | U8) -> SegmentHead | Doubt:
     if isinstance(row, Doubt):
         return row
     names = ("log_id", "segment_sequence", "segment_bytes", "opened_at")
-    return SegmentHead(*(int(row[name][0]) for name in names))
+    head = SegmentHead(*(int(row[name][0]) for name in names))
+    return head if head.sequence <= LIVES_MAX else Doubt.DAMAGED
 
 
 def parse_directory_page(page: bytes | U8) -> DirectoryHead | Doubt:
@@ -243,7 +247,7 @@ def footer_said(page: bytes | U8) -> SegmentHead | None:
     log_id, sequence, size = (
         int(row[name][0]) for name in ("log_id", "segment_sequence", "segment_bytes")
     )
-    return SegmentHead(log_id, sequence, size, 0)
+    return SegmentHead(log_id, sequence, size, 0) if sequence <= LIVES_MAX else None
 
 
 def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt | None:
@@ -259,6 +263,8 @@ def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt
         return Doubt.FOREIGN
     if int(row["segment_sequence"][0]) != head.sequence:
         return None
+    if head.sequence > LIVES_MAX:
+        return Doubt.DAMAGED
     count, end = int(row["count"][0]), int(row["end_position"][0])
     if (footer_pages(count) + end) * PAGE_BYTES > head.segment_bytes:
         return Doubt.DAMAGED

@@ -13,6 +13,7 @@ import xxhash
 from kvhearth.model import U8, Records
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.format import (
+    LIVES_MAX,
     PAGE_BYTES,
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -98,6 +99,7 @@ class _Window:
         rows = self.rows[places]
         good = np.array(_whole(rows), np.bool_) & (rows["log_id"] == log_id)
         good &= rows["position"] == self.first + places
+        good &= rows["segment_sequence"] <= LIVES_MAX
         return int(rows["segment_sequence"][good].max(initial=0))
 
     def payload_good(self, index: int) -> bool:
