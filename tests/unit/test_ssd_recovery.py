@@ -196,8 +196,15 @@ def test_a_truncated_file(copy: Path, keep: int) -> None:
     with Opened(copy) as desk:
         done = desk.load(range(20))
         assert done.rows(Done).tolist() == [*range(min(whole, 15)), *range(15, 20)]
+        assert desk.tier.counts["dropped_truncated"] >= 1
         desk.store_all(range(100, 300))  # and room is made of it in the end
         assert len(desk.load(range(290, 300)).rows(Done)) == 10
+
+
+def test_a_file_made_longer_is_not_read_to_its_end(copy: Path, bench: Bench) -> None:
+    _, path = files(copy)
+    os.truncate(path, 4 << 40)
+    assert len(bench.read(path).records) == 5
 
 
 def test_files_swapped_and_records_moved(copy: Path, bench: Bench) -> None:

@@ -123,6 +123,8 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
             found.empty = True
             return
         found.doubts[head] += 1
+    elif facts.st_size < wanted:
+        found.doubts[Doubt.TRUNCATED] += 1
     foreign = _foreign(segment, reader, head)
     long = facts.st_size > wanted and taken > segment_cost_bytes(wanted)
     if foreign or long or _other_size(head, wanted):
@@ -139,7 +141,8 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
     whole = facts.st_size == wanted and not overwritten
     lines = _footer(segment, reader, found) if whole else None
     if lines is None:
-        scan(segment, reader, found, facts.st_size, stopped)
+        # Nothing of ours lies behind: a file that was made longer is not read to its end.
+        scan(segment, reader, found, min(facts.st_size, wanted), stopped)
         return
     found.sealed = True
     found.records = _believed(lines, found.head, wanted, found.doubts)
