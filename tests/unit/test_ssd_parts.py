@@ -15,8 +15,11 @@ from kvhearth_server.tiers.base import PLACE_DTYPE, Done, Failed, LoadBatch, Thr
 from kvhearth_server.tiers.dram import DramTier
 from kvhearth_server.tiers.ssd.admission import AdmitAll, SeenTwice
 from kvhearth_server.tiers.ssd.budget import DAY_S, WriteBudget
+from kvhearth_server.tiers.ssd.disk.base import Op
+from kvhearth_server.tiers.ssd.estimate import ReadRate
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
+from kvhearth_server.tiers.ssd.job import Job
 from kvhearth_server.tiers.ssd.keymap import KeyMap
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
@@ -209,6 +212,24 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
     assert health.findings(now) == [("io", "d: writes: its device reports I/O errors")]
     health.write_done()
     assert health.findings(now) == []
+
+
+def test_the_estimate_is_of_the_drive_and_not_of_how_much_is_asked_for() -> None:
+    rate = ReadRate()
+    for number in range(200):  # one block of 64 KiB each tenth of a second, read in half a ms
+        job = Job(Op.READ, -1, 0, (), 64 << 10, (), lambda _: None)
+        job.begun_at = 0.1 * number
+        job.ended_at = job.begun_at + 0.0005
+        rate.note([job], job.ended_at)
+    assert 100e6 < rate.bytes_per_s < 200e6
+    assert rate.estimate_s(1000, 64 << 10, 0) < 1
+    before = rate.bytes_per_s
+    for number in range(200):  # many at once: 32 in the kernel, one ends each tenth of a ms
+        job = Job(Op.READ, -1, 0, (), 64 << 10, (), lambda _: None)
+        job.ended_at = 100 + 0.0001 * number
+        job.begun_at = job.ended_at - 0.0032
+        rate.note([job], job.ended_at)
+    assert rate.bytes_per_s > 4 * before
 
 
 def test_throttling_by_rate_and_by_batches() -> None:

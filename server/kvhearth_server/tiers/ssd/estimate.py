@@ -34,7 +34,9 @@ class ReadRate:
         self.latency_s += _WEIGHT * (took - self.latency_s)
         records = sum(max(1, len(job.checks)) for job in reads)
         self._read_bytes += _WEIGHT * (size / records - self._read_bytes)
-        gap, self._last_at = now - self._last_at, now
+        # Not the time in which nothing was asked for: few reads do not make the drive slow.
+        busy_since = max(self._last_at, min(job.begun_at for job in reads))
+        gap, self._last_at = now - busy_since, now
         if 0 < gap < _GAP_S:
             self.bytes_per_s += _WEIGHT * (size / gap - self.bytes_per_s)
 
