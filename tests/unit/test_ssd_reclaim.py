@@ -93,3 +93,22 @@ def test_a_segment_is_forgotten_in_portions(
     assert len(told) == len(set(told)) == stored - int(there.sum())
     tier.check()
     tier.close()
+
+
+def test_blocks_too_large_for_one_directory_do_not_use_its_segments_up(tmp_path: Path) -> None:
+    arena = Arena()
+    small, large = tmp_path / "small", tmp_path / "large"
+    SsdTier(settings(small), [arena.bytes]).close()  # it keeps its segments of 256 KiB
+    tier = SsdTier(settings(small, large, segment_bytes=4 << 20), [arena.bytes])
+    desk = Desk(tier, arena)
+    desk.settle()
+    broad = family(group=1, shards=30)  # 480 KiB with its headers
+    for number in range(24):
+        desk.store_all([number])
+        desk.store_all([100 + number])  # the next directory's turn
+        desk.store_all([number], broad)
+    desk.rest()
+    (of_small,) = [d for d in tier.status.figures().directories if d.path == str(small)]
+    assert of_small.segments["sealed"] <= 1
+    assert tier.look_up(family(), [key_of(number) for number in range(24)]).present.all()
+    tier.close()

@@ -105,10 +105,7 @@ class Log:
 
     def fits(self, pages: int, records: int) -> bool:
         """Whether a block of so many pages and records fits into an empty segment anywhere."""
-        return any(
-            Segment(0, lane.directory, lane.directory.path).room_for(pages, records)
-            for lane in self.lanes
-        )
+        return any(_empty(lane).room_for(pages, records) for lane in self.lanes)
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -148,8 +145,8 @@ class Log:
         ready = bool(lane.ready) and lane.ready[0].state is SegmentState.OPEN
         full = lane.open is not None and not lane.open.room_for(pages, records)
         if full and lane.open is not None:
-            if not ready or not lane.open.promised:
-                return None  # nothing to change to, or empty and still too small
+            if not ready or not _empty(lane).room_for(pages, records):
+                return None  # nothing to change to, or too large for any segment here
             self._close(lane.open)
             lane.open = None
         if lane.open is None and ready:
@@ -307,3 +304,8 @@ class Log:
 
     def _lane_of(self, segment: Segment) -> Lane:
         return next(lane for lane in self.lanes if lane.directory is segment.directory)
+
+
+def _empty(lane: Lane) -> Segment:
+    """A segment of the lane in which nothing is yet, to ask what it has room for."""
+    return Segment(0, lane.directory, lane.directory.path)
