@@ -273,6 +273,17 @@ def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
         assert desk.tier.counts["dropped_incomplete"] == 2
 
 
+def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
+    sealed, _ = files(copy)
+    os.link(sealed, copy / "00000055.segment")
+    with Opened(copy) as desk:
+        assert len(desk.load(range(20)).rows(Done)) == 20
+        (reason,) = desk.tier.health().reasons
+        assert "00000055.segment is another name" in reason
+        assert desk.tier.status.locked_files == 0, "slots wait for it"  # type: ignore[attr-defined]
+        assert desk.tier.counts["dropped_duplicate"] == 0
+
+
 def test_shards_whose_keys_differ_in_width_are_no_block(tmp_path: Path) -> None:
     of = family(shards=2, length=4000)
     written(tmp_path / "one", 4, of)

@@ -229,11 +229,17 @@ class Directory:
         for stray in self.path.glob("*.new"):
             with contextlib.suppress(OSError):
                 stray.unlink()
+        seen = set[tuple[int, int]]()
         for path in self._segment_paths():
-            if stat.S_ISREG(path.lstat().st_mode):
-                self.segments.append(Segment(0, self, path))
-            else:
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode):
                 self.pass_over(path, "is no regular file")
+            elif (facts.st_dev, facts.st_ino) in seen:
+                # Its lock is our own, and would be taken for a dead daemon's for ever.
+                self.pass_over(path, "is another name of a file that is there already")
+            else:
+                seen.add((facts.st_dev, facts.st_ino))
+                self.segments.append(Segment(0, self, path))
         return self.segments
 
     def open_segment(self, segment: Segment) -> None:
