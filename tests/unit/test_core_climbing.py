@@ -79,6 +79,23 @@ def test_many_who_ask_for_the_same_load_it_once() -> None:
     assert all(rig.in_memory(session, keys(*range(300))))
 
 
+def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
+    rig, session = sunk_rig(120, slabs=8)
+    other = rig.attach(engine_id="other")
+    rig.tier.held = True
+    wishes = rig.lookup(session, keys(*range(100))).wishes
+    for _ in range(700):
+        rig.tiering.raise_blocks(wishes, rig.group(session).number)
+    assert rig.tiering._raising.waiting <= 100
+    rig.want(other, keys(*range(100, 104)))
+    rig.want(session, keys(*range(100)))
+    assert rig.count_of("promotion_failed", "queue") == 0
+    rig.tier.held = False
+    rig.settle()
+    assert all(rig.in_memory(other, keys(*range(100, 104))))
+    assert rig.tier.submitted["load"] == 104
+
+
 @pytest.mark.parametrize("lack", ["room", "queue"])
 def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from kvhearth_server.core.climbing import NOBODY, Asker, Climb
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.tier_names import TierNames
+from kvhearth_server.engine.wishes import Wishes, some, split
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
     Completion,
@@ -56,8 +56,7 @@ class Raising:
         self._names = names
         self._call = call
         self._loads: dict[int, _Load] = {}
-        self._wished: deque[tuple[Wish, Asker]] = deque()
-        self._wished_blocks = 0
+        self._wished = Wishes()
         self._stalled = False
         self._lack = ""
         self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_reads // 2))
@@ -65,7 +64,7 @@ class Raising:
     @property
     def waiting(self) -> int:
         """Blocks whose load has not begun."""
-        return self._wished_blocks
+        return self._wished.blocks
 
     @property
     def due(self) -> bool:
@@ -81,29 +80,27 @@ class Raising:
         """Let blocks climb, some at once."""
         before = len(self._wished)
         for wish in wishes:
-            if self._wished_blocks + len(wish.keys) > _WISHED_BLOCKS_MAX:
-                self._core.state.count("promotion_failed", len(wish.keys), "queue")
+            new = self._wished.fresh(wish, asker)
+            if new is None:
                 continue
-            self._wait(wish, asker)
+            if self._wished.blocks + len(new.keys) > _WISHED_BLOCKS_MAX:
+                self._core.state.count("promotion_failed", len(new.keys), "queue")
+                continue
+            self._wished.add(new, asker)
         if not before:
             self.begin()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """The requests behind these lookups went away."""
         gone = {(group, lease_id) for lease_id in lease_ids}
-        self._drop(gone)
+        self._wished.drop(gone)
         for asker in gone:
             self._stop(self._core.climbing.forget_asker(asker))
 
     def group_ended(self, group: int) -> None:
         """Nobody of this group waits for anything any more."""
-        self._drop({asker for _, asker in self._wished if asker[0] == group})
+        self._wished.drop(self._wished.askers_of(group))
         self._stop(self._core.climbing.forget_group(group))
-
-    def _drop(self, askers: set[Asker]) -> None:
-        if askers and self._wished:
-            self._wished = deque(entry for entry in self._wished if entry[1] not in askers)
-            self._wished_blocks = sum(len(wish.keys) for wish, _ in self._wished)
 
     def _stop(self, climbs: list[Climb]) -> None:
         if not climbs:
@@ -121,24 +118,20 @@ class Raising:
         for _ in range(min(len(self._wished), _LOOKS_PER_TURN)):
             if left <= 0:
                 break
-            wish, asker = self._wished.popleft()
-            self._wished_blocks -= len(wish.keys)
-            head, rest = _split(wish, max(1, left // wish.spec.shards))
+            wish, asker = self._wished.take()
+            head, rest = split(wish, max(1, left // wish.spec.shards))
             left -= len(head.keys) * wish.spec.shards
             self._load(head, asker)
             if not self._lack:
                 self._stalled = False
+                self._wished.done(head, asker)
                 if rest is not None:
-                    self._wished.appendleft((rest, asker))
-                    self._wished_blocks += len(rest.keys)
+                    self._wished.put_back(rest, asker, first=True)
             elif self._loads or self._lack == "queue":
-                self._wait(wish, asker)
+                self._wished.put_back(wish, asker)
             else:
+                self._wished.done(wish, asker)
                 self._core.state.count("promotion_failed", len(wish.keys), self._lack)
-
-    def _wait(self, wish: Wish, asker: Asker) -> None:
-        self._wished.append((wish, asker))
-        self._wished_blocks += len(wish.keys)
 
     def _load(
         self, wish: Wish, asker: Asker, *, keep: bool = True, ended: Ended | None = None
@@ -232,7 +225,12 @@ class Raising:
             called_off = [np.arange(len(wish.keys))]
         for asker in load.climb.askers if called_off else ():
             if load.keep or asker != NOBODY:
-                self._wait(_some(wish, np.concatenate(called_off)), asker)
+                self._ask_again(some(wish, np.concatenate(called_off)), asker)
+
+    def _ask_again(self, wish: Wish, asker: Asker) -> None:
+        new = self._wished.fresh(wish, asker)
+        if new is not None:
+            self._wished.add(new, asker)
 
     def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
         """The tier's copies of these were wrong, and it forgot them; nobody knows a namespace that
@@ -251,19 +249,3 @@ class Raising:
         heads = state.index.find(namespace.number, kv_group, keys)[here]
         state.offers.offer(heads)
         state.count("repaired_blocks", len(heads), "ssd")
-
-
-def _some(wish: Wish, rows: I64) -> Wish:
-    keys = [wish.keys[row] for row in rows.tolist()]
-    parents = [wish.parents[row] for row in rows.tolist()]
-    return Wish(wish.namespace, wish.kv_group, wish.spec, keys, parents)
-
-
-def _split(wish: Wish, count: int) -> tuple[Wish, Wish | None]:
-    if len(wish.keys) <= count:
-        return wish, None
-    parts = [
-        Wish(wish.namespace, wish.kv_group, wish.spec, wish.keys[cut], wish.parents[cut])
-        for cut in (slice(None, count), slice(count, None))
-    ]
-    return parts[0], parts[1]
