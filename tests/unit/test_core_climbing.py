@@ -106,6 +106,22 @@ def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     assert all(rig.in_memory(session, keys(*range(60))))
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_block_larger_than_the_share_for_climbing_climbs_alone(shards: int) -> None:
+    rig = TierRig(slabs=2, slab_bytes=1 << 17)
+    memory = rig.geometry.segment_bytes(0)
+    session = rig.attach(contract(full(memory // 2 // shards, shards=shards)))
+    rig.save(session, keys(0))
+    rig.drop(session, keys(0))
+    rig.save(session, keys(1))
+    rig.drop(session, keys(1))
+    rig.want(session, keys(0, 1))
+    rig.turn()
+    assert rig.in_memory(session, keys(0)) == [True]
+    rig.settle()
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+
+
 def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
     rig, session = sunk_rig(60, slabs=8)
     rig.tier.held = True

@@ -117,9 +117,9 @@ class Climbing:
         segment = state.segment_of[wish.namespace.tenant]
         size = state.slot_bytes(wish.spec)
         books = state.ledger.segments[segment]
-        room = min(
-            int(books.capacity * LOADING_FRACTION_MAX) - books.loading, hold_room(state, segment)
-        )
+        # One block may climb alone, however large: none of its kind ever would otherwise.
+        most = max(int(books.capacity * LOADING_FRACTION_MAX), size * shards)
+        room = min(most - books.loading, hold_room(state, segment))
         quota = wish.namespace.quota_bytes
         count = max(0, min(count, room // (size * shards)))
         if quota is not None and count:
