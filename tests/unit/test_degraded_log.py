@@ -109,7 +109,7 @@ def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
     for number in range(1, 4):
         health.stuck = number
         health.slow(number, now=0.0)
-        health.no_room(1e9)
+        health.no_room(1e9, "no_space", "no space left on its file system")
         health.write_failed("no_space", now=0.0)
         health.read_failed("no_space")
         kinds.append(health.by_kind(1.0))

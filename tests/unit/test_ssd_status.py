@@ -199,3 +199,37 @@ def test_words_are_few(desk: Desk, reason: str) -> None:
     health.write_done()
     health.read_done()
     assert health.findings(1e9) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "word", "told"),
+    [
+        (errno.ENOSPC, "no_space", "no space left on its file system"),
+        (errno.EDQUOT, "no_space", "no quota left on its file system"),
+        (errno.EMFILE, "no_descriptors", "the daemon has no descriptor left"),
+        (errno.ENFILE, "no_descriptors", "the machine has no descriptor left"),
+        (0, "no_space", "its capacity is reached by files in it that are not the log's"),
+    ],
+)
+def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, told: str) -> None:
+    class Refusing(Files):
+        left = 3
+
+        def allocate(self, fd: int, size_bytes: int) -> int:
+            self.left -= 1
+            if self.left < 0 and code:
+                raise OSError(code, "refused")
+            return super().allocate(fd, size_bytes)
+
+    folder = tmp_path / "one"
+    arena = Arena()
+    tier = SsdTier(settings(folder), [arena.bytes], files=Refusing())
+    desk = Desk(tier, arena)
+    desk.settle()
+    if not code:
+        (folder / "backup.tar").write_bytes(bytes(6 * SEGMENT_BYTES))
+    desk.store_all(range(200))  # what there is is reused
+    findings = tier.status.figures().directories[0].findings
+    assert [word for word, _ in findings] == [word]
+    assert f"{folder}: {told}" in findings[0][1]
+    tier.close()

@@ -39,6 +39,15 @@ _SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")
 _NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 
+class CapacityReached(OSError):
+    """The directory would exceed its capacity. The log makes no more files than there is room for:
+    others are in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(errno.EDQUOT, "the directory's capacity is reached")
+
+
 class SegmentState(enum.Enum):
     """What a segment is for."""
 
@@ -255,14 +264,14 @@ class Directory:
         """Make a segment file, all of its blocks reserved; with ``flush`` its name is durable.
 
         Raises:
-            OSError: ENOSPC and the like; also EDQUOT if the directory would exceed its capacity.
+            OSError: ENOSPC and the like; ``CapacityReached`` if the directory would exceed its own.
         """
         path = self._free_path()
         fresh = path.with_name(path.name + ".new")
         fresh.unlink(missing_ok=True)
         cost = segment_cost_bytes(self.segment_bytes)
         if self.files.allocated_bytes(self.path) + cost > self.capacity_bytes:
-            raise OSError(errno.EDQUOT, "the directory's capacity is reached")
+            raise CapacityReached
         found = self.files.open(fresh, create=True)
         try:
             zeros = self.files.allocate(found.fd, self.segment_bytes)
@@ -270,7 +279,7 @@ class Directory:
                 self.files.write_zeros(found.fd, self.segment_bytes)
                 zeros = self.segment_bytes
             if self.files.allocated_bytes(self.path) > self.capacity_bytes:
-                raise OSError(errno.EDQUOT, "the directory's capacity is reached")
+                raise CapacityReached
             hit("ssd.segment_allocated")
             fresh.rename(path)
             if flush:

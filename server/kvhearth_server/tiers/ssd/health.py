@@ -15,7 +15,7 @@ UNUSABLE = "unusable"
 WORDS = frozenset(
     {
         *("buffered", "not_writable", "io", "no_space", "read_only", "short", "slow", "stuck"),
-        *("passed_over", UNUSABLE),
+        *("passed_over", "no_descriptors", UNUSABLE),
     }
 )
 """Everything that can be wrong with a directory, in a word each."""
@@ -61,6 +61,7 @@ class DirectoryHealth:
     _read_reason: str = ""
     _slow_until: float = 0.0
     _slowest_s: float = 0.0
+    _no_room: tuple[str, str] = ("", "")
     _no_room_until: float = 0.0
     _notes: dict[str, str] = field(default_factory=dict)
 
@@ -88,9 +89,11 @@ class DirectoryHealth:
         """A read succeeded."""
         self._read_reason = ""
 
-    def no_room(self, until: float) -> None:
-        """Its file system has no space for another segment; asked again at ``until``."""
-        self._no_room_until = until
+    def no_room(self, until: float, word: str, told: str) -> None:
+        """There can be no other segment for now, which no write is to blame for; asked again at
+        ``until``.
+        """
+        self._no_room, self._no_room_until = (word, told), until
 
     def slow(self, took_s: float, now: float) -> None:
         """A request took longer than it should."""
@@ -115,8 +118,8 @@ class DirectoryHealth:
         if self.stuck:
             found["stuck", "requests"] = f"its device holds on to {self.stuck} requests"
         if now < self._no_room_until:
-            told = "no space left on its file system for another segment"
-            found["no_space", "segments"] = told
+            word, told = self._no_room
+            found[word, "segments"] = told
         if now < self._slow_until:
             told = f"its device is slow: a request took {self._slowest_s:.1f} s"
             found["slow", "requests"] = told

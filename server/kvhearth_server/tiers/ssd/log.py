@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.budget import Wear, WriteBudget
-from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
+from kvhearth_server.tiers.ssd.directory import CapacityReached, Segment, SegmentState
 from kvhearth_server.tiers.ssd.driver import Driver
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -34,7 +34,14 @@ from kvhearth_server.tiers.ssd.settings import SsdSettings
 _STRIPE_BYTES = 8 << 20
 _SEQUENCE_GAP = 1 << 20
 _ROOM_RETRY_S = 60.0
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_ROOM = {
+    errno.ENOSPC: ("no_space", "no space left on its file system for another segment"),
+    errno.EDQUOT: ("no_space", "no quota left on its file system for another segment"),
+    errno.EMFILE: ("no_descriptors", "the daemon has no descriptor left for another segment"),
+    errno.ENFILE: ("no_descriptors", "the machine has no descriptor left for another segment"),
+}
+"""Why there is no other segment, though the drive does all that it is asked for."""
+_OTHERS = ("no_space", "its capacity is reached by files in it that are not the log's")
 
 
 @dataclass(frozen=True)
@@ -267,10 +274,11 @@ class Log:
         now = self._clock()
         code = (result.errno if result is not None else None) or errno.EIO
         health = lane.directory.health
-        if code in _NO_SPACE:
+        why = _OTHERS if isinstance(result, CapacityReached) else _NO_ROOM.get(code)
+        if why is not None:
             # What there is can be reclaimed; more is asked for again later.
             lane.retry_at = now + _ROOM_RETRY_S
-            health.no_room(lane.retry_at)
+            health.no_room(lane.retry_at, *why)
         else:
             health.write_failed("read_only" if code == errno.EROFS else "io", now)
             lane.retry_at = now + health.retry_after_s(now)
