@@ -16,7 +16,12 @@ from kvhearth_server.tiers.base import Done, Throttled
 from kvhearth_server.tiers.ssd.admission import SeenTwice
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.health import WORDS
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import (
+    Place,
+    SsdSettings,
+    directory_overhead_bytes,
+    segment_cost_bytes,
+)
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 
@@ -233,3 +238,19 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, tol
     assert [word for word, _ in findings] == [word]
     assert f"{folder}: {told}" in findings[0][1]
     tier.close()
+
+
+def test_a_capacity_that_was_raised_beyond_what_its_files_can_take(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    a_tier(settings(folder, segment_bytes=64 << 10)).tier.close()
+    raised = Place(folder, segment_cost_bytes(64 << 10) * 1024 + directory_overhead_bytes())
+    desk = a_tier(SsdSettings((raised,)))
+    assert desk.tier.status.figures().directories[0].findings == ()
+    desk.tier.close()
+    raised = Place(folder, 1 << 30)
+    desk = a_tier(SsdSettings((raised,)))
+    told = "only 64 MiB of 1024 MiB are used: its log began with files of 0.06 MiB"
+    (finding,) = desk.tier.status.figures().directories[0].findings
+    assert finding[0] == "capped"
+    assert told in finding[1]
+    desk.tier.close()

@@ -93,8 +93,9 @@ SSD: tuple[Metric, ...] = (
         "gauge",
         "bool",
         "1 while something is not as it should be with a directory, by what it is: buffered (no "
-        "O_DIRECT), io, no_descriptors, no_space, not_writable, passed_over (files of another "
-        "log), read_only, short, slow, stuck, unusable (it could not be opened).",
+        "O_DIRECT), capped (its files are too small for its size), io, no_descriptors, no_space, "
+        "not_writable, passed_over (files of another log), read_only, short, slow, stuck, unusable "
+        "(it could not be opened).",
         "Alert: any 1; /readyz?verbose says it in a sentence.",
         of_ssd(_degraded),
         (

@@ -28,11 +28,13 @@ from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
     SEGMENTS_LEAST,
+    SEGMENTS_MAX,
     Place,
     capacity_least,
     segment_bytes_for,
     segment_cost_bytes,
     segments_max,
+    segments_that_fit,
 )
 
 _SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")
@@ -161,6 +163,13 @@ class Directory:
             raise
         self.log_id, self.segment_bytes = self._owned.head.log_id, self._owned.head.segment_bytes
         self.segments_max = segments_max(place.capacity_bytes, self.segment_bytes)
+        if segments_that_fit(place.capacity_bytes, self.segment_bytes) > SEGMENTS_MAX:
+            used = _mib(SEGMENTS_MAX * self.segment_bytes)
+            self.health.note(
+                "capped",
+                f"only {used} of {_mib(place.capacity_bytes)} are used: its log began with files "
+                f"of {_mib(self.segment_bytes)}, of which there are {SEGMENTS_MAX} at most",
+            )
 
     @property
     def doubts(self) -> Counter[Doubt]:

@@ -15,7 +15,7 @@ UNUSABLE = "unusable"
 WORDS = frozenset(
     {
         *("buffered", "not_writable", "io", "no_space", "read_only", "short", "slow", "stuck"),
-        *("passed_over", "no_descriptors", UNUSABLE),
+        *("capped", "passed_over", "no_descriptors", UNUSABLE),
     }
 )
 """Everything that can be wrong with a directory, in a word each."""

@@ -47,8 +47,13 @@ def directory_overhead_bytes() -> int:
 
 def segments_max(capacity_bytes: int, segment_bytes: int) -> int:
     """Segment files that ``capacity_bytes`` have room for."""
+    return min(SEGMENTS_MAX, segments_that_fit(capacity_bytes, segment_bytes))
+
+
+def segments_that_fit(capacity_bytes: int, segment_bytes: int) -> int:
+    """The same if there could be any number of files."""
     room = capacity_bytes - directory_overhead_bytes()
-    return max(0, min(SEGMENTS_MAX, room // segment_cost_bytes(segment_bytes)))
+    return max(0, room // segment_cost_bytes(segment_bytes))
 
 
 def capacity_least(segment_bytes: int) -> int:
