@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import until
+from support.memory_places import mounted
 from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, settings
 
 from kvhearth_server.tiers.base import Done, Throttled
+from kvhearth_server.tiers.ssd import files
 from kvhearth_server.tiers.ssd.admission import SeenTwice
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.health import WORDS
@@ -123,14 +125,24 @@ def test_files_that_cannot_be_reserved_are_written_once_and_counted(
     def refuses(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    monkeypatch.setattr(files, "reserve", refuses)
     desk = a_tier(settings(tmp_path / "one", segments=6, prewrite=prewrite))
     desk.store_all(range(10))
     desk.rest()
-    files = figures(desk).directories[0].file_bytes
-    assert files >= 2 * SEGMENT_BYTES
-    assert figures(desk).count("written_bytes") // files == 1
+    made = figures(desk).directories[0].file_bytes
+    assert made >= 2 * SEGMENT_BYTES
+    assert figures(desk).count("written_bytes") // made == 1
     ended(desk)
+
+
+def test_nor_is_it_hidden_by_the_library_where_there_is_no_direct_io(tmp_path: Path) -> None:
+    with mounted("ramfs", "mode=700", tmp_path / "ram") as folder:
+        desk = a_tier(settings(folder, segments=6))
+        desk.store_all(range(10))
+        desk.rest()
+        made = figures(desk).directories[0].file_bytes
+        assert figures(desk).count("written_bytes") // made == 1
+        ended(desk)
 
 
 def test_a_budget_that_has_no_whole_file_prewrites_none(tmp_path: Path) -> None:

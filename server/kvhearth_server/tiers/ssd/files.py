@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhearth_server.tiers.ssd.disk.kernel import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 _ZEROS_BYTES = 4 << 20
@@ -97,7 +98,7 @@ class Files:
             OSError: ENOSPC, EIO and the like.
         """
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
+            reserve(fd, size_bytes)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
