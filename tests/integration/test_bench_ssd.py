@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,38 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
     peer = {"write_gbs": 1.5, "spread": {"write_gbs": [1.0, 2.0]}}
     draw({**found, "peers": {"lmcache": peer}}, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_end_by_signal_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "ssd", "--quick", "--json"]
+    with subprocess.Popen(
+        [*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("*/tier/*.segment")):
+            assert time.monotonic() < end, "it does not begin"
+            time.sleep(0.05)
+        process.send_signal(number)
+        told = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == status, told
+    assert "Traceback" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_are_told_also_where_no_picture_can_be_drawn(
+    found: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("needs matplotlib")
+    monkeypatch.setattr("kvhearth_server.bench.ssd.run.run", lambda *_: found)
+    words = ["bench", "ssd", "--quick", "--json", "--plot", str(tmp_path / "none" / "p.png")]
+    assert app.run(words) == app.EXIT_CONFIG
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["write_ratio"] == found["write_ratio"]
+    assert "--plot" in told.err

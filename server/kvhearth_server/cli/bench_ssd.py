@@ -70,21 +70,24 @@ def ssd(
     from kvhearth_server.bench.ssd.plot import draw
     from kvhearth_server.bench.ssd.run import run
     from kvhearth_server.bench.ssd.sizes import FULL, QUICK
+    from kvhearth_server.torture.tied import cleaned_up
 
     if plot is not None:
         require_plotter()
     peers = {LMCACHE: lmcache, VLLM: vllm}
     sizes = replace(QUICK if quick else FULL, depth=depth)
-    found = {**run(folder, sizes, interface, peers), "depth": depth, "quick": quick}
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
+    with cleaned_up():
+        found = {**run(folder, sizes, interface, peers), "depth": depth, "quick": quick}
     # The object is alone on stdout; the table is for a person in any case.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
     if as_json:
         say_json(found)
+    # Last: what was measured in minutes is told, also where the file cannot be written.
+    if plot is not None:
+        draw(found, plot)
+        note(f"drawn into {plot}")
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:

@@ -88,7 +88,9 @@ class Driven:
                 due.clear()
                 for each in self._timed(self.tier.poll):
                     if each.final:
-                        self._out.pop(each.ticket).set_result(each)
+                        waiting = self._out.pop(each.ticket)
+                        if not waiting.done():  # who waited was called off, as by Ctrl-C
+                            waiting.set_result(each)
                         self._wake_one()
                 await asyncio.sleep(0)
         finally:
