@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,23 @@ def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
         "import os, sys, time; from kvhearth_server.torture.tied import end_with; "
         "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
     )
+@pytest.mark.parametrize(("option", "needed"), [("--arena-root", 300), ("--dir", 400)])
+def test_too_little_room_is_told_before_a_world_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, needed: int
+) -> None:
+    roots = Roots(SHARED, tmp_path)
+    small = {"--arena-root": SHARED, "--dir": tmp_path}[option]
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=(needed << 20) - 1 if path == small else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(KVHearthError, match=f"{option} .* are free, .* are needed"):
+        roots.check()
+    if option == "--dir":
+        roots.check(ssd=False)
+
+
     parent = (
         "import os, subprocess, sys, time; "
         f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"

@@ -13,9 +13,11 @@ from pathlib import Path
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.pages import FilesystemKind, filesystem_kind
 from kvhearth_server.torture import damage
+from kvhearth_server.units import format_size
 
 _EVERY_S = 0.02
 _SOCKETS_CHARS = 60
+_ARENA_BYTES, _DRIVE_BYTES = 300 << 20, 400 << 20
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,16 @@ class Roots:
     arena: Path
     drive: Path
 
-    def check(self) -> None:
-        """Raise KVHearthError ``config_invalid`` unless both can be used."""
-        for name, path in (("--arena-root", self.arena), ("--dir", self.drive)):
+    def check(self, *, ssd: bool = True) -> None:
+        """Raise KVHearthError ``config_invalid`` unless both can be used, and have room: what is
+        lost because a world does not fit would be taken for the daemon's doing. Without ``ssd``
+        there are only logs on the drive.
+        """
+        rooms = (
+            ("--arena-root", self.arena, _ARENA_BYTES),
+            ("--dir", self.drive, _DRIVE_BYTES if ssd else 0),
+        )
+        for name, path, needed in rooms:
             try:
                 # Only a try tells: root may write to anything, by its permissions.
                 with tempfile.TemporaryFile(prefix="kvh-", dir=path), _folder(path):
@@ -42,6 +51,13 @@ class Roots:
                     Reason.CONFIG_INVALID,
                     f"{name} {path} is no directory that can be written to ({error.strerror})",
                 ) from None
+            free = shutil.disk_usage(path).free
+            if free < needed:
+                raise KVHearthError(
+                    Reason.CONFIG_INVALID,
+                    f"{name} {path}: {format_size(free)} are free, {format_size(needed)} are "
+                    "needed; give another directory",
+                )
         if filesystem_kind(self.arena).kind is FilesystemKind.OTHER:
             raise KVHearthError(
                 Reason.CONFIG_INVALID,

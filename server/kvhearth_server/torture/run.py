@@ -91,7 +91,7 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
     Raises:
         KVHearthError: ``config_invalid`` for options that cannot be.
     """
-    options.roots.check()
+    options.roots.check(ssd=options.ssd)
     plans = options.plans()
     report, stalls = Report(), Stalls()
     log = StepLog(options.log)
