@@ -7,6 +7,7 @@ slow one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -25,16 +26,17 @@ import pytest
 import xxhash
 
 from kvhearth.errors import KVHearthError
-from kvhearth.session import attach
+from kvhearth.session import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello
 from kvhearth_server.memory.journal import HEADER_BYTES, HEADER_DTYPE, journal_path, sum_check
-from kvhearth_server.torture import damage
+from kvhearth_server.torture import checks, damage
 from kvhearth_server.torture.checks import capacity, check, nothing_is_left
 from kvhearth_server.torture.content import content, contract_of, key_of
 from kvhearth_server.torture.coverage import BOUNDARY
 from kvhearth_server.torture.faults import TABLE
+from kvhearth_server.torture.faults.lines import CutHandshake
 from kvhearth_server.torture.faults.points import client_points, daemon_points
 from kvhearth_server.torture.oracle import Oracle
 from kvhearth_server.torture.places import CapacityWatch, Roots, places
@@ -318,6 +320,93 @@ def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
         check(world)
         assert gone
         assert report.found[LOST] == sealed
+
+
+def test_an_orderly_end_that_writes_nothing_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
+        with world.paused():
+            until_sunk(world)
+            world.terminate_daemon()
+            world.start_daemon()
+        assert found_of(report) == {}, report.texts
+        world.orders(errors={"write": errno.EIO})
+        time.sleep(0.1)
+        until_sealed(world, 15 + max(len(world.oracle.known(model)) for model in world.models))
+        with world.paused():
+            above = sum(map(len, world.not_on_disk(sealed=True).values()))
+            world.daemon.kill()
+            monkeypatch.setattr(world.daemon, "terminate", lambda: 0)
+            world.terminate_daemon()
+            world.orders()
+            world.start_daemon()
+        assert above
+        assert found_of(report) == {LOST: report.found[LOST]}
+        assert 0 < report.found[LOST] <= above
+        assert "at an orderly end" in report.texts[0]["text"]
+
+
+def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DRIVE_S", 5.0)
+    with a_world(tmp_path, SINKING, ssd=48 * MIB) as (world, report):
+        checks.sunk(world)
+        assert found_of(report) == {}, report.texts
+        world.orders(errors={"write": errno.EIO})
+        time.sleep(0.1)
+        until_sealed(world, 15 + max(len(world.oracle.known(model)) for model in world.models))
+        monkeypatch.setattr(checks, "DRIVE_S", 0.5)
+        checks.sunk(world)
+        world.orders()
+        assert report.found[LOST]
+        assert "not on the drive" in report.texts[0]["text"]
+
+
+def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY) as (world, report):
+        with world.paused():
+            world.kill_daemon()
+            # What nobody expects to be served must be right if it is.
+            first = damage.in_arena(world.arena_dir, world.shape.memory_bytes)[0]
+            world.excuse([first.key], "test")
+            forge(world)
+            world.start_daemon()
+        check(world)
+        assert found_of(report) == {WRONG: report.found[WRONG]}
+
+
+def test_blocks_are_stored_again_under_new_weights(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY) as (world, report):
+        client = world.clients[0]
+        before = set(world.oracle.known(client.model))
+        world.bump(client)
+        end = time.monotonic() + 20
+        while not before & set(world.oracle.known(client.model)):
+            world.go(client, 10)
+            time.sleep(0.05)
+            assert time.monotonic() < end, "no older block comes again: " + told(world)
+        check(world)
+        assert found_of(report) == {}, report.texts
+
+
+def test_descriptors_of_attaches_that_broke_off_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Session] = []
+
+    def break_off(_: CutHandshake, world: World, __: object) -> None:
+        for name in ("a", "b"):
+            contract = contract_of(world.model_name(0), PAGE_BYTES, 1).to_json()
+            hello = Hello(PROTOCOL_VERSION, name, contract, map_arena=False)
+            left.append(attach(parse_url(world.daemon.url), hello))
+
+    with a_world(tmp_path, ROOMY) as (world, report):
+        monkeypatch.setattr(CutHandshake, "run", break_off)
+        nothing_is_left(world)
+        for each in left:
+            each.close()
+        texts = [line["text"] for line in report.texts if line["kind"] == LEAK]
+        assert any("descriptors" in text for text in texts), report.texts
 
 
 def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:

@@ -12,21 +12,26 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvhearth.errors import KVHearthError
 from kvhearth_server.cli import app
 from kvhearth_server.cli.torture import shown
+from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.torture import damage
 from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
 from kvhearth_server.torture.decks import Deck, Decks
 from kvhearth_server.torture.faults import TABLE
 from kvhearth_server.torture.faults.points import daemon_points, in_reach
-from kvhearth_server.torture.places import Roots
-from kvhearth_server.torture.report import CRASH, LOST, Report
+from kvhearth_server.torture.places import Roots, places
+from kvhearth_server.torture.report import CAUGHT, CRASH, LOST, Report
 from kvhearth_server.torture.run import Options
-from kvhearth_server.torture.script import Plan
+from kvhearth_server.torture.script import VERSION, Plan
 from kvhearth_server.torture.shape import FLEETING, ROOMY
+from kvhearth_server.torture.stalls import Stalls
+from kvhearth_server.torture.world import World
 
 SHARED = Path("/dev/shm")
 
@@ -155,7 +160,7 @@ def test_a_log_without_a_step_is_refused(
     empty.write_text("")
     assert "no world with a step" in refusal(capsys, "--replay", str(empty))
     idle = plans(tmp_path, 1)[0]
-    line = {"world": 0, "version": 2, "seed": 1, "shape": idle.shape.as_json()}
+    line = {"world": 0, "version": VERSION, "seed": 1, "shape": idle.shape.as_json()}
     empty.write_text(json.dumps(line) + "\n")
     assert "no world with a step" in refusal(capsys, "--replay", str(empty))
 
@@ -193,11 +198,6 @@ def test_places_that_cannot_be_used_are_refused(
 # -- processes -------------------------------------------------------------------------------------
 
 
-def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
-    child = (
-        "import os, sys, time; from kvhearth_server.torture.tied import end_with; "
-        "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
-    )
 @pytest.mark.parametrize(("option", "needed"), [("--arena-root", 300), ("--dir", 400)])
 def test_too_little_room_is_told_before_a_world_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, needed: int
@@ -215,6 +215,11 @@ def test_too_little_room_is_told_before_a_world_is_made(
         roots.check(ssd=False)
 
 
+def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
+    child = (
+        "import os, sys, time; from kvhearth_server.torture.tied import end_with; "
+        "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
+    )
     parent = (
         "import os, subprocess, sys, time; "
         f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
@@ -280,3 +285,27 @@ def test_points_that_a_world_cannot_reach_are_no_aim(tmp_path: Path) -> None:
     assert "commit.after" in aims
     assert not any(str(name).startswith(("ssd.", "demote.", "promote.")) for name in aims)
     assert all(shape.kind != ROOMY or in_reach("journal.slab", shape) for shape in shapes)
+
+
+def test_a_segment_in_the_room_of_the_namespaces_is_too_much(tmp_path: Path) -> None:
+    (tmp_path / "namespaces.json").write_bytes(bytes(8192))
+    (tmp_path / "00000001.segment").write_bytes(os.urandom(1 << 20))
+    taken = damage.taken_bytes(tmp_path)
+    assert taken < 2 << 20
+    assert damage.claimed_bytes(tmp_path) == taken - 8192 + RESERVE_BYTES
+
+
+def test_what_is_wrong_on_a_drive_does_not_explain_what_readers_find(tmp_path: Path) -> None:
+    report, [plan] = Report(), plans(tmp_path, 1)
+    heard: dict[str, object] = {"caught": "a checksum stopped it"}
+    client: Any = SimpleNamespace(name="e0", model="m")
+    with places(Roots(tmp_path, tmp_path), []) as where:
+        world = World(plan, where, report, Stalls())
+        assert not world.explains_checksum("checksum_failures{ssd}")
+        world.damaged.add(damage.DRIVE)
+        assert world.explains_checksum("checksum_failures{ssd}")
+        assert not world.explains_checksum("checksum_failures{reader}")
+        world._heard(client, heard)
+        world.damaged.add(damage.ARENA)
+        world._heard(client, heard)
+    assert report.found[CAUGHT] == 1

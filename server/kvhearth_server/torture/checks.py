@@ -13,6 +13,7 @@ import grpc
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.torture import damage
 from kvhearth_server.torture.content import key_of
+from kvhearth_server.torture.faults.lines import STAGES, CutHandshake
 from kvhearth_server.torture.places import CapacityWatch
 from kvhearth_server.torture.report import CAUGHT, CRASH, LEAK, LOST, OVER, STALL
 from kvhearth_server.torture.shape import ROOMY
@@ -93,7 +94,7 @@ def _counters(world: World, boot_id: str, counters: dict[str, int]) -> None:
             world.report.find(CRASH, text, world.where)
         elif name.startswith("checksum_failures"):
             world.report.figures["checksum_failures_counted"] += more
-            if not world.checksum_failures_expected:
+            if not world.explains_checksum(name):
                 world.report.find(CAUGHT, f"{more} {name}", world.where)
 
 
@@ -104,7 +105,7 @@ def _acknowledged(world: World, demoted: int) -> None:
     So does one that was damaged.
     """
     roomy = world.shape.kind == ROOMY and world.shape.ssd_bytes
-    if not roomy or not world.drive_is_good or world.checksum_failures_expected:
+    if not roomy or not world.drive_is_good or world.damaged:
         return
     there = len(damage.blocks_on_disk(world.ssd_dir))
     world.report.figures["demotions_found_on_the_drive"] += demoted
@@ -121,7 +122,10 @@ def _blocks(world: World) -> None:
     asked: list[tuple[Client, int, int]] = []
     for model, client in {each.model: each for each in world.clients}.items():
         epoch, numbers = world.oracle.sealed(model)
-        number = client.say("check", numbers=numbers, deadline_s=world.patience_s)
+        suspects = world.oracle.suspects(model)
+        number = client.say(
+            "check", numbers=numbers, suspects=suspects, deadline_s=world.patience_s
+        )
         asked.append((client, epoch, number))
     for client, epoch, number in asked:
         said = client.answer(number, ANSWER_S + world.patience_s)
@@ -198,7 +202,7 @@ def finish(world: World) -> None:
     world.replace(world.clients[0], kill=True)
     world.traffic(0.2)
     check(world)
-    _sunk(world)
+    sunk(world)
     nothing_is_left(world)
     world.terminate_daemon()
     _files(world)
@@ -222,10 +226,13 @@ def nothing_is_left(world: World) -> None:
         world.report.find(LEAK, f"processes of the daemon: {children}", world.where)
 
 
-def _sunk(world: World) -> None:
-    """Where the drive was always good, all that is sealed is on it soon."""
-    if not world.shape.ssd_bytes or not world.drive_is_good or not world.oracle.keeps:
+def sunk(world: World) -> None:
+    """All that is sealed is on the drive soon: no fault has hit it in this daemon's life."""
+    shape = world.shape
+    if not shape.ssd_bytes or not world.oracle.keeps or world.drive_is_suspect:
         return
+    if shape.kind == ROOMY and world.damaged:
+        return  # whose records are damaged, nobody has noted: memory has them all
     with world.paused():
         end = time.monotonic() + DRIVE_S
         while True:
@@ -233,7 +240,9 @@ def _sunk(world: World) -> None:
             if not above or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)
-    world.report.figures[f"sealed_not_on_the_drive: {world.shape.kind}"] += above
+    if above:
+        text = f"{above} sealed blocks are not on the drive after {DRIVE_S} s"
+        world.report.find(LOST, text, world.where, above)
 
 
 def _end_clients(world: World) -> None:
@@ -275,10 +284,13 @@ def _quiet(world: World) -> None:
 
 
 def _descriptors_again(world: World, first: int) -> None:
-    """A client comes and goes by itself, another is killed: no descriptor is left of them."""
+    """Attaches break off, a client comes and goes by itself, another is killed: no descriptor is
+    left of them.
+    """
+    CutHandshake().run(world, {"stages": [*STAGES, *STAGES], "cuts": [0.5] * 2 * len(STAGES)})
     for kill in (False, True):
         client = world.add_client(0)
-        said = client.ask("check", numbers=[], deadline_s=world.patience_s)
+        said = client.ask("check", numbers=[], suspects=[], deadline_s=world.patience_s)
         if said is None or not said["ready"]:
             _hang(world, client, "an attach")
         if kill:

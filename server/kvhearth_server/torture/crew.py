@@ -141,7 +141,7 @@ class Crew(Scene):
             self.report.find(WRONG, line["wrong"], where)
         elif "caught" in line:
             self.report.figures["checksum_failures_seen"] += 1
-            if not self.checksum_failures_expected:
+            if not self.explains_checksum("client"):
                 self.report.find(CAUGHT, line["caught"], where)
         elif "climbed_s" in line and self.drive_is_good:
             longest = max(self.report.longest_promotion_s, line["climbed_s"])

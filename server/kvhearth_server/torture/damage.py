@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.engine.ssd_catalogue import FILE_NAME, RESERVE_BYTES
 from kvhearth_server.memory.journal import HEADER_BYTES, HEADER_DTYPE, STATE_WORDS, journal_path
 from kvhearth_server.tiers.ssd.format import (
     FOOTER_MAGIC,
@@ -30,6 +31,9 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.torture.shape import SLAB_BYTES, SLOT_BYTES_MIN
 
 SECTOR_BYTES = 512
+ARENA, DRIVE = "arena", "drive"
+"""Where damage may be."""
+_NAMESPACES = Path(FILE_NAME).stem
 _BOUND = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
 
 
@@ -215,11 +219,28 @@ def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
 
 def taken_bytes(folder: Path) -> int:
     """What a directory takes by its file system's own count, itself included."""
-    total = folder.stat().st_blocks * 512
+    return sum(_taken(folder))
+
+
+def claimed_bytes(folder: Path) -> int:
+    """The same, with all that is kept for the namespaces: a segment too many would find room there,
+    and be missed only by who has many namespaces.
+    """
+    others, names = _taken(folder)
+    return others + max(names, RESERVE_BYTES)
+
+
+def _taken(folder: Path) -> tuple[int, int]:
+    """What a directory takes, without the namespaces' files, and these."""
+    others, names = folder.stat().st_blocks * 512, 0
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                taken = entry.stat(follow_symlinks=False).st_blocks * 512
             except FileNotFoundError:
                 continue
-    return total
+            if entry.name.startswith(_NAMESPACES):
+                names += taken
+            else:
+                others += taken
+    return others, names

@@ -25,6 +25,8 @@ class _Model:
     spoilt: set[int] = field(default_factory=set)
     """Blocks of which a fault has damaged a copy: until the daemon has found out, it takes a store
     of the same for a duplicate, or for one that is on the drive, and acknowledges it."""
+    suspects: set[int] = field(default_factory=set)
+    """Blocks that were excused since they were last asked for."""
 
 
 class Oracle:
@@ -76,6 +78,7 @@ class Oracle:
             numbers = list(numbers)
             gone = [n for n in numbers if n in one.sealed]
             one.struck.update(n for n in numbers if n not in one.sealed)
+            one.suspects.update(gone)
             for number in gone:
                 del one.sealed[number]
             self._count(why, len(gone))
@@ -92,6 +95,15 @@ class Oracle:
         with self._lock:
             one = self._models.get(model, _Model())
             return one.epoch, list(one.sealed) if self.keeps else []
+
+    def suspects(self, model: str) -> list[int]:
+        """Blocks that may be gone, or damaged: whatever is served of them must be right. Those that
+        are spoilt each time, the others once.
+        """
+        with self._lock:
+            one = self._models.get(model, _Model())
+            found, one.suspects = one.suspects | one.spoilt, set()
+            return sorted(found - one.sealed.keys())
 
     def epoch(self, model: str) -> int:
         """Of a model's weights; -1 while unknown."""
@@ -126,7 +138,8 @@ class Oracle:
             # Older weights' blocks are void; on purpose only if the kit bumped them.
             if epoch not in one.bumped and self.keeps:
                 self.vanished += len(one.sealed)
-            one.epoch, one.sealed, one.spoilt = epoch, {}, set()
+            one.epoch, one.sealed = epoch, {}
+            one.spoilt, one.suspects = set(), set()
         return one
 
     def _count(self, why: str, amount: int) -> None:

@@ -126,7 +126,7 @@ class CapacityWatch(threading.Thread):
     def look(self) -> int:
         """Look once; the most that was ever seen."""
         with contextlib.suppress(FileNotFoundError):
-            self.most_bytes = max(self.most_bytes, damage.taken_bytes(self._path))
+            self.most_bytes = max(self.most_bytes, damage.claimed_bytes(self._path))
         return self.most_bytes
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from kvhearth.faults import DISK_ENVIRONMENT_NAME
 from kvhearth_server.torture import damage
 from kvhearth_server.torture.clock import set_offsets
 from kvhearth_server.torture.content import key_of
+from kvhearth_server.torture.damage import ARENA, DRIVE
 from kvhearth_server.torture.oracle import Oracle
 from kvhearth_server.torture.places import Places
 from kvhearth_server.torture.report import Report
@@ -19,6 +20,9 @@ from kvhearth_server.torture.script import Plan
 from kvhearth_server.torture.served import Daemon
 from kvhearth_server.torture.shape import ROOMY
 from kvhearth_server.torture.stalls import Stalls
+
+ON_DRIVE = "checksum_failures{ssd}"
+"""The daemon's counter of what did not leave the drive."""
 
 PATIENCE_S = 15.0
 """What is not served, given back or closed after so long never will be."""
@@ -31,7 +35,7 @@ class Scene:
         models: names of the shape's models.
         patience_s: ``PATIENCE_S``; shorter where something is known to be lost.
         monotonic_s: how far the daemon's monotonic clock is ahead.
-        checksum_failures_expected: a fault damaged bytes.
+        damaged: where faults damaged bytes: in the ``ARENA``, on the ``DRIVE``.
         drive_is_good: no fault has hit the drive, so everything must reach it.
         drive_is_suspect: a fault has hit it since the daemon's start.
         counted: boot and counters of the daemon at the last look.
@@ -45,7 +49,7 @@ class Scene:
         self.step = 0
         self.patience_s = PATIENCE_S
         self.monotonic_s = 0.0
-        self.checksum_failures_expected = False
+        self.damaged: set[str] = set()
         self.drive_is_good = True
         self.drive_is_suspect = False
         self.counted: tuple[str, dict[str, int]] = ("", {})
@@ -113,9 +117,11 @@ class Scene:
             self.oracle.keeps = self.shape.keeps
         self.drive_is_suspect = False
 
-    def expect_checksum_failures(self) -> None:
-        """Bytes were damaged on purpose."""
-        self.checksum_failures_expected = True
+    def explains_checksum(self, source: str) -> bool:
+        """Whether a checksum that failed at this source is due to a fault. What is wrong on the
+        drive is stopped there: it must not come as far as the arena and its readers.
+        """
+        return ARENA in self.damaged or (DRIVE in self.damaged and source == ON_DRIVE)
 
     def excuse(self, keys: Iterable[bytes], why: str, *, spoilt: bool = False) -> None:
         """Blocks that may be gone.

@@ -16,7 +16,7 @@ from kvhearth_server.torture.faults import TABLE
 from kvhearth_server.torture.shape import Shape, shape_of
 
 STEPS_MAX = 10
-VERSION = 2
+VERSION = 3
 
 
 @dataclass

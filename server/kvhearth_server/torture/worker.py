@@ -23,7 +23,7 @@ from typing import Any
 
 from kvhearth import faults
 from kvhearth_server.torture.content import contract_of
-from kvhearth_server.torture.engine import Clock, Engine, Seen
+from kvhearth_server.torture.engine import PAGES, Clock, Engine, Seen
 from kvhearth_server.torture.piping import Pipes
 from kvhearth_server.torture.stalls import Metronome
 from kvhearth_server.torture.tied import end_with
@@ -64,6 +64,8 @@ class Worker:
         )
         self._pipes = Pipes(self._engine) if start["pipes"] else None
         self._known: list[int] = []
+        self._again: list[int] = []
+        """Blocks of older weights that are stored again: the same prompts come."""
         self._next = int(start["first"])
         self._stores_left = 0
         self._going = False
@@ -139,8 +141,10 @@ class Worker:
     def _store(self) -> None:
         dice, engine = self._dice, self._engine
         count = min(dice.randint(1, 12), self._stores_left)
-        numbers = list(range(self._next, self._next + count))
-        self._next += count
+        numbers, self._again = self._again[:count], self._again[count:]
+        fresh = count - len(numbers)
+        numbers += range(self._next, self._next + fresh)
+        self._next += fresh
         self._stores_left -= count
         if not count or dice.random() < 0.2:
             numbers += self._some(dice.randint(1, 4))
@@ -199,18 +203,19 @@ class Worker:
 
     def _check(self, command: Line) -> Line:
         """Compare blocks until all were right or the time is over, a few at a time: more than
-        memory has room for cannot climb together.
+        memory has room for cannot climb together. Suspects need not be there.
         """
         engine, end = self._engine, time.monotonic() + command["deadline_s"]
         left = list(command["numbers"])
         if not engine.wait_ready(command["deadline_s"]):
             return {"ready": False, "refusal": str(engine.client.refusal), "left": left}
+        for portion in _portions(command["suspects"]):
+            self._climb(portion, Seen())
         before = len(left)
         last = Seen()
         while left:
             last, now = Seen(), left
-            for start in range(0, len(now), _PORTION):
-                portion = now[start : start + _PORTION]
+            for portion in _portions(now):
                 right = self._climb(portion, last)
                 left = [number for number in left if number not in right]
             if time.monotonic() > end:
@@ -281,6 +286,7 @@ class Worker:
         return cut
 
     def _bump(self, _: Line) -> Line:
+        self._again = self._known[-PAGES:]
         return {"epoch": self._engine.client.bump_epoch()}
 
     def _end(self, command: Line | None) -> int:
@@ -290,6 +296,10 @@ class Worker:
         if command is not None:
             self._say(did="end", id=command.get("id", 0), closed=closed)
         return 0 if closed else 3
+
+
+def _portions(numbers: list[int]) -> list[list[int]]:
+    return [numbers[start : start + _PORTION] for start in range(0, len(numbers), _PORTION)]
 
 
 def _descriptors() -> list[int]:

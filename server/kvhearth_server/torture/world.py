@@ -6,8 +6,9 @@ import time
 
 from kvhearth_server.torture.crew import Crew
 from kvhearth_server.torture.places import Places
-from kvhearth_server.torture.report import CRASH, Report
+from kvhearth_server.torture.report import CRASH, LOST, Report
 from kvhearth_server.torture.script import Plan
+from kvhearth_server.torture.shape import ROOMY
 from kvhearth_server.torture.stalls import Stalls, Window
 
 
@@ -66,7 +67,21 @@ class World(Crew):
         if status != 0:
             text = f"SIGTERM: status {status} after {took_s:.1f} s: {self.daemon.complaints()}"
             self.report.find(CRASH, text, self.where)
+        else:
+            self._all_written()
         self.settle_memory()
+
+    def _all_written(self) -> None:
+        """After an orderly end: what was sealed is on the drive, unless that was not well."""
+        if not self.shape.ssd_bytes or not self.oracle.keeps or self.drive_is_suspect:
+            return
+        if self.shape.kind == ROOMY and self.damaged:
+            return  # whose records are damaged, nobody has noted: memory has them all
+        for model, above in self.not_on_disk(sealed=True).items():
+            if above:
+                text = f"{model}: {len(above)} sealed blocks were not written at an orderly end"
+                self.report.find(LOST, f"{text}, such as {above[:8]}", self.where, len(above))
+                self.oracle.excuse(model, above, "lost")
 
     def settle_memory(self) -> None:
         """After a daemon's end: without an arena's files, what is left is what is on the drive."""

@@ -18,7 +18,7 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.tiers.ssd.heads import HEAD_NAME
 from kvhearth_server.torture import damage
 from kvhearth_server.torture.coverage import BOUNDARY, Mark
-from kvhearth_server.torture.damage import SECTOR_BYTES
+from kvhearth_server.torture.damage import ARENA, DRIVE, SECTOR_BYTES
 from kvhearth_server.torture.decks import Decks
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import ROOMY, Shape
@@ -79,7 +79,7 @@ class FlipArena(_Flip):
         return shape.arena_stays
 
     def flip(self, world: World, dice: random.Random, bits: int) -> None:
-        world.expect_checksum_failures()
+        world.damaged.add(ARENA)
         found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
         hit = _some(dice, found, bits)
         for each in hit:
@@ -121,7 +121,7 @@ class FlipRecord(_Flip):
         return bool(shape.ssd_bytes)
 
     def flip(self, world: World, dice: random.Random, bits: int) -> None:
-        world.expect_checksum_failures()
+        world.damaged.add(DRIVE)
         for each in _some(dice, damage.on_disk(world.ssd_dir), bits):
             in_head = dice.random() < 0.4
             span = RECORD_BYTES if in_head else each.length

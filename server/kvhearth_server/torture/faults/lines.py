@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
 
 _DAY_S = 86400.0
-_STAGES = ("silent", "half", "whole", "received")
+STAGES = ("silent", "half", "whole", "received")
 
 
 class CutHandshake(Fault):
@@ -31,7 +31,7 @@ class CutHandshake(Fault):
     help = "attaches that break off: before, in and after the hello, with descriptors on their way"
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        stages = [dice.choice(_STAGES) for _ in range(dice.randint(4, 16))]
+        stages = [dice.choice(STAGES) for _ in range(dice.randint(4, 16))]
         return {"stages": stages, "cuts": [round(dice.random(), 3) for _ in stages]}
 
     def run(self, world: World, parameters: Parameters) -> None:

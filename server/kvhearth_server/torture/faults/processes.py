@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
 
 
+_MORE = 80
+"""Stores of each client beyond the usual."""
+
+
 class KillDaemon(Fault):
     """At a random moment."""
 
@@ -56,10 +60,16 @@ class RestartDaemon(Fault):
     help = "SIGTERM and a new start: an orderly restart under traffic"
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"after_s": round(dice.uniform(0.0, 0.5), 3)}
+        late = bool(shape.ssd_bytes) and dice.random() < 0.5
+        return {"after_s": round(dice.uniform(0.0, 0.5), 3), "late_drive": late}
 
     def run(self, world: World, parameters: Parameters) -> None:
+        if parameters["late_drive"]:
+            # Much is yet to be written when the end begins; the drive is well again by then.
+            world.orders(held=["write"])
+            world.store_more(_MORE)
         world.traffic(parameters["after_s"])
+        world.orders()
         world.terminate_daemon()
         world.start_daemon()
 
