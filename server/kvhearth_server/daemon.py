@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import gc
 import os
-import resource
 import secrets
 import signal
 import sys
@@ -19,6 +18,7 @@ from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config import Settings
 from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry
+from kvhearth_server.descriptors import raise_limit
 from kvhearth_server.engine.background import Background
 from kvhearth_server.engine.degraded import DegradedLog
 from kvhearth_server.engine.engine import Engine, EngineLimits
@@ -53,7 +53,7 @@ def run(settings: Settings) -> int:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
     """
     sys.setswitchinterval(settings.switch_interval_s)
-    _raise_descriptor_limit()
+    raise_limit(settings)
     with StartBar("populating") as progress:
         arena = open_arena(_plan(settings), progress.note)
     try:
@@ -65,12 +65,6 @@ def run(settings: Settings) -> int:
                 tier.close()
     finally:
         arena.close()
-
-
-def _raise_descriptor_limit() -> None:
-    """A session costs two descriptors; the usual soft limit of 1024 is tight for 256 of them."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:

@@ -134,7 +134,12 @@ def _make_all(paths: list[Path]) -> dict[Path, str]:
 
 
 def _make(path: Path) -> str:
-    """Make a directory if it is not there; why it cannot be made, empty if it is there now."""
+    """Make a directory if it is not there; why it cannot be made, empty if it is there now.
+
+    A drive that is frozen for writing holds up whoever makes anything, also what is there.
+    """
+    if path.is_dir():
+        return ""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:

@@ -70,9 +70,10 @@ class FakeStatus:
     def __init__(self) -> None:
         self.locked_files = self.unusable_places = 0
 
-    def estimate_s(self, family: Family, blocks: int) -> float:
-        """A millisecond a block."""
-        return blocks / 1000
+    def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
+        """A millisecond a block, and as much for what waits."""
+        own = sum(blocks for _, blocks in loads)
+        return (own + max(0, waiting - own)) / 1000
 
 
 class FakeTier(DramTier):

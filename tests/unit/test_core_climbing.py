@@ -96,6 +96,24 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     assert rig.tier.submitted["load"] == 104
 
 
+def test_an_estimate_has_what_others_wait_for_in_it() -> None:
+    rig, session = sunk_rig(120, slabs=8, queue_reads=8)
+    other = rig.attach(engine_id="other")
+    few = rig.lookup(other, keys(*range(110, 114))).wishes
+    alone_us = rig.tiering.eta_us(few)
+    rig.tier.held = True
+    many = rig.lookup(session, keys(*range(100))).wishes
+    before_us = rig.tiering.eta_us(many)
+    rig.tiering.raise_blocks(many, rig.group(session).number)
+    waiting = rig.tiering._raising.waiting
+    assert waiting > 50
+    assert rig.tiering.eta_us(few) == alone_us + 1000 * (waiting - len(few[0].keys))
+    assert rig.tiering.eta_us(many) == before_us, "they wait for no others"
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tiering.eta_us(few) == alone_us
+
+
 @pytest.mark.parametrize("lack", ["room", "queue"])
 def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}

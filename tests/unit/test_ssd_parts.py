@@ -222,7 +222,7 @@ def test_the_estimate_is_of_the_drive_and_not_of_how_much_is_asked_for() -> None
         job.ended_at = job.begun_at + 0.0005
         rate.note([job], job.ended_at)
     assert 100e6 < rate.bytes_per_s < 200e6
-    assert rate.estimate_s(1000, 64 << 10, 0) < 1
+    assert rate.estimate_s(64_000 << 10, 0) < 1
     before = rate.bytes_per_s
     for number in range(200):  # many at once: 32 in the kernel, one ends each tenth of a ms
         job = Job(Op.READ, -1, 0, (), 64 << 10, (), lambda _: None)

@@ -48,13 +48,14 @@ def local(
         require_plotter()
     sizes = sizes_of(quick=quick, memory_bytes=None if memory is None else _bytes(memory))
     found = {**bench.run(sizes), "quick": quick}
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
     if as_json:
         say_json(found)
     else:
         console().print(shown(found))
+    # Last: what was measured in minutes is told, also where the file cannot be written.
+    if plot is not None:
+        draw(found, plot)
+        note(f"drawn into {plot}")
 
 
 def shown(found: Mapping[str, Any]) -> Table:

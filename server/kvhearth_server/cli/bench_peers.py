@@ -74,15 +74,16 @@ def peers(
     sizes = sizes_of(quick=quick, memory_bytes=None if memory is None else _bytes(memory))
     given = dict(zip(pairs.PEERS, (lmcache, mooncake), strict=True))
     found = {**pairs.run(sizes, given, note, hugepages=not no_hugepages), "quick": quick}
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
     # The object is alone on stdout; the table is for a person in any case.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
     if as_json:
         say_json(found)
+    # Last: what was measured in minutes is told, also where the file cannot be written.
+    if plot is not None:
+        draw(found, plot)
+        note(f"drawn into {plot}")
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:

@@ -115,15 +115,16 @@ def ttft(
         threads = threads or max(len(os.sched_getaffinity(0)) - 1, 1)
         given = Given(engine_python, models.resolve(), lmcache, threads)
         found = {**run(sizes_of(quick=quick, dtype=dtype.value), given, note), "quick": quick}
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
     # The object is alone on stdout; the table is for a person in any case.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
     if as_json:
         say_json(found)
+    # Last: what was measured in minutes is told, also where the file cannot be written.
+    if plot is not None:
+        draw(found, plot)
+        note(f"drawn into {plot}")
 
 
 @contextlib.contextmanager

@@ -11,14 +11,10 @@ from collections.abc import Callable, Iterator
 from kvhearth_server.cli.checks_ssd import SSD_CHECKS
 from kvhearth_server.cli.findings import Finding, Grade, Look, graded
 from kvhearth_server.cli.output import size
+from kvhearth_server.descriptors import needed, ssd_files
 from kvhearth_server.memory.pages import MIB, THP_FIX, FilesystemKind, filesystem_kind
-from kvhearth_server.tiers.ssd.settings import segment_bytes_for, segments_max
 
 HUGE = 2 * MIB
-DESCRIPTORS_BASE = 128
-DESCRIPTORS_PER_SESSION = 8
-"""Socket, life line, pidfd, lock, gRPC connection, and some of each on the way."""
-
 CUDA_12_BRANCH = 525
 """The oldest branch of NVIDIA's driver on which CUDA 12 runs."""
 REGISTERED_AT_ONCE_MAX = 512 << 30
@@ -83,22 +79,16 @@ def memlock(look: Look) -> Iterator[Finding]:
 def descriptors(look: Look) -> Iterator[Finding]:
     """Enough descriptors for the sessions and the SSD directories that the settings allow."""
     limit, settings = look.machine.limit(resource.RLIMIT_NOFILE), look.settings
-    needed = DESCRIPTORS_BASE + DESCRIPTORS_PER_SESSION * settings.sessions_max
+    wanted = needed(settings)
     found = f"{'no limit' if limit < 0 else limit}, {settings.sessions_max} sessions"
     if settings.ssd_dirs:
-        size_of = settings.ssd_segment_bytes
-        files = [
-            segments_max(each.bytes, size_of or segment_bytes_for(each.bytes))
-            for each in settings.ssd_dirs
-        ]
-        needed += sum(files)
-        found += f" and {sum(files)} files of the SSD tier"
+        found += f" and {ssd_files(settings)} files of the SSD tier"
     found += " take up to"
     fix = (
-        f"systemd: LimitNOFILE={needed}; docker run: --ulimit nofile={needed}; "
-        f"shell: ulimit -n {needed}"
+        f"systemd: LimitNOFILE={wanted}; docker run: --ulimit nofile={wanted}; "
+        f"shell: ulimit -n {wanted}"
     )
-    yield graded(limit < 0 or limit >= needed, "nofile", f"{found} {needed}", fix)
+    yield graded(limit < 0 or limit >= wanted, "nofile", f"{found} {wanted}", fix)
 
 
 def kernel(look: Look) -> Iterator[Finding]:

@@ -67,6 +67,11 @@ class Raising:
         return self._wished.blocks
 
     @property
+    def records(self) -> int:
+        """The same in the tier's measure: a block has one of each shard."""
+        return self._wished.records
+
+    @property
     def due(self) -> bool:
         """Whether a turn could begin a load, though nothing else happens."""
         return bool(self._wished) and not self._stalled

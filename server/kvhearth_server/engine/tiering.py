@@ -62,11 +62,10 @@ class Tiering:
 
     def eta_us(self, wishes: Iterable[Wish]) -> int:
         """Until all wished blocks could be here, in microseconds; 0 for no wishes."""
-        seconds = [
-            self.tier.status.estimate_s(self.family(w.namespace, w.kv_group), len(w.keys))
-            for w in wishes
-        ]
-        return max(1, round(sum(seconds) * 1e6)) if seconds else 0
+        loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in wishes]
+        if not loads:
+            return 0
+        return max(1, round(self.tier.status.estimate_s(loads, self._raising.records) * 1e6))
 
     def family(self, namespace: Namespace, kv_group: int) -> Family:
         """What the tier calls the blocks of a KV group."""

@@ -17,7 +17,7 @@ class Wishes:
     """
 
     def __init__(self) -> None:
-        self.blocks = 0
+        self.blocks = self.records = 0
         self._queue: deque[tuple[Wish, Asker]] = deque()
         self._named: dict[Asker, set[tuple[int, int, bytes]]] = {}
 
@@ -42,13 +42,13 @@ class Wishes:
     def take(self) -> tuple[Wish, Asker]:
         """The first, of which the caller says what becomes: ``put_back`` or ``done``."""
         wish, asker = self._queue.popleft()
-        self.blocks -= len(wish.keys)
+        self._count(wish, -1)
         return wish, asker
 
     def put_back(self, wish: Wish, asker: Asker, *, first: bool = False) -> None:
         """It waits on."""
         (self._queue.appendleft if first else self._queue.append)((wish, asker))
-        self.blocks += len(wish.keys)
+        self._count(wish, 1)
 
     def done(self, wish: Wish, asker: Asker) -> None:
         """It waits no longer."""
@@ -65,12 +65,19 @@ class Wishes:
             return
         for asker in found:
             del self._named[asker]
-        self._queue = deque(entry for entry in self._queue if entry[1] not in found)
-        self.blocks = sum(len(wish.keys) for wish, _ in self._queue)
+        before, self._queue = self._queue, deque[tuple[Wish, Asker]]()
+        self.blocks = self.records = 0
+        for wish, asker in before:
+            if asker not in found:
+                self.put_back(wish, asker)
 
     def askers_of(self, group: int) -> set[Asker]:
         """Who of a group waits."""
         return {asker for asker in self._named if asker[0] == group}
+
+    def _count(self, wish: Wish, sign: int) -> None:
+        self.blocks += sign * len(wish.keys)
+        self.records += sign * len(wish.keys) * wish.spec.shards
 
 
 def some(wish: Wish, rows: I64) -> Wish:

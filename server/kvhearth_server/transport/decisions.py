@@ -192,10 +192,11 @@ class Decisions:
         tiering = self._engine.tiering
         if tiering is None or not wishes:
             return 0
+        eta_us = tiering.eta_us(wishes)  # before they wait behind themselves
         if go and not self._engine.draining:
             group = self._engine.core.state.group_of(caller.session)
             tiering.raise_blocks(wishes, group.number, lease_id)
-        return tiering.eta_us(wishes)
+        return eta_us
 
     def _reserve(
         self, request: cache_pb2.ReserveRequest, caller: Caller

@@ -42,8 +42,8 @@ class ReadRate:
 
     def wait_s(self, records: int) -> float:
         """Until so many records that are queued have been read."""
-        return min(5.0, self.latency_s + records * self._read_bytes / self.bytes_per_s)
+        return min(5.0, self.estimate_s(0, records))
 
-    def estimate_s(self, records: int, length: int, ahead: int) -> float:
-        """For records of ``length`` bytes behind ``ahead`` others."""
-        return self.wait_s(ahead) + records * length / self.bytes_per_s
+    def estimate_s(self, size_bytes: int, ahead: int) -> float:
+        """For so many bytes behind ``ahead`` records of others."""
+        return self.latency_s + (ahead * self._read_bytes + size_bytes) / self.bytes_per_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from kvhearth_server.tiers.base import Family, Health
@@ -92,11 +93,14 @@ class SsdStatus:
         """Blocks of each namespace that has any."""
         return self._parts.index.namespaces()
 
-    def estimate_s(self, family: Family, blocks: int) -> float:
-        """About how long loading so many blocks would take from now."""
-        parts = self._parts
-        records = blocks * family.shards
-        return parts.rate.estimate_s(records, family.length, parts.transfers.reads)
+    def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
+        """About how long loading so many blocks of each family would take from now, behind
+        ``waiting`` records that have not come as far as the tier, which may be these themselves.
+        """
+        records = sum(blocks * family.shards for family, blocks in loads)
+        size = sum(blocks * family.shards * family.length for family, blocks in loads)
+        ahead = self._parts.transfers.reads + max(0, waiting - records)
+        return self._parts.rate.estimate_s(size, ahead)
 
     def allocated_bytes(self) -> dict[str, int]:
         """What each directory takes by its file system's own count. Waits for the disk."""
