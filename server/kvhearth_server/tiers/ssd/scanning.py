@@ -68,8 +68,11 @@ class _Window:
         wanted = pages_of(max(0, min(SCAN_BYTES, size - first * PAGE_BYTES))) * PAGE_BYTES
         data = reader.lend(segment.fd, first * PAGE_BYTES, wanted)
         self.first, self.pages = first, len(data) // PAGE_BYTES
-        self._pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
-        self.rows: Records = self._pages[:, :RECORD_BYTES].copy().view(RECORD_DTYPE).reshape(-1)
+        pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        self._bytes = pages.reshape(-1).data
+        self.rows: Records = pages[:, :RECORD_BYTES].copy().view(RECORD_DTYPE).reshape(-1)
+        self.lengths: list[int] = self.rows["length"].tolist()
+        self._checksums: list[bytes] = self.rows["checksum"].tolist()
 
     def candidates(self, head: SegmentHead, end_bytes: int) -> Iterator[tuple[int, Doubt | None]]:
         """(index, why it is not believed) of pages that look like a header, in order; but for
@@ -82,11 +85,11 @@ class _Window:
         ours = rows["log_id"] == head.log_id
         late = rows["segment_sequence"] >= head.sequence
         right = rows["position"] == self.first + places
-        for index, row in enumerate(np.column_stack([whole, ours, right]).tolist()):
-            doubts[index] = next(
-                (why for why, good in zip(_DOUBTS, row, strict=True) if not good), None
-            )
-        rest = np.flatnonzero(whole & ours & right)
+        good = whole & ours & right
+        for index in np.flatnonzero(~good).tolist():
+            row = bool(whole[index]), bool(ours[index]), bool(right[index])
+            doubts[index] = _DOUBTS[row.index(False)]
+        rest = np.flatnonzero(good)
         for doubt, which in doubts_of(rows[rest], head, end_bytes).items():
             for index in rest[which].tolist():
                 doubts[index] = doubt
@@ -104,9 +107,9 @@ class _Window:
 
     def payload_good(self, index: int) -> bool:
         """Whether the bytes behind a header have its checksum; they must be in the window."""
-        row = self.rows[index]
-        payload = self._pages[index + 1 :].reshape(-1)[: int(row["length"])]
-        return bool(xxhash.xxh3_128_digest(payload.data) == row["checksum"].tobytes())
+        begin = (index + 1) * PAGE_BYTES
+        payload = self._bytes[begin : begin + self.lengths[index]]
+        return xxhash.xxh3_128_digest(payload) == self._checksums[index]
 
 
 def scan(
@@ -153,7 +156,7 @@ class _Scan:
             if stopped():
                 return
             page = self._go_through(window)
-        lines = np.array(self._good, RECORD_DTYPE) if self._good else np.zeros(0, RECORD_DTYPE)
+        lines = np.concatenate([np.zeros(0, RECORD_DTYPE), *self._good])
         found.records = whole_blocks(lines, found.doubts)
         found.empty = not len(found.records)
         # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
@@ -164,6 +167,12 @@ class _Scan:
 
     def _go_through(self, window: _Window) -> int:
         """Take what is good; the page with which the next window begins."""
+        good: list[int] = []
+        page = self._take(window, good)
+        self._good.append(window.rows[good])
+        return page
+
+    def _take(self, window: _Window, good: list[int]) -> int:
         found, window_end = self._found, window.first + window.pages
         end_bytes = min(self._size, found.head.segment_bytes)
         for index, doubt in window.candidates(found.head, end_bytes):
@@ -173,13 +182,16 @@ class _Scan:
             if doubt is not None:
                 found.doubts[doubt] += 1
                 continue
-            row = window.rows[index]
-            after = at + record_pages(int(row["length"]))
+            after = at + record_pages(window.lengths[index])
             inside = after <= window_end
             if not inside and index:
                 return at
-            if window.payload_good(index) if inside else self._long_payload_good(row):
-                self._good.append(row)
+            if inside:
+                is_good = window.payload_good(index)
+            else:
+                is_good = self._long_payload_good(window.rows[index])
+            if is_good:
+                good.append(index)
                 found.end = after
             else:
                 found.doubts[Doubt.TORN] += 1
