@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.daemon import until
 from support.tiers import (
     DEADLINE_S,
     PAGE,
@@ -25,7 +27,7 @@ from support.tiers import (
 from kvhearth_server.tiers.base import Corrupt, Done, Family, Missing
 from kvhearth_server.tiers.ssd import recovery
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
-from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
 from kvhearth_server.tiers.ssd.recovery import Reader, Recovered, read_segment
 
@@ -273,6 +275,28 @@ def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
         assert desk.tier.counts["dropped_incomplete"] == 2
 
 
+def test_a_file_for_which_there_is_no_descriptor_is_read_later(copy: Path) -> None:
+    class Short(Files):
+        none_left = True
+
+        def open(self, path: Path, *, create: bool = False) -> OpenFile:
+            if self.none_left and path == sealed:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().open(path, create=create)
+
+    sealed, _ = files(copy)
+    short = Short()
+    with Opened(copy, files=short) as desk:
+        assert len(desk.load(range(20)).rows(Done)) == 5
+        assert desk.tier.status.locked_files == 1
+        assert desk.tier.counts["segments_lost"] == 0
+        assert "no descriptor left to read a segment file back" in desk.tier.health().reasons[0]
+        short.none_left = False
+        until(lambda: desk.tier.status.locked_files == 0 or desk.pump(0.01), "it is read")
+        assert len(desk.load(range(20)).rows(Done)) == 20
+        until(lambda: desk.tier.health().reasons == (), "it is told no more")
+
+
 def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
     sealed, _ = files(copy)
     os.link(sealed, copy / "00000055.segment")
@@ -280,7 +304,7 @@ def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
         assert len(desk.load(range(20)).rows(Done)) == 20
         (reason,) = desk.tier.health().reasons
         assert "00000055.segment is another name" in reason
-        assert desk.tier.status.locked_files == 0, "slots wait for it"  # type: ignore[attr-defined]
+        assert desk.tier.status.locked_files == 0, "slots wait for it"
         assert desk.tier.counts["dropped_duplicate"] == 0
 
 

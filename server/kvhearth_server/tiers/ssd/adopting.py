@@ -43,7 +43,7 @@ class Adopter:
         self._at = 0
         self._locked: list[Segment] = []
         self._retried: list[Segment] = []
-        self._retry_at = 0.0
+        self._retry_at = self._now = 0.0
         self.recovering = True
 
     @property
@@ -55,6 +55,7 @@ class Adopter:
 
     def turn(self, now: float) -> bool:
         """Adopt some more; true if there is more to do at once."""
+        self._now = now
         if self._current is None and self._recovery is not None:
             self._current = self._recovery.take()
             if self._current is not None:
@@ -151,6 +152,9 @@ class Adopter:
         segment = found.segment
         segment.head = found.head
         if found.locked:
+            if found.failed is not None:
+                told = "the daemon has no descriptor left to read a segment file back with"
+                segment.directory.health.no_room(self._now + 2 * _RETRY_S, "no_descriptors", told)
             self._locked.append(segment)
             return
         if found.failed is not None:

@@ -48,7 +48,8 @@ class Recovered:
         resume: it can be appended to at ``end``; otherwise it is closed for good.
         empty: nothing of ours is in it.
         foreign: it is of another log: left alone.
-        locked: another process's requests hold it; to be tried again.
+        locked: another process's requests hold it, or may, and there was no descriptor to look
+            with, as ``failed`` says; to be tried again.
         failed: it cannot be read at all.
     """
 

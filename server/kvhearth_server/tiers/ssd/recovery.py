@@ -35,6 +35,7 @@ from kvhearth_server.tiers.ssd.recovered import Recovered, whole_blocks
 from kvhearth_server.tiers.ssd.scanning import SCAN_BYTES, Reader, scan, youngest_life
 from kvhearth_server.tiers.ssd.settings import segment_cost_bytes
 
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _TAIL_BYTES = 64 << 10
 _AHEAD = 4
 """Parsed segments that wait for the loop."""
@@ -108,6 +109,7 @@ def read_segment(
         found.locked = True
     except OSError as error:
         found.failed = error
+        found.locked = error.errno in _NO_DESCRIPTORS
     return found
 
 
