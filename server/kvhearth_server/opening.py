@@ -138,10 +138,9 @@ def _make(path: Path) -> str:
 
     A drive that is frozen for writing holds up whoever makes anything, also what is there.
     """
-    if path.is_dir():
-        return ""
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
         return (
             f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"

@@ -193,7 +193,7 @@ def newer_head() -> bytes:
     return row.tobytes().ljust(4096, b"\0")
 
 
-@pytest.mark.parametrize("name", ["not/there", "file", "newer", "small"])
+@pytest.mark.parametrize("name", ["not/there", "file", "newer", "small", "long" * 100])
 def test_a_tier_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
     place, size = tmp_path / name, "64MiB"
     wanted = {
@@ -201,6 +201,7 @@ def test_a_tier_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
         "file": f"--ssd-dir {place} is a file; name a directory",
         "newer": f"{place}/kvhearth.log is of another version of KVHearth and cannot be understood",
         "small": f"ssd_dirs: {place} has 1MiB, too little for the log's files; give it 15MiB",
+        "long" * 100: f"--ssd-dir {place} cannot be made (File name too long); name a directory",
     }[name]
     if name == "file":
         place.touch()
