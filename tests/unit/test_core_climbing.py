@@ -67,6 +67,18 @@ def test_a_key_that_is_named_twice_climbs_once() -> None:
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
 
 
+def test_a_key_that_is_named_twice_is_called_off_once() -> None:
+    rig, session = sunk_rig(20, slabs=8, queue_reads=8)  # four a turn
+    rig.tier.held = True
+    rig.want(session, keys(*range(5), *range(20)), lease_id=1)
+    assert rig.tiering._raising.waiting == 16
+    rig.tiering.cancel(rig.group(session).number, [1])
+    assert rig.tiering._raising.waiting == 0
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.submitted["load"] == 4
+
+
 def test_many_who_ask_for_the_same_load_it_once() -> None:
     rig, session = sunk_rig(300, slabs=80)
     rig.tier.held = True

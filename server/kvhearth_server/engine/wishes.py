@@ -25,14 +25,15 @@ class Wishes:
         return len(self._queue)
 
     def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
-        """What of a wish does not wait for this asker already; None for nothing."""
-        named = self._named.get(asker)
-        if not named:
-            return wish
-        new = [row for row, name in enumerate(_names(wish)) if name not in named]
+        """What of a wish does not wait for this asker already, each block once; None for nothing."""
+        named = self._named.get(asker, frozenset())
+        new: dict[tuple[int, int, bytes], int] = {}
+        for row, name in enumerate(_names(wish)):
+            if name not in named:
+                new.setdefault(name, row)
         if len(new) == len(wish.keys):
             return wish
-        return some(wish, np.array(new, np.int64)) if new else None
+        return some(wish, np.array(list(new.values()), np.int64)) if new else None
 
     def add(self, wish: Wish, asker: Asker) -> None:
         """At the end of the queue."""
