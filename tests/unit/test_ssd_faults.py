@@ -24,7 +24,7 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, Throttled
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, StoreBatch, Throttled
 from kvhearth_server.tiers.ssd.admission import SeenTwice
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op, Request
@@ -198,6 +198,38 @@ def test_of_two_drives_one_fails(tmp_path: Path) -> None:
         good = set(done.rows(Done).tolist())
         left = [n for row, n in enumerate(left[:16]) if row not in good] + left[16:]
     assert len(rig.desk.load(range(100, 140)).rows(Done)) == 40
+    rig.close()
+
+
+def test_old_weights_block_that_is_written_late_takes_no_new_ones_place(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "one", tmp_path / "two")
+    rig.desk.store_all(range(16))
+    rig.desk.rest()
+    rig.faults.fds = descriptors_of(tmp_path / "one")
+    rig.faults.held = frozenset({Op.WRITE})
+
+    def present(epoch: int) -> list[bool]:
+        keys = [key_of(100), key_of(101)]
+        return list(rig.tier.look_up(family(epoch=epoch), keys).present)
+
+    three = rig.desk.store_batch([100, 101, 102], family())
+
+    def store_old(row: int) -> int | Throttled:
+        one, part = slice(row, row + 1), three
+        sums, names, parents = part.checksums[one], part.sequences[one], part.parents[one]
+        batch = StoreBatch(part.family, part.keys[one], part.places[one], sums, names, parents)
+        return rig.tier.submit_store(batch)
+
+    late = {store_old(0), store_old(1)}
+    rig.until(lambda: any(present(1)), "the good drive has one of them")
+    held = present(1).index(False)
+    if held == 0:  # the directories take turns
+        late.add(store_old(2))
+    rig.desk.store_all([100 + held], family(epoch=2))
+    rig.faults.held = frozenset()
+    rig.queue.wake()
+    rig.until(lambda: late <= {each.ticket for each in rig.desk.events}, "all are written")
+    assert present(2)[held]
     rig.close()
 
 

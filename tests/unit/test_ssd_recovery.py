@@ -264,6 +264,22 @@ def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
         assert len(desk.load(range(4), family(epoch=2)).rows(Done)) == 4
 
 
+def test_of_one_segment_the_younger_epoch_is_served_where_it_lies_first(tmp_path: Path) -> None:
+    """As where old weights' block was carried over while new ones' was being written."""
+    with Opened(tmp_path / "one") as desk:
+        desk.store_all([1])
+        desk.store_all([1], family(epoch=2))
+    (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
+    for at, epoch in (PAGE, 2), ((1 + RECORD_PAGES) * PAGE, 1):
+        row = np.frombuffer(path.read_bytes(), RECORD_DTYPE, 1, at).copy()
+        row["epoch"] = epoch
+        seal(row)
+        patch(path, at, row.tobytes())
+    with Opened(tmp_path / "one") as desk:
+        assert desk.tier.counts["dropped_duplicate"] == 1
+        assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
+
+
 def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
     of = family(shards=3, length=4000)
     written(tmp_path / "one", 4, of)

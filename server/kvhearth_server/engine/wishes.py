@@ -25,7 +25,7 @@ class Wishes:
         return len(self._queue)
 
     def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
-        """What of a wish does not wait for this asker already, each block once; None for nothing."""
+        """What of a wish does not wait for this asker yet, each block once; None for nothing."""
         named = self._named.get(asker, frozenset())
         new: dict[tuple[int, int, bytes], int] = {}
         for row, name in enumerate(_names(wish)):

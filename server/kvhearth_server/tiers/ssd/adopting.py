@@ -124,8 +124,10 @@ class Adopter:
         if not self._index.bind_new(of.namespace, of.group, keys, number, rows):
             younger = self._younger(segment, of, keys, rows["epoch"][:, 0])
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
-            rows = rows[~younger]
-            keys = [k for k, gone in zip(keys, younger.tolist(), strict=True) if not gone]
+            # A carried block of old weights may lie behind new ones': of these the last is taken.
+            kept = np.flatnonzero(~younger)
+            kept = kept[np.argsort(rows["epoch"][kept, 0], kind="stable")]
+            rows, keys = rows[kept], [keys[row] for row in kept.tolist()]
             if not keys:
                 return
             self._index.bind(of.namespace, of.group, keys, number, rows)

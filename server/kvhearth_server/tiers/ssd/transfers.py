@@ -232,7 +232,15 @@ class Transfers:
         records = run.records.reshape(-1, shards)
         if len(good) < len(records):
             records = records[good]
-        self._index.bind(family.namespace, family.group, keys, run.segment.number, rows_of(records))
+        number, name = run.segment.number, (family.namespace, family.group)
+        if not self._index.bind_new(*name, keys, number, rows_of(records)):
+            # New weights' block may have been written while this one still was.
+            bound = self._index.heads(self._index.find(*name, keys))["epoch"]
+            mine = np.flatnonzero(bound <= family.epoch)
+            keys, records = [keys[index] for index in mine.tolist()], records[mine]
+            if not keys:
+                return None
+            self._index.bind(*name, keys, number, rows_of(records))
         what = "carried" if task.replacing is not None else "stored"
         self._counts.add(f"{what}_blocks", len(keys))
         self._counts.add(f"{what}_bytes", len(keys) * shards * family.length)
