@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import os
@@ -102,11 +103,12 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
     await stopping.wait()
+    end = loop.time() + settings.drain_timeout_s
     await _drain(settings, engine, background, rpc)
-    if web is not None:
-        await web.stop()
-    calls.stop()
-    await attach.stop()
+    await _close(web, calls, attach)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(end):
+            await _settled(engine, background)  # what came while the doors were being closed
     await supervisor.stop()
     background.close()
     if engine.tiering is not None:
@@ -131,13 +133,26 @@ async def _drain(
     await rpc.not_serving()
     try:
         async with asyncio.timeout(settings.drain_timeout_s):
-            await background.settled()
-            if engine.tiering is not None:
-                await written(engine.tiering)  # memory may end with the process, or the machine
+            await _settled(engine, background)
             await rpc.stop(settings.drain_timeout_s)
     except TimeoutError:
         _log.warning("drain took too long: committed blocks without checksum are summed at restart")
         await rpc.stop(0)
+
+
+async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer) -> None:
+    """The doors that are open yet."""
+    if web is not None:
+        await web.stop()
+    calls.stop()
+    await attach.stop()
+
+
+async def _settled(engine: Engine, background: Background) -> None:
+    """Wait until what is committed has its checksum, and was written where it is to be."""
+    await background.settled()
+    if engine.tiering is not None:
+        await written(engine.tiering)  # memory may end with the process, or the machine
 
 
 def _plan(settings: Settings) -> ArenaPlan:

@@ -7,16 +7,20 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from support.daemon import Daemon, stopped_daemon, until
-from support.engine import Engine, engine_of
+from support.engine import PAGES, Engine, engine_of
 from support.memory_places import mounted
 from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
 
+from kvhearth.results import CommitGroup
 from kvhearth_server.memory.arena import CATALOGUE_NAME
+from kvhearth_server.torture.damage import keys_on_disk
 
 BLOCKS = 20
 
@@ -158,3 +162,26 @@ def test_what_waits_is_written_before_an_orderly_end_in_an_arena_too(tmp_path: P
         with engine_of(daemon.url(), CONTRACT) as engine:
             until(lambda: daemon.read_back, "it is read back")
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
+
+
+def test_what_is_acknowledged_while_the_doors_close_is_written_too(tmp_path: Path) -> None:
+    for number in range(5):  # half of them have a commit at the wrong moment
+        folder = tmp_path / f"ssd{number}"
+        with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
+            daemon.start()
+            with engine_of(daemon.url(), CONTRACT) as engine:
+                taken = engine.reserve(PAGES)
+                extents, acknowledged = taken.groups[0], list[bytes]()
+                keys = new_keys(len(extents))
+                for rank in engine.ranks:
+                    rank.store(taken.boot_id, keys, engine.client.epoch, extents[:, rank.number])
+                ending = threading.Thread(target=daemon.terminate)
+                ending.start()
+                for row, key in enumerate(keys):
+                    group = CommitGroup([key], extents[row : row + 1], None)
+                    if engine.client.commit({0: group}, boot_id=taken.boot_id).reason:
+                        break
+                    acknowledged.append(key)
+                    time.sleep(0.003)
+                ending.join()
+            assert keys_on_disk(folder) >= set(acknowledged)
