@@ -26,8 +26,8 @@ class Wishes:
 
     def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
         """What of a wish does not wait for this asker yet, each block once; None for nothing."""
-        named = self._named.get(asker, frozenset())
-        new: dict[tuple[int, int, bytes], int] = {}
+        named = self._named.get(asker) or set()
+        new = dict[tuple[int, int, bytes], int]()
         for row, name in enumerate(_names(wish)):
             if name not in named:
                 new.setdefault(name, row)
