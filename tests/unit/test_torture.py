@@ -20,17 +20,20 @@ from kvhearth.errors import KVHearthError
 from kvhearth_server.cli import app
 from kvhearth_server.cli.torture import shown
 from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
-from kvhearth_server.torture import damage
+from kvhearth_server.torture import damage, worker
 from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
 from kvhearth_server.torture.decks import Deck, Decks
+from kvhearth_server.torture.engine import Seen
 from kvhearth_server.torture.faults import TABLE
 from kvhearth_server.torture.faults.points import daemon_points, in_reach
 from kvhearth_server.torture.places import Roots, places
 from kvhearth_server.torture.report import CAUGHT, CRASH, LOST, Report
 from kvhearth_server.torture.run import Options
+from kvhearth_server.torture.scene import PATIENCE_S
 from kvhearth_server.torture.script import VERSION, Plan
 from kvhearth_server.torture.shape import FLEETING, ROOMY
 from kvhearth_server.torture.stalls import Stalls
+from kvhearth_server.torture.workers import ANSWER_S
 from kvhearth_server.torture.world import World
 
 SHARED = Path("/dev/shm")
@@ -293,6 +296,27 @@ def test_a_segment_in_the_room_of_the_namespaces_is_too_much(tmp_path: Path) -> 
     taken = damage.taken_bytes(tmp_path)
     assert taken < 2 << 20
     assert damage.claimed_bytes(tmp_path) == taken - 8192 + RESERVE_BYTES
+
+
+def test_suspects_take_no_time_from_what_must_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def slept(seconds: float) -> None:
+        now[0] += seconds
+
+    def check(numbers: list[int], *, prefetch: bool) -> Seen:
+        slept(0.02)
+        ready = numbers[0] < 1000 and now[0] > 20
+        return Seen(right=numbers) if ready else Seen(below=numbers)
+
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept))
+    one: Any = worker.Worker.__new__(worker.Worker)
+    one._engine = SimpleNamespace(check=check, wait_ready=lambda _: True, epoch=1)
+    one._note = one._say = lambda *_, **__: None
+    one._tell = lambda: None
+    command = {"numbers": [1, 2], "suspects": [*range(1000, 1700)], "deadline_s": PATIENCE_S}
+    assert one._check(command)["left"] == []
+    assert now[0] < ANSWER_S + PATIENCE_S, "its answer is not waited for so long"
 
 
 def test_what_is_wrong_on_a_drive_does_not_explain_what_readers_find(tmp_path: Path) -> None:
