@@ -26,6 +26,7 @@ import pytest
 import xxhash
 
 from kvhearth.errors import KVHearthError
+from kvhearth.proto.v1 import admin_pb2
 from kvhearth.session import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -430,6 +431,31 @@ def test_torn_records_end_where_it_was_dealt(tmp_path: Path) -> None:
         torn = {name for kind, name in report.coverage.hits if kind == BOUNDARY}
         assert torn & {(16, 5), (40, 31)}, torn
         assert found_of(report) == {}, report.texts
+
+
+def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {"for_s": 0.3, "kill": True, "orders": {"errors": {"write": errno.EIO}}}
+    torn = {"seed": 1, "sectors": {}}
+    with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
+        TABLE["write_errors"].run(world, errors)
+        TABLE["torn_records"].run(world, torn)
+        assert found_of(report) == {}, report.texts
+        real = world.daemon.stats
+
+        def claims_more(**words: bool) -> admin_pb2.StatsResponse:
+            said = real(**words)
+            said.ssd.blocks += 1000
+            return said
+
+        monkeypatch.setattr(world.daemon, "stats", claims_more)
+        # Each before the daemon dies: its successor would know nothing of it.
+        for count, (name, how) in enumerate([("write_errors", errors), ("torn_records", torn)], 1):
+            TABLE[name].run(world, how)
+            assert len(report.texts) == count
+            assert "said to be on the drive" in report.texts[-1]["text"]
+        assert found_of(report) == {LOST: report.found[LOST]}
 
 
 @pytest.mark.parametrize("how", ["flip", "empty", "delete"])

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from kvhearth.errors import KVHearthError
+from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.cli import app
 from kvhearth_server.cli.torture import shown
 from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
 from kvhearth_server.torture import damage, worker
+from kvhearth_server.torture.claims import claimed, look_at_drive
 from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
 from kvhearth_server.torture.decks import Deck, Decks
 from kvhearth_server.torture.engine import Seen
@@ -333,3 +335,26 @@ def test_what_is_wrong_on_a_drive_does_not_explain_what_readers_find(tmp_path: P
         world.damaged.add(damage.ARENA)
         world._heard(client, heard)
     assert report.found[CAUGHT] == 1
+
+
+def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_path: Path) -> None:
+    report, plan = Report(), next(p for p in plans(tmp_path, 4) if p.shape.kind == FLEETING)
+    told = admin_pb2.StatsResponse(boot_id="a", counters={"checksum_failures{ssd}": 2})
+    told.ssd.blocks = 3
+    later = admin_pb2.StatsResponse()
+    later.CopyFrom(told)
+    answers = iter([told, later, told, later, told])
+    with places(Roots(tmp_path, tmp_path), []) as where:
+        world = World(plan, where, report, Stalls())
+        world.daemon.stats = lambda **_: next(answers)  # type: ignore[assignment]
+        later.ssd.counters["segments_reclaimed"] = 1
+        look_at_drive(world)
+        assert report.found == {CAUGHT: 1}, "what was let go meanwhile may be overwritten"
+        told.ssd.counters["segments_reclaimed"] = 1
+        look_at_drive(world)
+        assert report.found == {CAUGHT: 1, LOST: 3}, "what it counted is told once"
+        assert claimed(world) == 3
+        world.damaged.add(damage.DRIVE)
+        look_at_drive(world)
+        assert claimed(world) == 0
+    assert report.found == {CAUGHT: 1, LOST: 3}

@@ -12,10 +12,11 @@ import grpc
 
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.torture import damage
+from kvhearth_server.torture.claims import failures, look_at_drive
 from kvhearth_server.torture.content import key_of
 from kvhearth_server.torture.faults.lines import STAGES, CutHandshake
 from kvhearth_server.torture.places import CapacityWatch
-from kvhearth_server.torture.report import CAUGHT, CRASH, LEAK, LOST, OVER, STALL
+from kvhearth_server.torture.report import CRASH, LEAK, LOST, OVER, STALL
 from kvhearth_server.torture.shape import ROOMY
 from kvhearth_server.torture.workers import ANSWER_S, Client
 from kvhearth_server.torture.world import UselessError, World
@@ -39,8 +40,9 @@ def check(world: World) -> None:
         found = _stats(world)
         if found.books_error:
             world.report.find(LEAK, f"the books do not balance: {found.books_error}", world.where)
-        _counters(world, found.boot_id, dict(found.counters))
+        failures(world, found)
         _acknowledged(world, found.counters.get("demoted_blocks", 0))
+        look_at_drive(world)
     _alive(world)
     world.judge_slow()
 
@@ -79,23 +81,6 @@ def _stats(world: World) -> admin_pb2.StatsResponse:
         told = error.details() if isinstance(error, grpc.Call) else str(error)
         world.report.find(STALL, f"the daemon does not tell its books: {told}", world.where)
         raise UselessError from None
-
-
-def _counters(world: World, boot_id: str, counters: dict[str, int]) -> None:
-    """Failures that the daemon counted itself, since the last look."""
-    before, told_of = world.counted
-    world.counted = (boot_id, counters)
-    for name, count in counters.items():
-        more = count - (told_of.get(name, 0) if before == boot_id else 0)
-        if more <= 0:
-            continue
-        if name.startswith("task_failures"):
-            text = f"{more} {name}: {world.daemon.complaints()}"
-            world.report.find(CRASH, text, world.where)
-        elif name.startswith("checksum_failures"):
-            world.report.figures["checksum_failures_counted"] += more
-            if not world.explains_checksum(name):
-                world.report.find(CAUGHT, f"{more} {name}", world.where)
 
 
 def _acknowledged(world: World, demoted: int) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import random
+import time
 from typing import TYPE_CHECKING
 
+from kvhearth_server.torture.claims import look_at_drive
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import Shape
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
+
+_HEARD_S = 0.05
+_MORE = 8
+"""Stores of each client that meet the fault, even if nearly all that may be stored was."""
 
 
 class _Drive(Fault):
@@ -33,13 +39,17 @@ class _Drive(Fault):
     def run(self, world: World, parameters: Parameters) -> None:
         world.drive_faulted()
         world.orders(**parameters["orders"])
-        world.store_more()
+        time.sleep(_HEARD_S)
+        world.store_more(_MORE)
         try:
             world.traffic(parameters["for_s"])
         finally:
             world.orders()
         world.traffic(0.2)
         if parameters["kill"]:
+            with world.paused():
+                look_at_drive(world)
+            world.traffic(0.2)
             world.kill_daemon()
             world.start_daemon()
             world.traffic(0.2)
@@ -65,7 +75,7 @@ class WriteErrors(_Drive):
     help = "writes to the drive end with EIO or EROFS, or move fewer bytes; flushes fail"
 
     def orders(self, dice: random.Random) -> Parameters:
-        rate = dice.choice([0.2, 1.0])
+        rate = dice.choice([0.4, 1.0])  # of a handful of requests
         if dice.random() < 0.3:
             return {"short": ["write"], "rate": rate}
         errors = {dice.choice(["write", "write", "sync"]): dice.choice([errno.EIO, errno.EROFS])}

@@ -17,6 +17,7 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.heads import HEAD_NAME
 from kvhearth_server.torture import damage
+from kvhearth_server.torture.claims import claimed, judge
 from kvhearth_server.torture.coverage import BOUNDARY, Mark
 from kvhearth_server.torture.damage import ARENA, DRIVE, SECTOR_BYTES
 from kvhearth_server.torture.decks import Decks
@@ -224,6 +225,7 @@ class TornRecords(Fault):
         world.store_more(_DEALT)
         world.traffic(_HELD_S)
         with world.paused():
+            claims = claimed(world)
             world.kill_daemon(settled=False)
             world.orders()
             torn = [
@@ -238,6 +240,8 @@ class TornRecords(Fault):
                 sectors = left.pop(0) if left else dice.randint(0, size)
                 world.report.coverage.torn(size, sectors)
                 damage.tear(record, sectors, dice)
+            # None of these was acknowledged.
+            judge(world, claims, len(damage.keys_on_disk(world.ssd_dir)))
             world.settle_memory()
             world.start_daemon()
         world.traffic(0.2)
