@@ -252,6 +252,20 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, tol
     tier.close()
 
 
+def test_the_namespaces_have_room_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    for name in ("namespaces.json", "namespaces.new"):
+        (folder / name).write_bytes(bytes(4 * SEGMENT_BYTES))
+    desk = a_tier(settings(folder))
+    desk.store_all(range(200))
+    desk.rest()
+    (found,) = figures(desk).directories
+    assert found.file_bytes == 8 * SEGMENT_BYTES
+    assert "no_space" not in [word for word, _ in found.findings]
+    ended(desk)
+
+
 def test_a_capacity_that_was_raised_beyond_what_its_files_can_take(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     a_tier(settings(folder, segment_bytes=64 << 10)).tier.close()

@@ -21,9 +21,13 @@ from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.ssd.heads import DirectoryError
 from kvhearth_server.tiers.ssd.places import Asked
-from kvhearth_server.tiers.ssd.settings import SsdSettings
+from kvhearth_server.tiers.ssd.settings import (
+    NAMESPACES_FRESH_NAME,
+    NAMESPACES_NAME,
+    SsdSettings,
+)
 
-FILE_NAME = "namespaces.json"
+FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
 """Of each directory's capacity, for this file and the one that replaces it."""
 _FORMAT = 1
@@ -240,7 +244,7 @@ def _replace(path: Path, data: bytes) -> None:
     """
     if 2 * len(data) > RESERVE_BYTES:
         raise OSError(f"{len(data)} bytes of namespaces are too many")
-    fresh = path.with_suffix(".new")
+    fresh = path.with_name(NAMESPACES_FRESH_NAME)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         left = memoryview(data)

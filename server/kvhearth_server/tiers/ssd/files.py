@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvhearth_server.tiers.ssd.disk.kernel import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+from kvhearth_server.tiers.ssd.settings import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 
 _ZEROS_BYTES = 4 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -118,10 +119,14 @@ class Files:
                 done += written
 
     def allocated_bytes(self, path: Path) -> int:
-        """What all of a directory takes by the file system's own count, itself included."""
+        """What all of a directory takes by the file system's own count, itself included; but for
+        the namespaces' files, which have room of their own.
+        """
         total = path.stat().st_blocks * 512
         with os.scandir(path) as entries:
             for entry in entries:
+                if entry.name in (NAMESPACES_NAME, NAMESPACES_FRESH_NAME):
+                    continue
                 with contextlib.suppress(FileNotFoundError):
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
         return total

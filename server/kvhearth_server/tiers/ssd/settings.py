@@ -14,6 +14,9 @@ SEGMENTS_MAX = 1024
 SEGMENTS_LEAST = 4
 """Fewest: the open one, the next one, and two among which to choose when room must be made."""
 
+NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces.json", "namespaces.new"
+"""Not the tier's: whoever writes them keeps room for them beside each place's capacity."""
+
 _SEGMENT_BYTES_USUAL = 256 * MIB
 _SEGMENT_BYTES_LEAST = 64 * MIB
 _SEGMENTS_WANTED = 32
