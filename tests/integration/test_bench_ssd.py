@@ -133,8 +133,9 @@ def test_an_end_by_signal_leaves_nothing(
     words = ["kvhearth", "bench", "ssd", "--quick", "--json", "--dir", str(tmp_path)]
     program = (
         "import signal, sys\n"
-        # A shell's background job, as the tests may be one, ignores SIGINT.
+        # A shell's background job, as the tests may be one, ignores SIGINT; some ignore SIGTERM.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
         f"sys.argv = {words}\n"
         "from kvhearth_server.cli.app import main\n"
         "sys.exit(main())\n"
