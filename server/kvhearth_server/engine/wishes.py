@@ -26,13 +26,13 @@ class Wishes:
 
     def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
         """What of a wish does not wait for this asker yet, each block once; None for nothing."""
-        named = self._named.get(asker) or set()
+        named, names = self._named.get(asker) or set(), _names(wish)
+        if named.isdisjoint(names) and len(set(names)) == len(names):
+            return wish
         new = dict[tuple[int, int, bytes], int]()
-        for row, name in enumerate(_names(wish)):
+        for row, name in enumerate(names):
             if name not in named:
                 new.setdefault(name, row)
-        if len(new) == len(wish.keys):
-            return wish
         return some(wish, np.array(list(new.values()), np.int64)) if new else None
 
     def add(self, wish: Wish, asker: Asker) -> None:
