@@ -1,42 +1,52 @@
-"""Fault points: places at which a test may kill this process for real.
+"""Fault points: places at which a test may kill or stop this process for real.
 
 ``KVHEARTH_FAULT=commit.after_journal:3`` makes the third passage through that point end the process
-with SIGKILL, so no handler, ``finally`` or flush runs, just as after a crash. Unarmed, a passage
-costs one comparison with ``None``.
+with SIGKILL, so no handler, ``finally`` or flush runs, just as after a crash; with ``:stop`` at
+the end it is stopped there with SIGSTOP, and goes on with SIGCONT. Unarmed, a passage costs one
+comparison with ``None``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 
 ENVIRONMENT_NAME = "KVHEARTH_FAULT"
 DISK_ENVIRONMENT_NAME = "KVHEARTH_DISK_FAULTS"
 """Names the file that says how the daemon's drives misbehave (``tiers/ssd/disk/commanded``)."""
 
 
-def _parse(text: str | None) -> tuple[str, int] | None:
+def _parse(text: str | None) -> tuple[str, int, bool] | None:
     if not text:
         return None
-    name, _, count = text.partition(":")
-    return name, int(count or "1")
+    name, count, how, *_ = [*text.split(":"), "", ""]
+    return name, int(count or "1"), how == "stop"
 
 
-_armed: tuple[str, int] | None = _parse(os.environ.get(ENVIRONMENT_NAME))
+_armed: tuple[str, int, bool] | None = _parse(os.environ.get(ENVIRONMENT_NAME))
 
 
 def arm(text: str | None) -> None:
-    """Arm ``point:count`` in this process, or disarm with ``None``."""
+    """Arm ``point:count`` or ``point:count:stop`` in this process, or disarm with ``None``."""
     global _armed
     _armed = _parse(text)
 
 
 def hit(name: str) -> None:
-    """Pass the fault point ``name``; does not return if it is armed and its count is reached."""
+    """Pass the fault point ``name``; does not return if it is armed and its count is reached, or
+    only once somebody lets the process go on.
+    """
     global _armed
     if _armed is None or _armed[0] != name:
         return
-    if _armed[1] > 1:
-        _armed = (name, _armed[1] - 1)
+    _, count, stop = _armed
+    if count > 1:
+        _armed = (name, count - 1, stop)
+        return
+    if stop:
+        _armed = None
+        # To this thread: by the time of another's turn it would be past the point.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     os.kill(os.getpid(), signal.SIGKILL)

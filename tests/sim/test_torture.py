@@ -31,7 +31,14 @@ from kvhearth.session import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello
-from kvhearth_server.memory.journal import HEADER_BYTES, HEADER_DTYPE, journal_path, sum_check
+from kvhearth_server.core.table import Geometry, State
+from kvhearth_server.memory.journal import (
+    HEADER_BYTES,
+    HEADER_DTYPE,
+    STATE_WORDS,
+    journal_path,
+    sum_check,
+)
 from kvhearth_server.torture import checks, damage
 from kvhearth_server.torture.checks import capacity, check, nothing_is_left
 from kvhearth_server.torture.content import content, contract_of, key_of
@@ -54,7 +61,15 @@ from kvhearth_server.torture.report import (
 )
 from kvhearth_server.torture.run import Options
 from kvhearth_server.torture.script import Plan, StepLog
-from kvhearth_server.torture.shape import FLEETING, PRESSED, ROOMY, SINKING, Shape
+from kvhearth_server.torture.shape import (
+    FLEETING,
+    PRESSED,
+    ROOMY,
+    SINKING,
+    SLAB_BYTES,
+    SLOT_BYTES_MIN,
+    Shape,
+)
 from kvhearth_server.torture.stalls import AFTER_S, Metronome, Stalls
 from kvhearth_server.torture.world import World
 
@@ -144,7 +159,8 @@ def test_all_fault_points_are_known() -> None:
     wanted = {"commit.after", "journal.bind_half", "durable.payload_written", "ssd.after_write"}
     assert wanted <= set(daemon_points())
     assert set(client_points()) == {
-        f"copier.{kind}_{what}" for kind in ("store", "load") for what in ("block", "done")
+        "copier.store_copying",
+        *(f"copier.{kind}_{what}" for kind in ("store", "load") for what in ("block", "done")),
     }
 
 
@@ -203,9 +219,14 @@ def children_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def a_world(
-    tmp_path: Path, kind: str, *, memory: int = 64 * MIB, ssd: int = 0
+    tmp_path: Path,
+    kind: str,
+    *,
+    memory: int = 64 * MIB,
+    ssd: int = 0,
+    clients: tuple[tuple[int, bool], ...] = ((0, True), (1, False)),
 ) -> Iterator[tuple[World, Report]]:
-    """A world with a daemon and two clients at work, no faults of its own."""
+    """A world with a daemon and clients at work, no faults of its own."""
     if not os.access(ARENA_ROOT, os.W_OK):
         pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
     shape = Shape(
@@ -214,7 +235,7 @@ def a_world(
         ssd_bytes=ssd,
         segment_bytes=MIB,
         models=((PAGE_BYTES, 1), (4096, 1)),
-        clients=((0, True), (1, False)),
+        clients=clients,
         blocks_max=4000 if kind == PRESSED else 200,
         flush=False,
         interface="auto",
@@ -361,6 +382,44 @@ def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.M
         world.orders()
         assert report.found[LOST]
         assert "not on the drive" in report.texts[0]["text"]
+
+
+def test_slots_of_a_stopped_client_that_are_given_away_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"client": 0, "passages": 1}
+    with a_world(tmp_path, ROOMY, clients=((0, True), (0, False), (1, False))) as (world, report):
+        TABLE["stop_client_copying"].run(world, how)
+        check(world)
+        assert report.figures["clients_stopped_in_a_copy"] == 1
+        assert found_of(report) == {}, report.texts
+        kill = world.kill_daemon
+
+        def kill_and_forget() -> None:
+            kill()
+            forget_reserved(world)
+
+        monkeypatch.setattr(world, "kill_daemon", kill_and_forget)
+        # Whether others come by these slots is the dice's affair.
+        for number in range(6):
+            TABLE["stop_client_copying"].run(world, {**how, "client": number})
+            check(world)
+            if report.found[CAUGHT]:
+                break
+        assert report.found[CAUGHT], told(world)
+
+
+def forget_reserved(world: World) -> None:
+    """Let a dead daemon's journal say that slots are free to which clients may still write."""
+    geometry = Geometry.of([("default", world.shape.memory_bytes)], SLAB_BYTES, SLOT_BYTES_MIN)
+    start = geometry.slab_count * 8
+    with journal_path(world.arena_dir).open("r+b") as journal:
+        journal.seek(start)
+        data = bytearray(journal.read(geometry.slot_count * HEADER_BYTES))
+        rows = np.frombuffer(data, HEADER_DTYPE)
+        rows["state"][rows["state"] == STATE_WORDS[State.RESERVED]] = STATE_WORDS[State.FREE]
+        journal.seek(start)
+        journal.write(data)
 
 
 def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:

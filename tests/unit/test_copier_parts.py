@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -314,11 +314,7 @@ class TestHostCopier:
                 assert (base == before).all()
                 copier.close()
 
-    @pytest.mark.parametrize(
-        "point", ["copier.store_block:2", "copier.store_done", "copier.load_block"]
-    )
-    def test_fault_points(self, point: str) -> None:
-        program = """
+    PROGRAM = """
 import numpy as np
 from support.arena_fake import FakeArena
 from kvhearth.copiers import HostCopier
@@ -329,13 +325,28 @@ extents = arena.extents([0, 1])
 copier.store_now("boot-1", np.arange(2), extents)
 copier.load_now("boot-1", extents, np.arange(2))
 """
-        tests = Path(__file__).resolve().parents[1]
-        finished = subprocess.run(
-            [sys.executable, "-c", program],
-            check=False,
-            env={"KVHEARTH_FAULT": point, "PYTHONPATH": str(tests)},
+
+    def start(self, fault: str) -> subprocess.Popen[bytes]:
+        """A process that stores and loads, with a fault point armed."""
+        return subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM],
+            env={"KVHEARTH_FAULT": fault, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        assert finished.returncode == -signal.SIGKILL
+
+    @pytest.mark.parametrize(
+        "point",
+        ["copier.store_copying", "copier.store_block:2", "copier.store_done", "copier.load_block"],
+    )
+    def test_fault_points(self, point: str) -> None:
+        with self.start(point) as process:
+            assert process.wait(60) == -signal.SIGKILL
+
+    def test_a_process_is_stopped_at_a_fault_point_and_goes_on(self) -> None:
+        with self.start("copier.store_copying:1:stop") as process:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(60) == 0
 
 
 class TestCudaCopierScripted:

@@ -231,6 +231,7 @@ class _Mover:
             # Checked per run and not per batch: a slot that was given to another must not be
             # written.
             batch.check_generations(run.positions)
+            faults.hit("copier.store_copying")
             self._copy(batch, run, to_arena=True)
             for index, position in enumerate(run.positions):
                 if not batch.ok[position]:
@@ -259,6 +260,7 @@ class _Mover:
         """As ``store``, of one block."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
+            faults.hit("copier.store_copying")
             self._copy_one(block, to_arena=True)
             if self._sums:
                 checksum = self._sum(block.segment, block.offset)

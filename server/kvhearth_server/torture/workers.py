@@ -96,6 +96,16 @@ class Client:
         """Send a signal."""
         self.process.send_signal(number)
 
+    def stops_within(self, timeout_s: float) -> bool:
+        """Wait until it is stopped; false if it is not by then."""
+        end = time.monotonic() + timeout_s
+        while self.alive and time.monotonic() < end:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+            if text.rpartition(")")[2].split()[0] == "T":
+                return True
+            time.sleep(0.01)
+        return False
+
     def kill(self) -> None:
         """kill -9, and wait for the end of what it said."""
         self.expected_end = True

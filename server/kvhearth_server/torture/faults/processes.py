@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import Shape
+from kvhearth_server.torture.workers import ANSWER_S
 
 if TYPE_CHECKING:
+    from kvhearth_server.torture.workers import Client
     from kvhearth_server.torture.world import World
 
 
 _MORE = 80
 """Stores of each client beyond the usual."""
+_MORE_COPIES = 16
+_WAIT_S = 1.5
+_OTHERS_S = 1.0
+_COPYING = "copier.store_copying"
 
 
 class KillDaemon(Fault):
@@ -140,6 +146,60 @@ class StopClient(Fault):
         world.traffic(0.3)
 
 
+class StopClientCopying(Fault):
+    """SIGSTOP of a client that is about to write into its slots, over the daemon's death.
+
+    Nobody else may get these slots before it has gone on, however many blocks others store.
+    """
+
+    name = "stop_client_copying"
+    help = (
+        "SIGSTOP of a client in the middle of a copy; the daemon is killed, others store, SIGCONT"
+    )
+
+    def fits(self, shape: Shape) -> bool:
+        return shape.arena_stays
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"client": dice.randrange(99), "passages": dice.randint(1, 4)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        # Its slots are of use to another client of its model.
+        shared = [each for each in world.clients if self._others(world, each)] or world.clients
+        victim = shared[parameters["client"] % len(shared)]
+        with world.window("client stopped in a copy"):
+            try:
+                for passages in (parameters["passages"], 1):
+                    victim.say("arm", fault=f"{_COPYING}:{passages}:stop")
+                    world.go(victim, _MORE_COPIES)
+                    if victim.stops_within(_WAIT_S):
+                        break
+                else:
+                    return
+                world.report.figures["clients_stopped_in_a_copy"] += 1
+                world.kill_daemon()
+                world.start_daemon()
+                for each in self._others(world, victim):
+                    world.go(each, _MORE)
+                world.traffic(_OTHERS_S)
+            finally:
+                self._go_on(victim)
+        world.traffic(0.3)
+
+    @staticmethod
+    def _others(world: World, client: Client) -> list[Client]:
+        return [each for each in world.clients if each is not client and each.model == client.model]
+
+    @staticmethod
+    def _go_on(victim: Client) -> None:
+        """Also if it stops only now."""
+        victim.signal(signal.SIGCONT)
+        number = victim.say("arm", fault=None)
+        end = time.monotonic() + ANSWER_S
+        while victim.alive and victim.answer(number, 0.2) is None and time.monotonic() < end:
+            victim.signal(signal.SIGCONT)
+
+
 class BumpWeights(Fault):
     """New weights: all old blocks are void from now on, in memory and on drives."""
 
@@ -165,5 +225,6 @@ PROCESSES: tuple[Fault, ...] = (
     StopDaemon(),
     KillClient(),
     StopClient(),
+    StopClientCopying(),
     BumpWeights(),
 )
