@@ -33,7 +33,7 @@ from kvhearth_server.torture.report import CAUGHT, CRASH, LOST, Report
 from kvhearth_server.torture.run import Options
 from kvhearth_server.torture.scene import PATIENCE_S
 from kvhearth_server.torture.script import VERSION, Plan
-from kvhearth_server.torture.shape import FLEETING, ROOMY
+from kvhearth_server.torture.shape import FLEETING, ROOMY, SINKING
 from kvhearth_server.torture.stalls import Stalls
 from kvhearth_server.torture.workers import ANSWER_S
 from kvhearth_server.torture.world import World
@@ -364,3 +364,21 @@ def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_pa
         look_at_drive(world)
         assert claimed(world) == 0
     assert report.found == {CAUGHT: 1, LOST: 3}
+
+
+def test_a_slow_drive_excuses_nothing_unless_the_daemon_gave_up(tmp_path: Path) -> None:
+    [plan] = plans(tmp_path, 1)
+    assert plan.shape.kind == SINKING
+    how = {"for_s": 0.1, "kill": False, "orders": {"delay_s": 1.5}}
+    with places(Roots(tmp_path, tmp_path), []) as where:
+        world = World(plan, where, Report(), Stalls())
+        said = admin_pb2.StatsResponse()
+        world.daemon.stats = lambda **_: said  # type: ignore[assignment]
+        TABLE["slow_drive"].run(world, how)
+        assert world.oracle.keeps
+        assert not world.drive_is_suspect
+        said.counters["demotion_refused{slow}"] = 3
+        TABLE["slow_drive"].run(world, how)
+        assert world.drive_is_suspect
+        assert not world.oracle.keeps
+    assert world.report.figures["bursts_to_a_slow_drive"] == 1

@@ -69,6 +69,18 @@ def claimed(scene: Scene) -> int:
         return 0
 
 
+def gave_up(scene: Scene) -> bool:
+    """Whether the daemon may have evicted what it had not written: it has said so since its start,
+    or says nothing, or still writes. Clients must pause, and the drive be well again.
+    """
+    try:
+        said = _calm(scene)
+    except (grpc.RpcError, OSError):
+        return True
+    refused = ("demotion_refused", "demotion_failed")
+    return _busy(said) or any(name.startswith(refused) for name in said.counters)
+
+
 def judge(scene: Scene, claims: int, there: int) -> None:
     """So many blocks could be loaded from the drive, it said; so many are whole there."""
     scene.report.figures["claims_compared_with_the_drive"] += claims
@@ -84,10 +96,13 @@ def _calm(scene: Scene) -> admin_pb2.StatsResponse:
     end = time.monotonic() + _QUIET_S
     while True:
         said = scene.daemon.stats(check_books=False)
-        busy = said.ssd.demoting_blocks or said.ssd.queued_writes or said.ssd.recovering
-        if not busy or time.monotonic() > end:
+        if not _busy(said) or time.monotonic() > end:
             return said
         time.sleep(_POLL_S)
+
+
+def _busy(said: admin_pb2.StatsResponse) -> bool:
+    return bool(said.ssd.demoting_blocks or said.ssd.queued_writes or said.ssd.recovering)
 
 
 def _reclaimed(said: admin_pb2.StatsResponse) -> int:

@@ -7,9 +7,9 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from kvhearth_server.torture.claims import look_at_drive
+from kvhearth_server.torture.claims import gave_up, look_at_drive
 from kvhearth_server.torture.faults.base import Fault, Parameters
-from kvhearth_server.torture.shape import Shape
+from kvhearth_server.torture.shape import SINKING, Shape
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _HEARD_S = 0.05
 _MORE = 8
 """Stores of each client that meet the fault, even if nearly all that may be stored was."""
+_BURST, _BURST_S = 60, 1.0
+"""The same where memory is to fill up faster than a drive writes, and for how long."""
+_DELAY_S = 0.5
+"""Of a drive so slow that blocks wait, but not so slow that the daemon gives them up."""
 
 
 class _Drive(Fault):
@@ -101,6 +105,31 @@ class SlowDrive(_Drive):
 
     def orders(self, dice: random.Random) -> Parameters:
         return {"delay_s": round(dice.uniform(0.05, 1.5), 3)}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        if world.shape.kind != SINKING:
+            super().run(world, parameters)
+            return
+        # It fails nothing, and who wants room has to wait: nothing may be lost, unless the daemon
+        # says that it waited too long.
+        world.drive_is_good = False
+        world.orders(delay_s=min(parameters["orders"]["delay_s"], _DELAY_S))
+        time.sleep(_HEARD_S)
+        world.store_more(_BURST)
+        try:
+            world.traffic(_BURST_S + parameters["for_s"])
+        finally:
+            world.orders()
+        with world.paused():
+            if gave_up(world):
+                world.drive_faulted()
+            else:
+                world.report.figures["bursts_to_a_slow_drive"] += 1
+        if parameters["kill"]:
+            world.traffic(0.2)
+            world.kill_daemon()
+            world.start_daemon()
+        world.traffic(0.2)
 
 
 class HangingDrive(_Drive):
