@@ -76,6 +76,7 @@ def a_world(
     memory: int = 64 * MIB,
     ssd: int = 0,
     clients: tuple[tuple[int, bool], ...] = ((0, True), (1, False)),
+    blocks: int = 200,
 ) -> Iterator[tuple[World, Report]]:
     """A world with a daemon and clients at work, no faults of its own."""
     if not os.access(ARENA_ROOT, os.W_OK):
@@ -87,7 +88,7 @@ def a_world(
         segment_bytes=MIB,
         models=((PAGE_BYTES, 1), (4096, 1)),
         clients=clients,
-        blocks_max=4000 if kind == PRESSED else 200,
+        blocks_max=4000 if kind == PRESSED else blocks,
         flush=False,
         interface="auto",
         verify_adopted=True,
@@ -239,7 +240,8 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"client": 0, "passages": 1}
-    with a_world(tmp_path, ROOMY, clients=((0, True), (0, False), (1, False))) as (world, report):
+    clients = ((0, True), (0, False), (1, False))
+    with a_world(tmp_path, ROOMY, clients=clients, blocks=2000) as (world, report):
         TABLE["stop_client_copying"].run(world, how)
         check(world)
         assert report.figures["clients_stopped_in_a_copy"] == 1
