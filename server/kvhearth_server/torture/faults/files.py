@@ -17,7 +17,7 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.heads import HEAD_NAME
 from kvhearth_server.torture import damage
-from kvhearth_server.torture.claims import claimed, judge
+from kvhearth_server.torture.claims import claimed, judge, refused
 from kvhearth_server.torture.coverage import BOUNDARY, Mark
 from kvhearth_server.torture.damage import ARENA, DRIVE, SECTOR_BYTES
 from kvhearth_server.torture.decks import Decks
@@ -226,6 +226,8 @@ class TornRecords(Fault):
         world.traffic(_HELD_S)
         with world.paused():
             claims = claimed(world)
+            if refused(world):  # a machine so slow that the drive was held for too long
+                world.drive_faulted()
             world.kill_daemon(settled=False)
             world.orders()
             torn = [
