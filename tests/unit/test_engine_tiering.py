@@ -165,7 +165,7 @@ def test_a_tier_that_is_degraded_is_asked_again_later() -> None:
     assert rig.sunk(session, key(0)) == Sunk.REFUSED
     rig.put(session, keys(*range(16, 32)))
     rig.put(session, keys(*range(40, 72)))
-    assert rig.count_of("demotion_refused", "degraded") == 16
+    assert rig.count_of("demotion_refused", "degraded") == 16 + 16 + 32
     rig.tier.refuse_stores = None
     rig.now += 59
     rig.turn()

@@ -7,7 +7,7 @@ a block that still waits keeps its room, and whoever wants to reserve it is told
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -23,8 +23,9 @@ _RUN = 1024
 class Offers:
     """The queues down, one for each arena segment; off while there is no slower tier."""
 
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
+    def __init__(self, table: SlotTable, add: Callable[[str, int, str], None]) -> None:
+        """``add`` counts: the name of a counter, an amount, a label."""
+        self._table, self._add = table, add
         count = len(table.geometry.segments)
         self._queues: list[deque[tuple[I64, U32]]] = [deque() for _ in range(count)]
         self._last = 0
@@ -52,6 +53,7 @@ class Offers:
             return
         if self.closed:
             table.sunk[heads] = Sunk.REFUSED
+            self._add("demotion_refused", len(heads), self.closed)
         else:
             table.sunk[heads] = Sunk.QUEUED
             for start in range(0, len(heads), _RUN):

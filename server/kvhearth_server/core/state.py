@@ -64,7 +64,7 @@ class CoreState:
         self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
         self.index = Index(geometry.slot_count, hash_seed, self.table.child)
         self.chains = Chains(self.table)
-        self.offers = Offers(self.table)
+        self.offers = Offers(self.table, self.count)
         self.below: Below | None = None
         self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.namespaces = Namespaces(
