@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.tiers import Opened, family
 
 from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import admin_pb2
@@ -296,6 +297,17 @@ def test_points_that_a_world_cannot_reach_are_no_aim(tmp_path: Path) -> None:
     assert "commit.after" in aims
     assert not any(str(name).startswith(("ssd.", "demote.", "promote.")) for name in aims)
     assert all(shape.kind != ROOMY or in_reach("journal.slab", shape) for shape in shapes)
+
+
+def test_one_key_of_two_namespaces_is_two_blocks_of_a_drive(tmp_path: Path) -> None:
+    """As after a cold start that could not believe in the epochs: namespaces have new names."""
+    with Opened(tmp_path / "one") as desk:
+        desk.store_all(range(3))
+        desk.store_all(range(2), family(namespace=b"other".ljust(32)))
+        desk.store_all([1], family(group=1))
+        desk.rest()
+        assert len(damage.names_on_disk(tmp_path / "one")) == desk.tier.status.blocks == 6
+    assert len(damage.keys_on_disk(tmp_path / "one")) == 3
 
 
 def test_a_segment_in_the_room_of_the_namespaces_is_too_much(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def look_at_drive(scene: Scene) -> None:
         return  # it does not know of damaged records yet
     try:
         said = _calm(scene)
-        there = len(damage.keys_on_disk(scene.ssd_dir))
+        there = len(damage.names_on_disk(scene.ssd_dir))
         later = scene.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
         return  # that it does not answer is found by others

@@ -51,8 +51,11 @@ class InArena:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A record of a segment file: ``page`` is its header's; ``whole``: its payload is right."""
+    """A record of a segment file: ``page`` is its header's; ``whole``: its payload is right;
+    ``family``: its namespace and KV group.
+    """
 
+    family: tuple[bytes, int]
     key: bytes
     epoch: int
     shard: int
@@ -119,21 +122,32 @@ def on_disk(folder: Path) -> list[OnDisk]:
     return [record for path in segment_files(folder) for record in _records(path)]
 
 
-def blocks_on_disk(folder: Path) -> set[tuple[bytes, int]]:
-    """(key, epoch) of blocks whose shards are all there, each with its checksum."""
-    shards: dict[tuple[Path, bytes, int], set[int]] = {}
-    counts: dict[tuple[Path, bytes, int], int] = {}
+def _whole_blocks(folder: Path) -> Iterator[OnDisk]:
+    """A record of each block whose shards are all there, each with its checksum."""
+    shards: dict[tuple[Path, tuple[bytes, int], bytes, int], set[int]] = {}
     for record in on_disk(folder):
         if record.whole:
-            where = (record.path, record.key, record.epoch)
-            shards.setdefault(where, set()).add(record.shard)
-            counts[where] = record.shards
-    return {where[1:] for where, found in shards.items() if len(found) == counts[where]}
+            found = shards.setdefault((record.path, record.family, record.key, record.epoch), set())
+            found.add(record.shard)
+            if len(found) == record.shards:
+                yield record
+
+
+def blocks_on_disk(folder: Path) -> set[tuple[bytes, int]]:
+    """(key, epoch) of blocks that are whole."""
+    return {(each.key, each.epoch) for each in _whole_blocks(folder)}
 
 
 def keys_on_disk(folder: Path) -> set[bytes]:
     """Keys of them."""
-    return {key for key, _ in blocks_on_disk(folder)}
+    return {each.key for each in _whole_blocks(folder)}
+
+
+def names_on_disk(folder: Path) -> set[tuple[tuple[bytes, int], bytes]]:
+    """(family, key) of them: as many as a tier can have. A cold start that could not believe in the
+    epochs gives namespaces new names, and the same keys come again under these.
+    """
+    return {(each.family, each.key) for each in _whole_blocks(folder)}
 
 
 def _records(path: Path) -> Iterator[OnDisk]:
@@ -161,7 +175,8 @@ def _records(path: Path) -> Iterator[OnDisk]:
         whole = xxhash.xxh3_128_digest(payload.data) == row["checksum"].tobytes()
         key = row["key"].tobytes()[: int(row["key_bytes"])]
         shard, shards, epoch = (int(row[name]) for name in ("shard", "shard_count", "epoch"))
-        yield OnDisk(key, epoch, shard, shards, path, page, length, whole)
+        family = row["namespace"].tobytes(), int(row["group"])
+        yield OnDisk(family, key, epoch, shard, shards, path, page, length, whole)
 
 
 def footers(folder: Path) -> list[Path]:

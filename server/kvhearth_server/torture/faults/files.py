@@ -243,7 +243,7 @@ class TornRecords(Fault):
                 world.report.coverage.torn(size, sectors)
                 damage.tear(record, sectors, dice)
             # None of these was acknowledged.
-            judge(world, claims, len(damage.keys_on_disk(world.ssd_dir)))
+            judge(world, claims, len(damage.names_on_disk(world.ssd_dir)))
             world.settle_memory()
             world.start_daemon()
         world.traffic(0.2)
