@@ -142,8 +142,9 @@ class ArenaMapping:
     def close(self) -> None:
         """Let go; memory is unmapped with the last array taken from ``view``. Idempotent."""
         self._populate.close()
-        self._views.clear()
+        # First, so that who misses a view in this moment is told why.
         self._generations = None
+        self._views.clear()
 
 
 def _unmappable(size_bytes: int) -> KVHearthError:

@@ -16,6 +16,7 @@ from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, u
 from kvhearth.arena import ArenaMapping
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.link import open_link
+from kvhearth.model import U8
 from kvhearth.session import attach
 from kvhearth.url import DaemonUrl
 from kvhearth.version import PROTOCOL_VERSION
@@ -127,6 +128,28 @@ def test_memory_lives_as_long_as_its_last_array_and_no_longer(tmp_path: Path) ->
         gc.collect()
         assert not _mapped(address)
         session.close()
+
+
+def test_who_comes_while_the_arena_is_being_unmapped_is_told_why(tmp_path: Path) -> None:
+    told: list[Reason] = []
+
+    class Watched(dict[int, U8]):
+        def clear(self) -> None:
+            super().clear()
+            with pytest.raises(KVHearthError) as refusal:
+                mapping.view(1)
+            told.append(refusal.value.reason)
+
+    with running(tmp_path, small_contract()):
+        session = attach(url(tmp_path), hello())
+        descriptors = session.take_descriptors()
+        mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        mapping._views = Watched(mapping._views)
+        mapping.close()
+        session.close()
+    assert told == [Reason.CLOSED]
 
 
 def test_without_the_arena_no_descriptors_come(tmp_path: Path) -> None:
