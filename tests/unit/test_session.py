@@ -17,7 +17,7 @@ from kvhearth.arena import ArenaMapping
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.link import open_link
 from kvhearth.model import U8
-from kvhearth.session import attach
+from kvhearth.session import Session, attach
 from kvhearth.url import DaemonUrl
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello
@@ -29,6 +29,15 @@ def hello(*, map_arena: bool = True) -> Hello:
 
 def url(directory: Path, attach_ms: int = 5000) -> DaemonUrl:
     return DaemonUrl(directory, attach_ms=attach_ms)
+
+
+def mapping_of(session: Session) -> ArenaMapping:
+    descriptors = session.take_descriptors()
+    try:
+        return ArenaMapping(session.welcome, descriptors, session.alive)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def open_descriptors() -> int:
@@ -109,10 +118,7 @@ def _mapped(address: int) -> bool:
 def test_memory_lives_as_long_as_its_last_array_and_no_longer(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()):
         session = attach(url(tmp_path), hello())
-        descriptors = session.take_descriptors()
-        mapping = ArenaMapping(session.welcome, descriptors, session.alive)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        mapping = mapping_of(session)
         address = mapping.address(1)
         part = mapping.view(1)[10:20].view(np.uint16)
         mapping.close()
@@ -142,10 +148,7 @@ def test_who_comes_while_the_arena_is_being_unmapped_is_told_why(tmp_path: Path)
 
     with running(tmp_path, small_contract()):
         session = attach(url(tmp_path), hello())
-        descriptors = session.take_descriptors()
-        mapping = ArenaMapping(session.welcome, descriptors, session.alive)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        mapping = mapping_of(session)
         mapping._views = Watched(mapping._views)
         mapping.close()
         session.close()
