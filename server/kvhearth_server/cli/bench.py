@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.options import AsJson
-from kvhearth_server.cli.output import console, note, row, say_json, table
+from kvhearth_server.cli.output import console, draw_last, row, say_json, table
 from kvhearth_server.units import parse_size
 
 LOCAL_EPILOG = "Example: kvhearth bench local --json | jq '{store_ratio, load_ratio, missed}'"
@@ -52,10 +52,7 @@ def local(
         say_json(found)
     else:
         console().print(shown(found))
-    # Last: what was measured in minutes is told, also where the file cannot be written.
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
+    draw_last(draw, found, plot)
 
 
 def shown(found: Mapping[str, Any]) -> Table:

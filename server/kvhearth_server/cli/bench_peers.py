@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.options import AsJson
-from kvhearth_server.cli.output import console, note, row, say_json, table
+from kvhearth_server.cli.output import console, draw_last, note, row, say_json, table
 from kvhearth_server.units import parse_size
 
 EPILOG = (
@@ -80,10 +80,7 @@ def peers(
         to.print(each)
     if as_json:
         say_json(found)
-    # Last: what was measured in minutes is told, also where the file cannot be written.
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
+    draw_last(draw, found, plot)
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhearth_server.cli.options import AsJson
-from kvhearth_server.cli.output import console, note, row, say_json, table
+from kvhearth_server.cli.output import console, draw_last, row, say_json, table
+from kvhearth_server.cli.signals import cleaned_up
 
 EPILOG = (
     "Example: kvhearth bench ssd --dir /mnt/nvme --json | tail -n 1 | "
@@ -70,7 +71,6 @@ def ssd(
     from kvhearth_server.bench.ssd.plot import draw
     from kvhearth_server.bench.ssd.run import run
     from kvhearth_server.bench.ssd.sizes import FULL, QUICK
-    from kvhearth_server.torture.tied import cleaned_up
 
     if plot is not None:
         require_plotter()
@@ -84,10 +84,7 @@ def ssd(
         to.print(each)
     if as_json:
         say_json(found)
-    # Last: what was measured in minutes is told, also where the file cannot be written.
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
+    draw_last(draw, found, plot)
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:

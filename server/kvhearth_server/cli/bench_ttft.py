@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +14,8 @@ from rich.table import Table
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.options import AsJson
-from kvhearth_server.cli.output import console, note, row, say_json, table
+from kvhearth_server.cli.output import console, draw_last, note, row, say_json, table
+from kvhearth_server.cli.signals import cleaned_up
 
 EPILOG = (
     "Example: kvhearth bench ttft --engine-python /opt/vllm/bin/python --models models --json | "
@@ -111,7 +110,7 @@ def ttft(
         raise _bad(f"--engine-python: no interpreter at {engine_python}")
     if not (models / MODEL / "config.json").is_file():
         raise _bad(f"--models: no model at {models / MODEL}")
-    with _ends_in_order():
+    with cleaned_up():  # the engines, too
         threads = threads or max(len(os.sched_getaffinity(0)) - 1, 1)
         given = Given(engine_python, models.resolve(), lmcache, threads)
         found = {**run(sizes_of(quick=quick, dtype=dtype.value), given, note), "quick": quick}
@@ -121,20 +120,7 @@ def ttft(
         to.print(each)
     if as_json:
         say_json(found)
-    # Last: what was measured in minutes is told, also where the file cannot be written.
-    if plot is not None:
-        draw(found, plot)
-        note(f"drawn into {plot}")
-
-
-@contextlib.contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """SIGTERM ends the engines, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    draw_last(draw, found, plot)
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:

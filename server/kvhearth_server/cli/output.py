@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -48,6 +49,20 @@ def say_json(value: Mapping[str, object]) -> None:
 def note(text: str) -> None:
     """A message for a person."""
     typer.echo(text, err=True)
+
+
+def draw_last(
+    draw: Callable[[Mapping[str, Any], Path], None], found: Mapping[str, Any], path: Path | None
+) -> None:
+    """Draw a picture if one is wanted, after all else was printed: what was measured in minutes is
+    told also where the file cannot be written.
+
+    Raises:
+        KVHearthError: as ``draw``.
+    """
+    if path is not None:
+        draw(found, path)
+        note(f"drawn into {path}")
 
 
 def console() -> Console:

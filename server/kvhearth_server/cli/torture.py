@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvhearth_server.cli.options import AsJson
 from kvhearth_server.cli.output import console, note, row, say_json, table
+from kvhearth_server.cli.signals import cleaned_up
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.run import Progress as Told
@@ -100,7 +101,6 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     from kvhearth_server.torture.places import Roots
     from kvhearth_server.torture.report import KINDS
     from kvhearth_server.torture.run import Options, run
-    from kvhearth_server.torture.tied import cleaned_up
 
     if faults == "list":
         _list(TABLE)
