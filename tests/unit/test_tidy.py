@@ -1,4 +1,4 @@
-"""The tail is bounded: lengths of files, functions and classes, and what no file may contain."""
+"""Bounds on the length of modules and functions, and on what no module may contain."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE_LINES_MAX = 400
-TEST_FILE_LINES_MAX = 600
+FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
-CLASS_METHODS_MAX = 20
 
 CATCH_ALL_ALLOWED = frozenset(
     {
@@ -83,25 +81,17 @@ def test_there_is_something_to_look_at() -> None:
 @each_source
 def test_file_length(path: Path) -> None:
     count = len(path.read_text(encoding="utf-8").splitlines())
-    assert count <= (FILE_LINES_MAX if path in CODE else TEST_FILE_LINES_MAX)
+    assert count <= FILE_LINES_MAX
 
 
 @each_code
-def test_function_and_class_length(path: Path) -> None:
+def test_function_length(path: Path) -> None:
     long = []
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
                 long.append(f"line {node.lineno}: {node.name} has {lines} lines")
-        elif isinstance(node, ast.ClassDef):
-            methods = [
-                each
-                for each in node.body
-                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-            ]
-            if len(methods) > CLASS_METHODS_MAX:
-                long.append(f"line {node.lineno}: {node.name} has {len(methods)} methods")
     assert long == []
 
 
