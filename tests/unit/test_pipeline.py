@@ -25,9 +25,9 @@ from kvhearth.model import pack_bits
 from kvhearth.pipeline import LoadPipeline, Movers, Stock, StoreDone, StorePipeline
 from kvhearth.pipeline.admission import Admission
 from kvhearth.pipeline.reach import usable_tokens
-from kvhearth.pipeline.workers import Worker
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
+from kvhearth.workers import Worker
 from kvhearth_server.core.lookup import hit_boundaries
 
 CONTRACT = Contract(

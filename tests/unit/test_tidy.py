@@ -21,7 +21,7 @@ CATCH_ALL_ALLOWED = frozenset(
         "client/kvhearth/copiers/host.py",
         "client/kvhearth/drains.py",
         "client/kvhearth/keeper.py",
-        "client/kvhearth/pipeline/workers.py",
+        "client/kvhearth/workers.py",
         "client/kvhearth/session.py",
         "server/kvhearth_server/daemon.py",
         "server/kvhearth_server/engine/supervisor.py",

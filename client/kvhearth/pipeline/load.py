@@ -29,8 +29,8 @@ from kvhearth.pipeline.loading import (
 from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank
 from kvhearth.pipeline.pages import KeysAndPages, own_pages
 from kvhearth.pipeline.reach import usable_tokens
-from kvhearth.pipeline.workers import Worker
 from kvhearth.results import LookupResult, PrefetchResult
+from kvhearth.workers import Worker
 
 FLIGHTS_MAX = 8
 """Loads whose copies may be under way."""

@@ -11,7 +11,7 @@ import numpy as np
 from kvhearth.client import KVClient
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
-from kvhearth.pipeline.workers import Worker
+from kvhearth.workers import Worker
 
 RESERVE_BLOCKS_MAX = 1024
 """Of one call: well under any daemon's bound of keys."""

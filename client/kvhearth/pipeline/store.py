@@ -20,7 +20,7 @@ from kvhearth.pipeline.movers import CopierFactory, Movers, check_single_rank, h
 from kvhearth.pipeline.pages import page_numbers
 from kvhearth.pipeline.stock import Slots, Stock
 from kvhearth.pipeline.storing import StoreDone, StoreFlight, StoreJob, StoreTicket
-from kvhearth.pipeline.workers import Worker
+from kvhearth.workers import Worker
 
 FLIGHTS_MAX = 16
 """Batches whose copies may be under way; together they have two full batches' blocks at most."""

@@ -11,8 +11,8 @@ import numpy as np
 from kvhearth.connectors.vllm.context import Context
 from kvhearth.model import U8, Bools
 from kvhearth.pipeline.stock import Slots, Stock
-from kvhearth.pipeline.workers import Worker
 from kvhearth.results import CommitGroup
+from kvhearth.workers import Worker
 
 COMMITS_MAX = 4096
 """Finished stores that wait for their commit; beyond it they are given back."""

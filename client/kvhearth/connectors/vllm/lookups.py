@@ -20,8 +20,8 @@ from kvhearth.client import KVClient
 from kvhearth.codec import absent
 from kvhearth.connectors.vllm.groups import EngineGroups
 from kvhearth.pipeline.climbs import ClimbWait
-from kvhearth.pipeline.workers import Worker
 from kvhearth.results import LookupResult
+from kvhearth.workers import Worker
 
 _TICK_S = 0.25
 
