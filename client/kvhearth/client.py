@@ -10,6 +10,7 @@ from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.decisions import Decisions
 from kvhearth.drains import Drain
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.keeper import Attached
 from kvhearth.results import LookupResult
 from kvhearth.url import DaemonUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -145,6 +146,13 @@ class KVClient(Decisions):
         by then, or drop their arrays.
         """
         self._keeper.drains.add(drain)
+
+    def add_attached(self, attached: Attached) -> None:
+        """Register what is to be prepared for a session: ``attached()`` is called on the keeper's
+        thread each time one has begun, and now if there is one. It may be called twice for the same
+        session, and must not wait.
+        """
+        self._keeper.add_attached(attached)
 
     def counters(self) -> dict[str, int]:
         """Counters since the start, by name; heartbeats carry them to the daemon."""

@@ -16,6 +16,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from kvhearth.courier import Courier
@@ -41,6 +42,9 @@ REFUSALS = frozenset(
 """Refused attaches that only a person can mend."""
 SESSION_ENDS = frozenset({Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE, Reason.STALE_INCARNATION})
 """Answers after which the session is worth nothing."""
+
+Attached = Callable[[], None]
+"""Prepares something for a session that has just begun; does not wait."""
 
 _TICK_S = 0.25
 _GATHER_S = 0.1
@@ -72,6 +76,7 @@ class Keeper:
         self._report = Report()
         self._warnings = Warnings()
         self.drains = Drains()
+        self._attached: list[Attached] = []
         self._courier = Courier(self._call, counters, self._warnings)
         self._state = threading.Condition()
         self._wake = threading.Event()
@@ -89,6 +94,12 @@ class Keeper:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def add_attached(self, attached: Attached) -> None:
+        """Register for good; see ``KVClient.add_attached``."""
+        self._attached.append(attached)
+        if self.link is not None:
+            attached()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for a complete group; False after the time, a refusal or ``stop``."""
@@ -217,7 +228,15 @@ class Keeper:
             self._state.notify_all()
         self._counters.add("attaches")
         LOGGER.info("attached to KVHearth, boot %s, session %d", link.boot_id, link.welcome.session)
+        for attached in tuple(self._attached):
+            self._prepare(attached)
         return self._plan_beat()
+
+    def _prepare(self, attached: Attached) -> None:
+        try:
+            attached()
+        except Exception:  # noqa: BLE001 - foreign code: the session works without
+            LOGGER.exception("a new session could not be prepared")
 
     def _attach_failed(self, error: KVHearthError) -> float:
         self._attach_failures += 1

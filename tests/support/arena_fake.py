@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +15,25 @@ GUARD_BYTE = 0xA5
 """What every byte of the arena is before anything is stored."""
 
 
+class _Watched(np.ndarray):
+    """Bytes that tell when a part of them is looked at."""
+
+    looked: Callable[[], None] | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.looked is not None:
+            self.looked()
+        return np.asarray(self)[key]
+
+
 class FakeArena:
     """Segments of ``slot_count`` slots of ``slot_bytes`` each; slot numbers run through the
     segments.
 
     ``switch_alive(False)`` is the daemon's death. ``on_alive`` is called at each question whether
     the daemon lives: a copier asks before it starts and after its last copy, so a test can change
-    the world in between.
+    the world in between. ``on_look`` is called when a part of a segment is taken with numpy, as the
+    CUDA copier does for a checksum.
     """
 
     def __init__(
@@ -30,6 +43,7 @@ class FakeArena:
         self.slot_bytes = slot_bytes
         self.slot_count = slot_count
         self.on_alive: Callable[[int], None] = lambda question: None
+        self.on_look: Callable[[], None] = lambda: None
         self.questions = 0
         self._alive = True
         segment_bytes = slot_bytes * slot_count
@@ -45,7 +59,9 @@ class FakeArena:
         self.generations.flags.writeable = False
 
     def view(self, segment: int) -> np.ndarray:
-        return self._views[segment]
+        watched = self._views[segment].view(_Watched)
+        watched.looked = lambda: self.on_look()
+        return watched
 
     def address(self, segment: int) -> int:
         return int(self._views[segment].ctypes.data)

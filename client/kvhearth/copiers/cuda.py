@@ -5,7 +5,8 @@ the GPU into a small staging buffer first, so that what crosses the bus is one c
 not one per fragment; loads go the other way. Ragged pages are copied fragment by fragment.
 
 Copies work before the arena is registered with CUDA (``register``), only then they hold up the
-caller.
+caller. The caller's thread issues copies and nothing else: a thread of the copier's own looks at
+the events and computes the checksums of loads.
 """
 
 from __future__ import annotations
@@ -32,21 +33,26 @@ from kvhearth.copiers.base import (
 )
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
 from kvhearth.copiers.device import CopyDevice, TorchCuda
-from kvhearth.copiers.register import PIECE_BYTES_MAX
+from kvhearth.copiers.register import PIECE_BYTES
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV, Shape
 from kvhearth.model import I64, Bools, Records
+from kvhearth.workers import Worker
 
 _LOG = logging.getLogger(__name__)
 
 STAGING_BYTES = 16 << 20
 RUN_BYTES_MAX = 64 << 20
 POLL_S = 0.0001
-"""Between two looks at the events while somebody waits."""
+POLL_MAX_S = 0.001
+"""Between two looks at the events: an eighth of the youngest batch's age within these bounds, since
+each look takes the interpreter's lock."""
+_IDLE_S = 10.0
+_JOIN_S = 0.5
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
     ticket: Ticket
     batch: Batch
@@ -58,9 +64,10 @@ class _Flight:
 class CudaCopier:
     """The copier for tensors on a GPU; see ``base.Copier`` for its promises. Thread-safe.
 
-    Stores are issued and loads verified in the thread that calls ``store``, ``load``, ``poll``,
-    ``wait``, ``drain`` or ``close``; there is no thread of its own. Stores are not summed
-    (``Done.checksums`` is None): the daemon sums them.
+    Copies are issued in the thread that calls ``store`` or ``load``. A thread of the copier's own
+    sees them end, verifies loads and judges the batch; the other methods call no CUDA. Stores are
+    not summed (``Done.checksums`` is None): the daemon sums them. In a forked child the copier
+    takes nothing.
 
     Args:
         kv: the registered pages, on one GPU.
@@ -72,11 +79,11 @@ class CudaCopier:
         queue_max: batches under way at most.
         staging_bytes: GPU memory of each direction's staging buffer (at least one page; none unless
             the pages are stacked).
-        piece_bytes: in which the arena is registered: no single copy crosses such a bound. A
-            *block* must not either, which slabs that divide a piece guarantee.
+        piece_bytes: in which the arena is registered: no single copy crosses such a bound.
 
     Raises:
         KVHearthError: ``bad_contract`` if the tensors are not on a GPU.
+        RuntimeError: the GPU has no memory for the staging buffers, or the CUDA context is broken.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class CudaCopier:
         seed: int | None = None,
         queue_max: int = 64,
         staging_bytes: int = STAGING_BYTES,
-        piece_bytes: int = PIECE_BYTES_MAX,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         if device is None and not kv.device.startswith("cuda"):
             raise KVHearthError(
@@ -100,10 +107,15 @@ class CudaCopier:
         self._device = device if device is not None else TorchCuda(kv.device)
         self._verify_fraction = verify_fraction
         self._random = np.random.default_rng(seed)
-        self._mover = _Mover(kv, self._arena, staging_bytes, piece_bytes)
+        with self._device.entered():
+            self._mover = _Mover(kv, self._arena, self._device, staging_bytes, piece_bytes)
         self._book = TicketBook(queue_max)
+        # Copies of two batches must not mix: they share a staging buffer, in the stream's order.
+        self._issuing = threading.Lock()
+        self._worker = Worker("kvhearth-copies", self._step, lambda: None)
+        self._changed = self._worker.changed
         self._flights: deque[_Flight] = deque()
-        self._lock = threading.RLock()
+        self._worker.start()
 
     def store(
         self, boot_id: str, pages: I64, extents: Records, *, wait_s: float = 0.0
@@ -119,34 +131,25 @@ class CudaCopier:
 
     def poll(self) -> list[Done]:
         """Finished batches; see ``base.Copier.poll``."""
-        self._progress()
-        return self._book.claim_all()
+        return [] if self._worker.foreign else self._book.claim_all()
 
     def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
         """One batch's outcome; see ``base.Copier.wait``."""
-        until = deadline_of(deadline_s)
-        while True:
-            self._progress()
-            done = self._book.claim(ticket, 0.0)
-            if done is not None or time.monotonic() >= until:
-                return done
-            time.sleep(POLL_S)
+        return None if self._worker.foreign else self._book.claim(ticket, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for quiet; see ``base.Copier.drain``."""
-        until = deadline_of(deadline_s)
-        while True:
-            self._progress()
-            if self._book.wait_idle(0.0):
-                return True
-            if time.monotonic() >= until:
-                return False
-            time.sleep(POLL_S)
+        return self._worker.foreign or self._book.wait_idle(deadline_s)
 
     def close(self, deadline_s: float = 30.0) -> bool:
         """Take nothing more and let the copies end; see ``base.Copier.close``."""
+        if self._worker.foreign:
+            return True
+        until = deadline_of(deadline_s)
         self._book.close()
-        if not self.drain(deadline_s):
+        if not self._book.wait_idle(deadline_s):
+            return False
+        if not self._worker.stop(max(until - time.monotonic(), _JOIN_S)):
             return False
         self._mover.release()
         return True
@@ -158,11 +161,13 @@ class CudaCopier:
     def _submit(
         self, kind: CopyKind, boot_id: str, pages: I64, extents: Records, wait_s: float
     ) -> Ticket | None:
+        if self._worker.foreign:
+            raise KVHearthError(Reason.CLOSED, "a forked child has no copier: make one there")
         pages, extents = own_arrays(pages, extents)
-        ticket = self._open(kind, len(extents), wait_s)
+        ticket = self._book.open(kind, len(extents), wait_s)
         if ticket is None:
             return None
-        with self._lock:
+        with self._issuing:
             started_s = time.perf_counter()
             try:
                 batch = Batch(self._kv, self._arena, boot_id, pages, extents)
@@ -171,48 +176,64 @@ class CudaCopier:
                 self._book.finish(copy_failed(ticket))
                 return ticket
             event, failed = self._issue(ticket.kind, batch)
-            self._flights.append(_Flight(ticket, batch, event, started_s, failed))
+            with self._changed:
+                self._flights.append(_Flight(ticket, batch, event, started_s, failed))
+                self._changed.notify_all()
         return ticket
-
-    def _open(self, kind: CopyKind, count: int, wait_s: float) -> Ticket | None:
-        until = deadline_of(wait_s)
-        while True:
-            self._progress()
-            ticket = self._book.open(kind, count, 0.0)
-            if ticket is not None or time.monotonic() >= until:
-                return ticket
-            time.sleep(POLL_S)
 
     def _issue(self, kind: CopyKind, batch: Batch) -> tuple[object | None, bool]:
         """Issue the copies of a batch; the event after them and whether something went wrong."""
         failed = False
         try:
-            with self._device.issuing(kind):
-                self._mover.issue(kind, batch)
-        except Exception:  # noqa: BLE001 - fail-open boundary: a batch must always get an outcome
-            _LOG.exception("copies of %d blocks could not be issued", len(batch))
-            failed = True
-        try:
-            # Also after a failure: copies that were issued before it are still under way.
-            return self._device.record(kind), failed
+            with self._device.entered():
+                try:
+                    with self._device.issuing(kind):
+                        self._mover.issue(kind, batch)
+                except Exception:  # noqa: BLE001 - a batch must always get an outcome
+                    _LOG.exception("copies of %d blocks could not be issued", len(batch))
+                    failed = True
+                # Also after a failure: copies that were issued before it are still under way.
+                return self._device.record(kind), failed
         except Exception:  # noqa: BLE001 - a ticket must always get an outcome
             _LOG.exception("the CUDA context is broken")
             return None, True
 
-    def _progress(self) -> None:
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
         """Finish the batches whose copies have ended."""
-        with self._lock:
-            still_under_way: deque[_Flight] = deque()
-            try:
-                while self._flights:
-                    flight = self._flights.popleft()
-                    if self._has_ended(flight):
-                        self._book.finish(self._outcome(flight))
+        with self._changed:
+            self._changed.wait_for(lambda: self._flights or self._worker.stopping, _IDLE_S)
+            flights = list(self._flights)
+        if not flights:
+            return
+        ended = self._ended(flights)
+        for flight in ended:
+            outcome = self._outcome(flight)
+            with self._changed:
+                self._flights.remove(flight)
+            self._book.finish(outcome)
+        if not ended:
+            age_s = time.perf_counter() - flights[-1].started_s
+            time.sleep(min(max(age_s / 8, POLL_S), POLL_MAX_S))
+
+    def _ended(self, flights: list[_Flight]) -> list[_Flight]:
+        """The batches whose copies have ended; those of one kind end in their order."""
+        ended = []
+        under_way: set[CopyKind] = set()
+        try:
+            with self._device.entered():
+                for flight in flights:
+                    if flight.ticket.kind not in under_way and self._has_ended(flight):
+                        ended.append(flight)
                     else:
-                        still_under_way.append(flight)
-            finally:
-                still_under_way.extend(self._flights)
-                self._flights = still_under_way
+                        under_way.add(flight.ticket.kind)
+        except RuntimeError:
+            _LOG.exception("the CUDA context is broken")
+            for flight in flights:
+                flight.failed = True
+            return flights
+        return ended
 
     def _has_ended(self, flight: _Flight) -> bool:
         if flight.event is None:
@@ -255,7 +276,14 @@ class CudaCopier:
 class _Mover:
     """Issues a batch's copies on the current stream, by the way that the pages' shape allows."""
 
-    def __init__(self, kv: PagedKV, arena: HeldArena, staging_bytes: int, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        arena: HeldArena,
+        device: CopyDevice,
+        staging_bytes: int,
+        piece_bytes: int,
+    ) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._kv = kv
         self._piece_bytes = piece_bytes
@@ -271,10 +299,13 @@ class _Mover:
             self._stack = stack.view(self._word_dtype())
             shape = (self._staging_blocks, kv.page_bytes)
             # One buffer per direction, reused in stream order: no allocation while the engine runs.
-            self._staging = {
-                kind: self._torch.empty(shape, dtype=self._torch.uint8, device=stack.device)
-                for kind in CopyKind
-            }
+            # Of the memory of the stream that uses it: what was freed on another may still be in
+            # use by kernels there.
+            for kind in CopyKind:
+                with device.issuing(kind):
+                    self._staging[kind] = self._torch.empty(
+                        shape, dtype=self._torch.uint8, device=stack.device
+                    )
 
     def release(self) -> None:
         """Let go of the arena's memory and of the staging buffers."""
@@ -299,11 +330,11 @@ class _Mover:
         for run in batch.runs(blocks_max, dense=True, piece_bytes=self._piece_bytes):
             count = len(run.positions)
             pages = self._parts[0][run.page : run.page + count].view(-1)
-            self._copy(kind, pages, self._slots(run.segment, run.offset, count * page_bytes))
+            self._copy(kind, pages, run.segment, run.offset)
 
     def _issue_stacked(self, kind: CopyKind, batch: Batch) -> None:
         assert self._stack is not None
-        chosen, page_bytes = batch.positions(), self._kv.page_bytes
+        chosen = batch.positions()
         # Not blocking, else the caller would wait for all that is on the stream; the driver takes
         # its own copy of this small pageable array before the call returns.
         every_index = self._torch.from_numpy(batch.pages[chosen]).to(
@@ -325,27 +356,28 @@ class _Mover:
                 piece_bytes=self._piece_bytes,
             ):
                 count = len(run.positions)
-                slots = self._slots(run.segment, run.offset, count * page_bytes)
-                self._copy(kind, staging[row : row + count].view(-1), slots)
+                self._copy(kind, staging[row : row + count].view(-1), run.segment, run.offset)
                 row += count
             if kind is CopyKind.LOAD:
                 self._stack.index_copy_(0, index, words)
 
     def _issue_fragments(self, kind: CopyKind, batch: Batch) -> None:
         for run in batch.runs(1):
-            slot = self._slots(run.segment, run.offset, self._kv.page_bytes)
             for part, pages in zip(self._kv.parts, self._parts, strict=True):
-                self._copy(kind, pages[run.page], slot[part.start_bytes : part.end_bytes])
+                self._copy(kind, pages[run.page], run.segment, run.offset + part.start_bytes)
 
-    def _slots(self, segment: int, offset: int, length: int) -> Any:
-        return self._arena_bytes[segment][offset : offset + length]
-
-    @staticmethod
-    def _copy(kind: CopyKind, on_device: Any, in_arena: Any) -> None:
-        if kind is CopyKind.STORE:
-            in_arena.copy_(on_device, non_blocking=True)
-        else:
-            on_device.copy_(in_arena, non_blocking=True)
+    def _copy(self, kind: CopyKind, on_device: Any, segment: int, offset: int) -> None:
+        """Copy one run of bytes, cut where a registered piece ends: CUDA refuses to cross it."""
+        arena, done, length = self._arena_bytes[segment], 0, len(on_device)
+        while done < length:
+            start = offset + done
+            count = min(length - done, self._piece_bytes - start % self._piece_bytes)
+            in_arena, pages = arena[start : start + count], on_device[done : done + count]
+            if kind is CopyKind.STORE:
+                in_arena.copy_(pages, non_blocking=True)
+            else:
+                pages.copy_(in_arena, non_blocking=True)
+            done += count
 
     def _word_dtype(self) -> Any:
         """The widest word in which fragments can be gathered: single bytes are slow on a GPU."""

@@ -1,17 +1,138 @@
-"""Streams and events of one GPU, as the copier needs them."""
+"""Doors to CUDA: the runtime's calls that torch does not offer, and the streams of one GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from kvhearth.copiers.base import CopyKind
+from kvhearth.errors import KVHearthError, Reason
+
+_LOG = logging.getLogger(__name__)
+
+RELAXED = 2
+"""``cudaStreamCaptureModeRelaxed``. In any other mode a call such as ``cudaHostRegister`` or
+``cudaEventQuery`` fails while another thread captures a graph, and invalidates that graph."""
+_REGISTER_PORTABLE = 1
+"""``cudaHostRegisterPortable``: page-locked for every context of the process."""
+
+
+class CudaRuntime(Protocol):
+    """The CUDA runtime as a thread of ours uses it. Codes are ``cudaError_t``, 0 is success."""
+
+    def set_device(self, index: int) -> int:
+        """Make a GPU the calling thread's. Each thread starts on device 0, where its first call
+        would create a context that costs hundreds of megabytes.
+        """
+
+    def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
+        """Set the calling thread's capture mode; the code and the mode before."""
+
+    def host_register(self, address: int, size_bytes: int) -> int:
+        """Page-lock ``size_bytes`` from ``address``; both are multiples of the page size."""
+
+    def host_unregister(self, address: int) -> int:
+        """Undo ``host_register`` of the piece that began at ``address``."""
+
+    def last_error(self) -> int:
+        """Read *and clear* the calling thread's last error.
+
+        An error that is left behind is reported by the thread's next kernel launch, as if it were
+        the launch's own.
+        """
+
+
+class Cudart:
+    """``CudaRuntime`` by the library that torch has loaded.
+
+    Raises:
+        KVHearthError: ``copy_failed`` if torch has no CUDA or its runtime cannot be found.
+    """
+
+    def __init__(self) -> None:
+        torch: Any = importlib.import_module("torch")
+        version = torch.version.cuda
+        if version is None:
+            raise KVHearthError(
+                Reason.COPY_FAILED, "this torch has no CUDA: install a build that has"
+            )
+        name = f"libcudart.so.{version.split('.')[0]}"
+        try:
+            self._slow = ctypes.CDLL(name)
+            # Without giving up the interpreter's lock, which another thread may keep for 5 ms.
+            self._quick = ctypes.PyDLL(name)
+        except OSError as error:
+            raise KVHearthError(Reason.COPY_FAILED, f"cannot load {name}: {error}") from None
+        self._slow.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._slow.cudaHostUnregister.argtypes = [ctypes.c_void_p]
+
+    def set_device(self, index: int) -> int:
+        """See ``CudaRuntime.set_device``."""
+        return int(self._slow.cudaSetDevice(index))
+
+    def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
+        """See ``CudaRuntime.exchange_capture_mode``."""
+        value = ctypes.c_int(mode)
+        code = int(self._quick.cudaThreadExchangeStreamCaptureMode(ctypes.byref(value)))
+        return code, value.value
+
+    def host_register(self, address: int, size_bytes: int) -> int:
+        """See ``CudaRuntime.host_register``."""
+        return int(self._slow.cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE))
+
+    def host_unregister(self, address: int) -> int:
+        """See ``CudaRuntime.host_unregister``."""
+        return int(self._slow.cudaHostUnregister(address))
+
+    def last_error(self) -> int:
+        """See ``CudaRuntime.last_error``."""
+        return int(self._quick.cudaGetLastError())
+
+
+def checked(runtime: CudaRuntime, call: str, code: int) -> None:
+    """Raise for a code that is not success, with the thread's last error cleared.
+
+    Raises:
+        RuntimeError: names the call and the code.
+    """
+    if code:
+        runtime.last_error()
+        raise RuntimeError(f"{call} returned {code}")
+
+
+@contextmanager
+def beside_captures(runtime: CudaRuntime) -> Iterator[None]:
+    """Let the thread's calls pass while another thread captures a graph.
+
+    Raises:
+        RuntimeError: the thread's capture mode cannot be set, or not be restored.
+    """
+    call = "cudaThreadExchangeStreamCaptureMode"
+    code, before = runtime.exchange_capture_mode(RELAXED)
+    checked(runtime, call, code)
+    try:
+        yield
+    finally:
+        code, _ = runtime.exchange_capture_mode(before)
+        checked(runtime, call, code)
 
 
 class CopyDevice(Protocol):
-    """The door to CUDA's streams and events; all else that the copier does is plain torch."""
+    """The door to one GPU's streams and events; all else that the copier does is plain torch.
+
+    Every method but ``entered`` is called inside ``entered`` of the same thread.
+    """
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Make this GPU the calling thread's, and let its calls pass beside a graph capture.
+
+        Raises:
+            RuntimeError: the CUDA context is broken.
+        """
 
     def issuing(self, kind: CopyKind) -> AbstractContextManager[None]:
         """Make the stream of ``kind`` current, ordered after all work of the caller's stream."""
@@ -36,15 +157,32 @@ class TorchCuda:
 
     Args:
         device: such as ``"cuda:0"``.
+
+    Raises:
+        RuntimeError: the CUDA context is broken.
     """
 
     def __init__(self, device: str) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._device = device
-        # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
-        self._streams = {
-            kind: self._torch.cuda.Stream(device=device, priority=0) for kind in CopyKind
-        }
+        self._runtime: CudaRuntime | None = None
+        try:
+            self._runtime = Cudart()
+        except KVHearthError as error:
+            _LOG.warning("copies may invalidate a graph capture of another thread: %s", error)
+        with self.entered():
+            # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
+            self._streams = {
+                kind: self._torch.cuda.Stream(device=device, priority=0) for kind in CopyKind
+            }
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See ``CopyDevice.entered``."""
+        runtime = self._runtime
+        captures = nullcontext() if runtime is None else beside_captures(runtime)
+        with self._torch.cuda.device(self._device), captures:
+            yield
 
     @contextmanager
     def issuing(self, kind: CopyKind) -> Iterator[None]:

@@ -1,13 +1,16 @@
-"""Copiers of the arena that is mapped now: made when it appears, dropped when its session ends."""
+"""Copiers of the arena that is mapped now: made at the first copy, dropped when its session ends.
+
+A GPU's arena is registered with CUDA from the attach on.
+"""
 
 from __future__ import annotations
 
 import importlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -16,13 +19,13 @@ from kvhearth.client import KVClient
 from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
 from kvhearth.copiers.device import CopyDevice
 from kvhearth.copiers.host import HostCopier
-from kvhearth.copiers.register import ArenaRegistration, CudartRegistrar
+from kvhearth.copiers.register import Registrations
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
-from kvhearth.meters import LOGGER, Warnings
+from kvhearth.meters import Warnings
 
 CopierFactory = Callable[[PagedKV, ArenaView], Copier]
-_DROP_S = 1.0
+_of_process = Registrations()
 
 
 class CopyOrder(Protocol):
@@ -104,23 +107,37 @@ def host_or_cuda(
     return make
 
 
+@dataclass(eq=False)
+class _Mapped:
+    """One arena and the copiers of it, by KV group."""
+
+    arena: ArenaMapping
+    copiers: dict[int, Copier] = field(default_factory=dict)
+
+
 class Movers:
     """One copier for each KV cache group of this rank, of the arena that is mapped now.
 
     It registers ``drain`` with the client: before a lost session is let go, all copies have ended
-    and nothing here holds its memory any more. Thread-safe.
+    and nothing here holds its memory any more. ``copier`` never waits for that. Thread-safe.
 
     Args:
         client: of the process.
         kv: by KV group, the registered pages, all on one device.
         make: makes a copier.
+        registrations: registers arenas with CUDA; None for the process's own, for pages on a GPU.
 
     Raises:
         KVHearthError: ``bad_contract`` if the pages are not those of the client's contract.
     """
 
     def __init__(
-        self, client: KVClient, kv: Mapping[int, PagedKV], make: CopierFactory | None = None
+        self,
+        client: KVClient,
+        kv: Mapping[int, PagedKV],
+        make: CopierFactory | None = None,
+        *,
+        registrations: Registrations | None = None,
     ) -> None:
         devices = {pages.device for pages in kv.values()}
         if len(devices) != 1:
@@ -129,16 +146,20 @@ class Movers:
             )
         _check_pages(client, kv)
         self.device = devices.pop()
-        self.order: CopyOrder = HostOrder() if self.device == "cpu" else CudaOrder(self.device)
+        on_gpu = self.device != "cpu"
+        self.order: CopyOrder = CudaOrder(self.device) if on_gpu else HostOrder()
+        self._registrations = registrations or (_of_process if on_gpu else None)
         self._client = client
         self._kv = dict(kv)
         self._make = make or host_or_cuda()
+        # Held while a copier is made, but never while copies or CUDA's registration end.
         self._lock = threading.Lock()
-        self._arena: ArenaMapping | None = None
-        self._copiers: dict[int, Copier] = {}
+        self._mapped: _Mapped | None = None
+        self._leaving: _Mapped | None = None
         self._closed = False
         self._warnings = Warnings()
         client.add_drain(self.drain)
+        client.add_attached(self._attached)
 
     def copier(self, kv_group: int, boot_id: str) -> Copier | None:
         """The copier into the mapped arena of that boot; None if that is not mapped (any more), or
@@ -153,19 +174,17 @@ class Movers:
 
     def _copier(self, kv_group: int, boot_id: str) -> Copier | None:
         with self._lock:
+            # Read with the lock held. The link is lost before its drain begins: a copier of its
+            # arena is either made before that drain takes the lock, or not at all.
             arena = self._client.arena
-            if arena is None or arena.boot_id != boot_id or self._closed:
+            if arena is None or arena.boot_id != boot_id:
                 return None
-            if arena is not self._arena and not self._take(arena):
+            mapped = self._take(arena)
+            if mapped is None:
                 return None
-            copier = self._copiers.get(kv_group)
+            copier = mapped.copiers.get(kv_group)
             if copier is None:
-                copier = self._make(self._kv[kv_group], arena)
-                self._copiers[kv_group] = copier
-            # A drain that came before the lock was taken would not have seen it.
-            if self._client.arena is not arena:
-                self._drop(_DROP_S)
-                return None
+                copier = mapped.copiers[kv_group] = self._make(self._kv[kv_group], arena)
             return copier
 
     def key_problem(self, kv_group: object, keys: Sequence[bytes]) -> str:
@@ -178,79 +197,66 @@ class Movers:
         return ""
 
     def drain(self, deadline_s: float) -> bool:
-        """End the copiers and let go of the arena; False if copies are still under way then.
+        """End the copiers and let go of the arena; False if that takes longer: call again.
 
         The next ``copier`` makes new ones, for the arena that is mapped then.
         """
-        with self._lock:
-            return self._drop(deadline_s)
+        return self._drain(deadline_s, close=False)
 
     def close(self, deadline_s: float) -> bool:
         """``drain``, and make no more copiers."""
-        with self._lock:
-            self._closed = True
-            return self._drop(deadline_s)
+        return self._drain(deadline_s, close=True)
 
-    def _take(self, arena: ArenaMapping) -> bool:
-        if not self._drop(_DROP_S):
+    def _attached(self) -> None:
+        """A session has begun: prepare its arena, on the client's thread."""
+        with self._lock:
+            arena = self._client.arena
+            if arena is not None:
+                self._take(arena)
+
+    def _take(self, arena: ArenaMapping) -> _Mapped | None:
+        """The state of the mapped arena, with the lock held; None while another one is left."""
+        if self._closed or self._leaving is not None:
+            return None
+        if self._mapped is None:
+            self._mapped = _Mapped(arena)
+            if self._registrations is not None:
+                index = int(self.device.partition(":")[2] or 0)
+                self._registrations.acquire(arena, self, index, self._registration_failed)
+        return self._mapped if self._mapped.arena is arena else None
+
+    def _registration_failed(self) -> None:
+        self._client.count("registration_failed")
+
+    def _drain(self, deadline_s: float, *, close: bool) -> bool:
+        until = time.monotonic() + deadline_s
+        if not self._lock.acquire(timeout=max(deadline_s, 0.0)):
             return False
-        self._arena = arena
-        if self.device != "cpu":
-            _registrations.acquire(arena, self.device)
+        try:
+            self._closed |= close
+            if self._leaving is None:
+                self._leaving, self._mapped = self._mapped, None
+            leaving = self._leaving
+        finally:
+            self._lock.release()
+        if leaving is None:
+            return True
+        if not self._end(leaving, until):
+            return False
+        with self._lock:
+            if self._leaving is leaving:
+                self._leaving = None
         return True
 
-    def _drop(self, deadline_s: float) -> bool:
-        until = time.monotonic() + deadline_s
-        for copier in self._copiers.values():
+    def _end(self, leaving: _Mapped, until: float) -> bool:
+        """Wait for copies, then for CUDA to let go of the arena; no lock is held meanwhile."""
+        for copier in leaving.copiers.values():
             if not copier.close(max(until - time.monotonic(), 0.0)):
                 return False
-        self._copiers.clear()
-        registered = self._arena if self.device != "cpu" else None
-        left_s = max(until - time.monotonic(), 0.0)
-        if registered is not None and not _registrations.release(registered, left_s):
-            return False
-        self._arena = None
-        return True
-
-
-class _Registrations:
-    """Registers each arena with CUDA once, however many movers of this process use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: weakref.WeakKeyDictionary[ArenaMapping, int] = weakref.WeakKeyDictionary()
-        self._made: weakref.WeakKeyDictionary[ArenaMapping, ArenaRegistration] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def acquire(self, arena: ArenaMapping, device: str) -> None:
-        """Register, in the background; copies work without, only slower."""
-        with self._lock:
-            self._users[arena] = self._users.get(arena, 0) + 1
-            if arena in self._made:
-                return
-            try:
-                registrar = CudartRegistrar(int(device.partition(":")[2] or 0))
-                self._made[arena] = ArenaRegistration(arena, registrar)
-            except KVHearthError as error:
-                LOGGER.warning("the arena stays unregistered, copies will be slow: %s", error)
-
-    def release(self, arena: ArenaMapping, deadline_s: float) -> bool:
-        """Undo one ``acquire``; False if the last one's registration did not end in time: again."""
-        with self._lock:
-            users = self._users.get(arena, 0)
-            made = self._made.get(arena)
-            if users <= 1 and made is not None and not made.close(deadline_s):
-                return False
-            if users <= 1:
-                self._users.pop(arena, None)
-                self._made.pop(arena, None)
-            else:
-                self._users[arena] = users - 1
+        if self._registrations is None:
             return True
-
-
-_registrations = _Registrations()
+        left_s = max(until - time.monotonic(), 0.0)
+        return self._registrations.release(leaving.arena, self, left_s)
 
 
 def _check_pages(client: KVClient, kv: Mapping[int, PagedKV]) -> None:

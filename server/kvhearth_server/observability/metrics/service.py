@@ -54,6 +54,7 @@ _CLIENT_TROUBLE = (
     "stock_failures",
     "store_crashes",
     "load_crashes",
+    "registration_failed",
 )
 
 
