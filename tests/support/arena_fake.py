@@ -60,8 +60,11 @@ class FakeArena:
 
     def view(self, segment: int) -> np.ndarray:
         watched = self._views[segment].view(_Watched)
-        watched.looked = lambda: self.on_look()
+        watched.looked = self._look
         return watched
+
+    def _look(self) -> None:
+        self.on_look()
 
     def address(self, segment: int) -> int:
         return int(self._views[segment].ctypes.data)

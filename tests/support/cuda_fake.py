@@ -66,16 +66,21 @@ class FakeCuda:
         self.copying = False
         self.unpinned_under_copies: list[int] = []
         self.callers: dict[str, set[int]] = {}
-        self._threads: dict[int, _Thread] = {}
+        self._own = threading.local()
+        self._threads: list[_Thread] = []
 
     @property
     def thread(self) -> _Thread:
         """The calling thread's state."""
-        return self._threads.setdefault(threading.get_ident(), _Thread())
+        if not hasattr(self._own, "state"):
+            self._own.state = _Thread()
+            self._threads.append(self._own.state)
+        state: _Thread = self._own.state
+        return state
 
     def left_behind(self) -> list[_Thread]:
         """Threads with an error that nobody cleared, or another capture mode than they had."""
-        return [each for each in self._threads.values() if each.sticky or each.mode != GLOBAL]
+        return [each for each in self._threads if each.sticky or each.mode != GLOBAL]
 
     def call(self, name: str) -> int:
         """Anything that CUDA forbids beside a capture, on the calling thread's GPU."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
 
@@ -20,6 +21,7 @@ from kvhearth.copiers.batch import Batch, HeldArena, own_arrays, own_one
 from kvhearth.copiers.tickets import TicketBook
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.layout import PagedKV
+from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
 
 PAGE_BYTES = 32
 BOOT = "boot-1"
@@ -359,7 +361,7 @@ class TestCudaCopierScripted:
         kv = PagedKV(list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)))
         return CudaCopier(kv, arena, device=device, verify_fraction=1.0), arena, device
 
-    @pytest.mark.parametrize("failure", ["fail_issue", "fail_record", "fail_event"])
+    @pytest.mark.parametrize("failure", ["fail_issue", "fail_record", "fail_event", "fail_enter"])
     def test_a_cuda_error_is_an_outcome(self, parts: Any, failure: str) -> None:
         copier, arena, device = parts
         setattr(device, failure, True)
@@ -405,6 +407,131 @@ class TestCudaCopierScripted:
         extents = summed(arena.extents([0]), np.zeros((1, 16), np.uint8))
         done = copier.wait(copier.load(BOOT, extents, np.array([0])), 10.0)
         assert done.reasons == {"checksum_mismatch": 1}
+
+    @pytest.fixture
+    def stored(self, parts: Any) -> Records:
+        """Extents of two blocks in slots 0 and 1, both to be verified."""
+        copier, arena, _ = parts
+        done = copier.wait(copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1])), 10.0)
+        assert done.ok.all()
+        sums = b"".join(xxhash.xxh3_128_digest(arena.slot(slot)) for slot in (0, 1))
+        return summed(
+            arena.extents([0, 1]),
+            np.frombuffer(sums, np.uint8).reshape(2, 16),
+            FLAG_SUMMED | FLAG_VERIFY,
+        )
+
+    def test_checksums_are_taken_on_a_thread_of_their_own(self, parts: Any, stored: Any) -> None:
+        copier, arena, _ = parts
+        summing, go, threads = threading.Event(), threading.Event(), set()
+
+        def stall() -> None:
+            threads.add(threading.get_ident())
+            summing.set()
+            go.wait(10.0)
+
+        arena.on_look = stall
+        ticket = copier.load(BOOT, stored, np.array([2, 3]))
+        assert summing.wait(10.0)
+        assert copier.poll() == [], "a load was reported before its checksums were compared"
+        assert copier.wait(ticket, 0.02) is None
+        assert not copier.close(0.02)
+        go.set()
+        assert copier.wait(ticket, 10.0).ok.all()
+        assert threading.get_ident() not in threads
+        assert copier.close()
+
+    def test_checksums_are_taken_after_the_copies(self, parts: Any, stored: Any) -> None:
+        copier, arena, device = parts
+        looks: list[bool] = []
+        arena.on_look = lambda: looks.append(device.held)
+        device.held = True
+        ticket = copier.load(BOOT, stored, np.array([2, 3]))
+        assert copier.wait(ticket, 0.02) is None
+        device.held = False
+        assert copier.wait(ticket, 10.0).ok.all()
+        assert looks == [False, False]
+
+    def test_a_slot_that_leaves_use_while_it_is_verified(self, parts: Any, stored: Any) -> None:
+        copier, arena, _ = parts
+        arena.on_look = lambda: arena.bump(1) if arena.generations[1] == 1 else None
+        done = copier.wait(copier.load(BOOT, stored, np.array([2, 3])), 10.0)
+        assert done.ok.tolist() == [True, False]
+        assert done.reasons == {"stale_generation": 1}
+
+    def test_batches_that_wait_for_their_checksums_count_in_the_queue(self) -> None:
+        torch = pytest.importorskip("torch")
+        from kvhearth.copiers.cuda import CudaCopier
+
+        arena, go = FakeArena(PAGE_BYTES), threading.Event()
+        kv = PagedKV([torch.ones(8, PAGE_BYTES, dtype=torch.uint8)])
+        copier = CudaCopier(kv, arena, device=FakeDevice(), queue_max=2)
+        due = summed(arena.extents([0]), np.zeros((1, 16), np.uint8), FLAG_SUMMED | FLAG_VERIFY)
+        arena.on_look = lambda: go.wait(10.0) and None
+        tickets = [copier.load(BOOT, due, np.array([page])) for page in range(3)]
+        assert tickets[2] is None
+        go.set()
+        assert copier.drain(10.0)
+        assert [done.ticket for done in copier.poll()] == tickets[:2]
+        assert copier.close()
+        copier.check_books()
+
+    def test_no_copy_crosses_a_registered_piece(self) -> None:
+        torch = pytest.importorskip("torch")
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from kvhearth.copiers.cuda import CudaCopier
+
+        arena = FakeArena(PAGE_BYTES)
+        begin, piece = arena.address(0), PAGE_BYTES * 3 // 4
+        spans = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+                if func is torch.ops.aten.copy_.default:
+                    spans.extend((each.data_ptr() - begin, each.nbytes) for each in args[:2])
+                return func(*args, **(kwargs or {}))
+
+        for tensors in (
+            [torch.ones(8, PAGE_BYTES, dtype=torch.uint8)],
+            list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)),
+            [torch.ones(8, 5, dtype=torch.uint8), torch.ones(8, PAGE_BYTES - 5, dtype=torch.uint8)],
+        ):
+            spans.clear()
+            copier = CudaCopier(PagedKV(tensors), arena, device=FakeDevice(), piece_bytes=piece)
+            with Watch():
+                stored = copier.store(BOOT, np.arange(4), arena.extents(range(4)))
+                loaded = copier.load(BOOT, arena.extents(range(4)), np.arange(4, 8))
+            for ticket in (stored, loaded):
+                assert ticket is not None
+                done = copier.wait(ticket, 10.0)
+                assert done is not None
+                assert done.ok.all()
+            assert all((arena.slot(slot) == 1).all() for slot in range(4))
+            inside = [(at, size) for at, size in spans if 0 <= at < arena.segments[0]]
+            assert sum(size for _, size in inside) == 8 * PAGE_BYTES
+            assert all(at // piece == (at + size - 1) // piece for at, size in inside)
+            assert copier.close()
+
+    def test_staging_memory_is_of_the_stream_that_uses_it(self) -> None:
+        torch = pytest.importorskip("torch")
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from kvhearth.copiers.cuda import CudaCopier
+
+        device, streams = FakeDevice(), []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+                if "empty" in str(func) and args[0] != [0]:
+                    streams.append(device.issuing_now)
+                return func(*args, **(kwargs or {}))
+
+        kv = PagedKV(list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)))
+        with Watch():
+            copier = CudaCopier(kv, FakeArena(PAGE_BYTES), device=device)
+        assert streams == list(CopyKind)
+        assert copier.close()
 
     def test_cpu_pages_need_a_scripted_device(self) -> None:
         torch = pytest.importorskip("torch")

@@ -1,93 +1,161 @@
-"""Registration of the arena: in pieces, all or nothing, no error left behind."""
+"""Registration of the arena with CUDA, in the scripted runtime, and when it begins and ends."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.arena_fake import FakeArena
-from support.cuda_fake import FakeRegistrar
+from support.attached import url_of
+from support.cuda_fake import FakeCuda, FakeDevice
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, running, small_contract, until
+from support.threads import left_since, own_threads
 
-from kvhearth.copiers.register import PIECE_BYTES_MAX, ArenaRegistration, CudartRegistrar
+from kvhearth.client import KVClient, connect
+from kvhearth.copiers.device import Cudart
+from kvhearth.copiers.register import (
+    HUGEPAGE_BYTES,
+    PIECE_BYTES,
+    PIECE_BYTES_MAX,
+    ArenaRegistration,
+    Registrations,
+)
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.layout import PagedKV
+from kvhearth.pipeline.movers import CopierFactory, Movers, host_or_cuda
 
-PIECE_BYTES = 8192
 DEADLINE_S = 10.0
+LOG_TEXT = "the arena stays unregistered"
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    cuda = FakeCuda()
+    yield cuda
+    cuda.gate.set()
+    assert cuda.contexts == {cuda.device}, "a context was made on a GPU that is not the engine's"
+    assert cuda.left_behind() == []
+    assert cuda.broken_by == []
+    assert cuda.unpinned_under_copies == []
+    threads = cuda.callers.get("cudaHostRegister", set()) | cuda.callers.get(
+        "cudaHostUnregister", set()
+    )
+    assert threading.get_ident() not in threads
 
 
 def _arena() -> FakeArena:
-    return FakeArena(4096, 5, segments=2)
+    return FakeArena(1 << 20, 5, segments=2)
 
 
-def test_pieces_cover_every_segment_once() -> None:
-    arena, registrar = _arena(), FakeRegistrar()
-    registration = ArenaRegistration(arena, registrar, piece_bytes=PIECE_BYTES)
+def _begun(cuda: FakeCuda, arena: FakeArena | None = None, **options: Any) -> ArenaRegistration:
+    arena = arena or _arena()
+    return ArenaRegistration(arena, cuda, cuda.device, piece_bytes=HUGEPAGE_BYTES, **options)
+
+
+def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
+    arena, others = _arena(), own_threads()
+    registration = _begun(cuda, arena)
     assert registration.wait(DEADLINE_S)
     assert (registration.ready, registration.error) == (True, "")
     starts = [arena.address(segment) for segment in (0, 1)]
-    assert registrar.calls == [
+    assert cuda.calls == [
         (start + offset, size)
         for start in starts
-        for offset, size in ((0, 8192), (8192, 8192), (16384, 4096))
+        for offset, size in ((0, 2 << 20), (2 << 20, 2 << 20), (4 << 20, 1 << 20))
     ]
     assert registration.close(DEADLINE_S)
-    assert registrar.registered == {}
+    assert cuda.registered == {}
     assert not registration.ready
     assert registration.close(DEADLINE_S)
-    assert registrar.sticky == 0
+    assert left_since(others) == []
+
+
+def test_nothing_breaks_a_capture_under_way(cuda: FakeCuda) -> None:
+    cuda.capturing = True
+    registration = _begun(cuda)
+    assert registration.wait(DEADLINE_S), registration.error
+    assert registration.close(DEADLINE_S)
+    assert cuda.registered == {}
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 6])
-def test_a_refused_piece_undoes_the_others(fail_at: int) -> None:
-    registrar = FakeRegistrar(fail_at)
-    registration = ArenaRegistration(_arena(), registrar, piece_bytes=PIECE_BYTES)
+def test_pieces_before_a_refused_one_stay_until_the_copies_have_ended(
+    cuda: FakeCuda, fail_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[str] = []
+    cuda.fail_at, cuda.copying = fail_at, True
+    registration = _begun(cuda, failed=lambda: failures.append("failed"))
     assert not registration.wait(DEADLINE_S)
     assert not registration.ready
     assert f"piece {fail_at} of 6" in registration.error
     assert "returned 2" in registration.error
-    assert registrar.registered == {}
-    assert registrar.sticky == 0, "the engine's next kernel launch would report it"
-    assert len(registrar.calls) == fail_at
+    assert cuda.left_behind() == [], "the thread's next call would report it"
+    assert len(cuda.calls) == fail_at
+    assert len(cuda.registered) == fail_at - 1
+    cuda.copying = False
+    assert registration.close(DEADLINE_S)
+    assert cuda.registered == {}
+    assert len(cuda.calls) == fail_at
+    assert failures == ["failed"]
+    assert caplog.text.count(LOG_TEXT) == 1
+
+
+@pytest.mark.parametrize(
+    "call", ["cudaSetDevice", "cudaThreadExchangeStreamCaptureMode", "cudaHostRegister"]
+)
+def test_every_code_is_looked_at(cuda: FakeCuda, call: str) -> None:
+    cuda.fail_call = call
+    registration = _begun(cuda)
+    assert not registration.wait(DEADLINE_S)
+    assert f"{call}" in registration.error
+    assert "returned 2" in registration.error
+    assert cuda.registered == {}
     assert registration.close(DEADLINE_S)
 
 
-class _Stuck(FakeRegistrar):
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def register(self, address: int, size_bytes: int) -> int:
-        self.go.wait(DEADLINE_S)
-        return super().register(address, size_bytes)
+def test_a_library_that_lacks_a_call(cuda: FakeCuda) -> None:
+    cuda.raise_call = "cudaHostRegister"
+    registration = _begun(cuda)
+    assert not registration.wait(DEADLINE_S)
+    assert "scripted" in registration.error
+    assert registration.close(DEADLINE_S)
 
 
-def test_closing_while_it_registers() -> None:
-    registrar = _Stuck()
-    registration = ArenaRegistration(_arena(), registrar, piece_bytes=PIECE_BYTES)
+@pytest.mark.parametrize("call", ["cudaSetDevice", "cudaHostUnregister"])
+def test_a_refused_unregistration_leaves_no_error_behind(cuda: FakeCuda, call: str) -> None:
+    registration = _begun(cuda)
+    assert registration.wait(DEADLINE_S)
+    cuda.fail_call = call
+    assert registration.close(DEADLINE_S)
+    assert len(cuda.registered) == 6
+
+
+def test_closing_while_it_registers(cuda: FakeCuda) -> None:
+    cuda.gate.clear()
+    registration = _begun(cuda)
     assert not registration.wait(0.01)
+    assert cuda.stalled.wait(DEADLINE_S)
     assert not registration.close(0.01)
-    registrar.go.set()
+    cuda.gate.set()
     assert registration.close(DEADLINE_S)
-    assert len(registrar.calls) == 1
-    assert registrar.registered == {}
+    assert len(cuda.calls) == 1
+    assert cuda.registered == {}
     assert (registration.ready, registration.error) == (False, "")
 
 
-def test_a_driver_that_raises() -> None:
-    class Broken(FakeRegistrar):
-        def register(self, address: int, size_bytes: int) -> int:
-            raise OSError("scripted")
-
-    registration = ArenaRegistration(_arena(), Broken(), piece_bytes=PIECE_BYTES)
-    assert not registration.wait(DEADLINE_S)
-    assert "scripted" in registration.error
-
-
-@pytest.mark.parametrize("piece_bytes", [0, -4096, 5000, PIECE_BYTES_MAX + 4096])
+@pytest.mark.parametrize("piece_bytes", [0, -HUGEPAGE_BYTES, 5000, 3 << 19, PIECE_BYTES_MAX * 2])
 def test_bad_pieces_are_refused(piece_bytes: int) -> None:
     with pytest.raises(KVHearthError) as caught:
-        ArenaRegistration(_arena(), FakeRegistrar(), piece_bytes=piece_bytes)
+        ArenaRegistration(_arena(), FakeCuda(), 0, piece_bytes=piece_bytes)
     assert caught.value.reason is Reason.CONFIG_INVALID
+    assert 1 << 30 <= PIECE_BYTES <= PIECE_BYTES_MAX <= 2 << 30
 
 
 def test_a_torch_without_cuda_is_said() -> None:
@@ -95,4 +163,215 @@ def test_a_torch_without_cuda_is_said() -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     with pytest.raises(KVHearthError, match="no CUDA"):
-        CudartRegistrar(0)
+        Cudart()
+
+
+def test_a_forked_child_leaves_the_registration_alone(cuda: FakeCuda) -> None:
+    registration = _begun(cuda)
+    assert registration.wait(DEADLINE_S)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(30)
+            assert not registration.wait(DEADLINE_S)
+            assert registration.close(DEADLINE_S)
+            assert len(cuda.registered) == 6
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert registration.close(DEADLINE_S)
+
+
+class TestRegistrations:
+    def test_an_arena_of_two_users_is_registered_once(self, cuda: FakeCuda) -> None:
+        arena, shared = FakeArena(4096), Registrations(lambda: cuda)
+        for user in ("a", "b"):
+            shared.acquire(arena, user, cuda.device, lambda: None)
+        until(lambda: cuda.registered)
+        assert shared.release(arena, "a", DEADLINE_S)
+        assert shared.release(arena, "a", DEADLINE_S)
+        assert len(cuda.registered) == 1
+        assert shared.release(arena, "b", DEADLINE_S)
+        assert cuda.registered == {}
+        assert len(cuda.calls) == 1
+
+    def test_nobody_waits_for_another_users_unregistration(self, cuda: FakeCuda) -> None:
+        shared = Registrations(lambda: cuda)
+        first, second = FakeArena(4096), FakeArena(4096)
+        shared.acquire(first, "a", cuda.device, lambda: None)
+        until(lambda: cuda.registered)
+        cuda.gate.clear()
+        with ThreadPoolExecutor(1) as threads:
+            ending = threads.submit(shared.release, first, "a", DEADLINE_S)
+            assert cuda.stalled.wait(DEADLINE_S)
+            shared.acquire(second, "b", cuda.device, lambda: None)
+            assert not ending.done(), "this thread has waited for it"
+            cuda.gate.set()
+            assert ending.result()
+        assert shared.release(second, "b", DEADLINE_S)
+
+    def test_what_does_not_end_in_time_is_asked_again(self, cuda: FakeCuda) -> None:
+        arena, shared = FakeArena(4096), Registrations(lambda: cuda)
+        shared.acquire(arena, "a", cuda.device, lambda: None)
+        until(lambda: cuda.registered)
+        cuda.gate.clear()
+        assert not shared.release(arena, "a", 0.01)
+        cuda.gate.set()
+        assert shared.release(arena, "a", DEADLINE_S)
+        assert cuda.registered == {}
+
+    def test_a_process_without_cuda_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
+        def missing() -> FakeCuda:
+            raise KVHearthError(Reason.COPY_FAILED, "scripted")
+
+        arena, shared, failures = FakeArena(4096), Registrations(missing), []
+        for user in ("a", "b"):
+            shared.acquire(arena, user, 0, lambda: failures.append(1))
+        assert failures == [1]
+        assert caplog.text.count(LOG_TEXT) == 1
+        assert shared.release(arena, "a", DEADLINE_S)
+        assert shared.release(arena, "b", DEADLINE_S)
+
+
+# -- beside a client ---------------------------------------------------------------------------
+
+
+class _Gpu:
+    """A rank whose pages are on the scripted GPU 0: movers begin there what their tensors say."""
+
+    def __init__(self, client: KVClient, cuda: FakeCuda) -> None:
+        self.client = client
+        self.device = FakeDevice(cuda)
+        self.kv = {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])}
+        self.registrations = Registrations(lambda: cuda)
+        self.movers: list[Movers] = []
+
+    def add_movers(self, make: CopierFactory | None = None) -> Movers:
+        movers = Movers(self.client, self.kv, make, registrations=self.registrations)
+        self.movers.append(movers)
+        return movers
+
+    def add_cuda_movers(self) -> Movers:
+        torch = pytest.importorskip("torch")
+        self.kv = {0: PagedKV([torch.zeros((8, PAGE_BYTES), dtype=torch.uint8)])}
+        return self.add_movers(host_or_cuda(device=self.device))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with running(tmp_path, small_contract()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def gpu(daemon: FakeDaemon, tmp_path: Path) -> Iterator[_Gpu]:
+    others, cuda = own_threads(), FakeCuda(device=0)
+    client = connect(url_of(tmp_path), small_contract(), engine_id="e")
+    assert client.wait_ready(DEADLINE_S)
+    gpu = _Gpu(client, cuda)
+    yield gpu
+    gpu.device.held = False
+    cuda.gate.set()
+    for movers in gpu.movers:
+        assert movers.close(DEADLINE_S)
+    assert cuda.registered == {}
+    assert cuda.left_behind() == []
+    assert client.close(DEADLINE_S)
+    assert left_since(others) == []
+
+
+def test_an_arena_is_registered_from_the_attach_on(gpu: _Gpu, daemon: FakeDaemon) -> None:
+    cuda = gpu.device.cuda
+    gpu.add_movers()
+    gpu.add_movers()
+    until(lambda: len(cuda.registered) == len(gpu.client.arena.segments))
+    session = gpu.client.session_id
+    daemon.drop_lines()
+    until(lambda: gpu.client.session_id not in ("", session))
+    until(lambda: len(cuda.calls) == 2 * len(gpu.client.arena.segments))
+
+
+def test_a_client_that_attaches_later(
+    tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(url_of(tmp_path), small_contract(), engine_id="e")
+    movers = Movers(
+        client,
+        {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])},
+        registrations=Registrations(lambda: cuda),
+    )
+    cuda.device, cuda.contexts, cuda.fail_at = 0, {0}, 1
+    assert cuda.calls == []
+    with running(tmp_path, small_contract()):
+        until(lambda: client.counters().get("registration_failed"))
+        assert movers.copier(0, client.boot_id) is not None, "copies go on unregistered"
+        assert caplog.text.count(LOG_TEXT) == 1
+        assert client.counters()["registration_failed"] == 1
+        assert movers.close(DEADLINE_S)
+        assert client.close(DEADLINE_S)
+
+
+def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _Gpu) -> None:
+    cuda, movers = gpu.device.cuda, gpu.add_movers()
+    boot_id = gpu.client.boot_id
+    until(lambda: cuda.registered)
+    assert movers.copier(0, boot_id) is not None
+    cuda.gate.clear()
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(movers.drain, DEADLINE_S)
+        assert cuda.stalled.wait(DEADLINE_S)
+        assert movers.copier(0, boot_id) is None
+        assert not ending.done(), "this thread has waited for it"
+        cuda.gate.set()
+        assert ending.result()
+    assert movers.copier(0, boot_id) is not None
+
+
+def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
+    movers, boot_id = gpu.add_cuda_movers(), gpu.client.boot_id
+    arena = FakeArena(PAGE_BYTES)
+    copier = movers.copier(0, boot_id)
+    assert copier is not None
+    gpu.device.held = True
+    ticket = copier.store(boot_id, np.array([0]), arena.extents([0]))
+    assert ticket is not None
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(movers.drain, DEADLINE_S)
+        until(lambda: movers.copier(0, boot_id) is None)
+        assert not ending.done(), "this thread has waited for it"
+        gpu.device.held = False
+        assert ending.result()
+    assert copier.wait(ticket, DEADLINE_S) is not None
+
+
+def test_a_session_ends_only_after_its_arena_is_unregistered(gpu: _Gpu, daemon: FakeDaemon) -> None:
+    cuda, client = gpu.device.cuda, gpu.client
+    movers = gpu.add_movers()
+    until(lambda: cuda.registered)
+    cuda.gate.clear()
+    attaches = client.counters()["attaches"]
+    daemon.drop_lines()
+    until(lambda: client.counters().get("drains_unfinished"))
+    assert client.counters()["attaches"] == attaches
+    assert movers.copier(0, client.boot_id) is None
+    cuda.gate.set()
+    until(lambda: client.counters()["attaches"] > attaches)
+    until(lambda: movers.copier(0, client.boot_id) is not None)
+
+
+def test_copies_end_before_their_memory_is_unregistered(gpu: _Gpu) -> None:
+    cuda, movers, boot_id = gpu.device.cuda, gpu.add_cuda_movers(), gpu.client.boot_id
+    until(lambda: cuda.registered)
+    copier = movers.copier(0, boot_id)
+    assert copier is not None
+    gpu.device.held = True
+    assert copier.store(boot_id, np.array([0]), FakeArena(PAGE_BYTES).extents([0])) is not None
+    assert not movers.close(0.05)
+    assert cuda.registered
+    assert not cuda.unpinned_under_copies
+    gpu.device.held = False
+    assert movers.close(DEADLINE_S)
+    assert cuda.registered == {}
+    assert not cuda.unpinned_under_copies
