@@ -172,7 +172,7 @@ class Rig:
         assert cuda.contexts == {cuda.device}, "a thread called CUDA without choosing its device"
         assert cuda.broken_by == []
         assert cuda.left_behind() == []
-        assert self.device.mixed == 0
+        assert (self.device.mixed, self.device.early_records) == (0, 0)
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The CUDA copier on a real device, with a real daemon that is killed in between."""
+"""The CUDA copier and the arena's registration on a real device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.arena_fake import FakeArena, summed
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.layout import PagedKV
+from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
 from kvhearth.results import CommitGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -62,7 +66,8 @@ def _contract() -> Contract:
 
 def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.register import ArenaRegistration, CudartRegistrar
+    from kvhearth.copiers.device import Cudart
+    from kvhearth.copiers.register import ArenaRegistration
 
     url, process = daemon
     client = connect(url, _contract(), engine_id="gpu-smoke")
@@ -72,7 +77,7 @@ def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> N
     kv_cache = torch.randn(
         LAYERS, PAGES, BLOCK_TOKENS, HEAD_BYTES // 2, device="cuda", dtype=torch.bfloat16
     )
-    registration = ArenaRegistration(arena, CudartRegistrar(torch.cuda.current_device()))
+    registration = ArenaRegistration(arena, Cudart(), torch.cuda.current_device())
     assert registration.wait(DEADLINE_S), registration.error
     copier = CudaCopier(PagedKV(list(kv_cache)), arena, verify_fraction=1.0)
 
@@ -110,3 +115,188 @@ def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> N
     assert registration.close()
     torch.cuda.synchronize()
     client.close()
+
+
+def _pinned(torch: Any, arena: Any) -> bool:
+    """Whether CUDA has page-locked the beginning and the end of each segment."""
+    views = [torch.from_numpy(arena.view(segment)) for segment in arena.segments]
+    return all(part.is_pinned() for view in views for part in (view[:4096], view[-4096:]))
+
+
+def test_an_arena_is_registered_from_the_attach_on(torch: Any, daemon: Any) -> None:
+    from kvhearth.pipeline import Movers
+
+    url, _ = daemon
+    kv_cache = torch.zeros(
+        LAYERS, PAGES, BLOCK_TOKENS, HEAD_BYTES // 2, device="cuda", dtype=torch.bfloat16
+    )
+    client = connect(url, _contract(), engine_id="gpu-smoke")
+    movers = Movers(client, {0: PagedKV(list(kv_cache))})
+    assert client.wait_ready(DEADLINE_S)
+    arena = client.arena
+    assert arena is not None
+    _until(lambda: _pinned(torch, arena))
+    assert movers.close(DEADLINE_S)
+    assert not _pinned(torch, arena)
+    assert "registration_failed" not in client.counters()
+    torch.cuda.synchronize()
+    assert client.close()
+
+
+def _verified(torch: Any, copier: Any, arena: FakeArena, pages: int) -> bool:
+    """Store the first pages, load them with their checksums into the next ones."""
+    import xxhash
+
+    slots = list(range(pages))
+    extents = arena.extents(slots)
+    # A stream of its own: the default one belongs to the engine.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        stored = copier.wait(copier.store("boot-1", np.arange(pages), extents), DEADLINE_S)
+        digests = b"".join(xxhash.xxh3_128_digest(arena.slot(slot)) for slot in slots)
+        sums = np.frombuffer(digests, np.uint8).reshape(-1, 16)
+        due = summed(extents, sums, FLAG_SUMMED | FLAG_VERIFY)
+        loaded = copier.wait(copier.load("boot-1", due, np.arange(pages, 2 * pages)), DEADLINE_S)
+    return bool(stored.ok.all() and loaded.ok.all())
+
+
+def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any) -> None:
+    from kvhearth.copiers.cuda import CudaCopier
+    from kvhearth.copiers.device import Cudart
+    from kvhearth.copiers.register import HUGEPAGE_BYTES, ArenaRegistration
+
+    arena = FakeArena(1 << 20, 64)
+    kv_cache = torch.randint(0, 255, (16, 1 << 20), device="cuda", dtype=torch.uint8)
+    index = torch.cuda.current_device()
+    copier = CudaCopier(PagedKV([kv_cache]), arena, piece_bytes=HUGEPAGE_BYTES)
+    ones, graph = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as threads:
+        # Once before: the libraries that a thread loads at its first copy are not what is tested.
+        assert threads.submit(_verified, torch, copier, arena, 8).result(DEADLINE_S)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            twice = ones * 2
+            registration = ArenaRegistration(arena, Cudart(), index, piece_bytes=HUGEPAGE_BYTES)
+            assert registration.wait(DEADLINE_S), registration.error
+            assert threads.submit(_verified, torch, copier, arena, 8).result(DEADLINE_S)
+            assert copier.close(DEADLINE_S)
+            assert registration.close(DEADLINE_S)
+            thrice = twice + ones
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(thrice, torch.full_like(thrice, 3))
+    assert torch.equal(kv_cache[:8], kv_cache[8:])
+
+
+def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
+    from kvhearth.copiers.cuda import CudaCopier
+    from kvhearth.copiers.device import Cudart
+    from kvhearth.copiers.register import HUGEPAGE_BYTES, ArenaRegistration
+
+    arena = FakeArena(3 << 20, 8)
+    registration = ArenaRegistration(
+        arena, Cudart(), torch.cuda.current_device(), piece_bytes=HUGEPAGE_BYTES
+    )
+    assert registration.wait(DEADLINE_S), registration.error
+    for shape in ((8, 3 << 20), (2, 8, 3 << 19)):
+        kv_cache = torch.randint(0, 255, shape, device="cuda", dtype=torch.uint8)
+        pages = kv_cache if len(shape) == 2 else kv_cache.transpose(0, 1)
+        kv = PagedKV([kv_cache] if len(shape) == 2 else list(kv_cache))
+        copier = CudaCopier(kv, arena, piece_bytes=HUGEPAGE_BYTES)
+        torch.cuda.synchronize()
+        assert _verified(torch, copier, arena, 4)
+        assert torch.equal(pages[:4], pages[4:])
+        assert copier.close(DEADLINE_S)
+    assert registration.close(DEADLINE_S)
+
+
+def test_another_thread_may_end_a_registration(torch: Any) -> None:
+    from kvhearth.copiers.device import Cudart
+    from kvhearth.copiers.register import ArenaRegistration
+
+    arena = FakeArena(1 << 20, 64)
+    torch.zeros(1, device="cuda")
+    registration = ArenaRegistration(arena, Cudart(), torch.cuda.current_device())
+    assert registration.wait(DEADLINE_S), registration.error
+    assert _pinned(torch, arena)
+    closed: list[bool] = []
+    closer = threading.Thread(target=lambda: closed.append(registration.close(DEADLINE_S)))
+    closer.start()
+    closer.join(DEADLINE_S)
+    assert closed == [True]
+    assert not _pinned(torch, arena)
+    assert Cudart().last_error() == 0
+
+
+ONE_CONTEXT = """
+import ctypes, threading
+import numpy as np, torch
+from support.arena_fake import FakeArena
+from kvhearth.copiers.cuda import CudaCopier
+from kvhearth.copiers.device import Cudart
+from kvhearth.copiers.register import ArenaRegistration
+from kvhearth.layout import PagedKV
+
+torch.cuda.set_device(1)
+kv_cache = torch.ones(8, 1 << 20, device="cuda:1", dtype=torch.uint8)
+torch.cuda.synchronize()
+arena = FakeArena(1 << 20, 16)
+
+def work():
+    # This thread is on device 0, like each that begins.
+    registration = ArenaRegistration(arena, Cudart(), 1)
+    assert registration.wait(30), registration.error
+    copier = CudaCopier(PagedKV([kv_cache]), arena)
+    with torch.cuda.stream(torch.cuda.Stream(device="cuda:1")):
+        ticket = copier.store("boot-1", np.arange(8), arena.extents(range(8)))
+    assert copier.wait(ticket, 30).ok.all()
+    assert copier.close(30)
+    assert registration.close(30)
+
+worker = threading.Thread(target=work)
+worker.start()
+worker.join(60)
+flags, active = ctypes.c_uint(), ctypes.c_int()
+driver = ctypes.CDLL("libcuda.so.1")
+for device, wanted in ((0, 0), (1, 1)):
+    code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    assert (code, active.value) == (0, wanted), (device, code, active.value)
+print("one context")
+"""
+
+
+def test_no_thread_makes_a_context_on_another_gpu(torch: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: there is no other one")
+    tests = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    found = subprocess.run(
+        [sys.executable, "-c", ONE_CONTEXT],
+        check=False,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+    )
+    assert found.stdout == b"one context\n", found.stderr.decode()
+
+
+def test_staging_memory_waits_for_what_was_freed_on_the_engines_stream(torch: Any) -> None:
+    """Memory that the engine frees while its kernels still read it is not the copier's yet."""
+    from kvhearth.copiers.cuda import CudaCopier
+
+    arena, staging_bytes = FakeArena(1 << 20, 16), 16 << 20
+    kv_cache = torch.zeros(2, 16, 1 << 19, device="cuda", dtype=torch.uint8)
+    ours = torch.cuda.Stream()
+    # Freed on the engine's stream, where the next allocation of that size would take it.
+    freed = torch.ones(staging_bytes, device="cuda", dtype=torch.uint8)
+    total = torch.zeros((), device="cuda", dtype=torch.int64)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    total += freed.sum()
+    del freed
+    copier = CudaCopier(PagedKV(list(kv_cache)), arena, staging_bytes=staging_bytes)
+    with torch.cuda.stream(ours):
+        extents = arena.extents(range(8))
+        assert copier.wait(copier.load("boot-1", extents, np.arange(8)), DEADLINE_S).ok.all()
+    torch.cuda.synchronize()
+    assert int(total) == staging_bytes
+    assert copier.close(DEADLINE_S)

@@ -149,6 +149,7 @@ class FakeDevice:
         issuing_now: kind of the stream that is current, or None.
         meeting: where a thread that issues waits a moment for another one that does, if given.
         mixed: how often two threads issued at once.
+        early_records: events that were recorded before the copies that they are to follow.
     """
 
     def __init__(self, cuda: FakeCuda | None = None) -> None:
@@ -160,6 +161,8 @@ class FakeDevice:
         self.issuing_now: object = None
         self.meeting: threading.Barrier | None = None
         self.mixed = 0
+        self.early_records = 0
+        self._issued: set[object] = set()
         self._held = False
 
     @property
@@ -186,6 +189,7 @@ class FakeDevice:
     def issuing(self, kind: object) -> Iterator[None]:
         self._call("cudaStreamWaitEvent")
         if self.fail_issue:
+            self._issued.add(kind)
             raise RuntimeError("CUDA error: out of memory (scripted)")
         self.issuing_now = kind
         self._meet_others()
@@ -193,9 +197,12 @@ class FakeDevice:
             yield
         finally:
             self.issuing_now = None
+            self._issued.add(kind)
 
     def record(self, kind: object) -> object:
         self._call("cudaEventRecord")
+        self.early_records += kind not in self._issued
+        self._issued.discard(kind)
         if self.fail_record:
             raise RuntimeError("CUDA error: context is destroyed (scripted)")
         return object()
