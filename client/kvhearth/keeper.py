@@ -99,7 +99,7 @@ class Keeper:
         """Register for good; see ``KVClient.add_attached``."""
         self._attached.append(attached)
         if self.link is not None:
-            attached()
+            self._prepare(attached)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for a complete group; False after the time, a refusal or ``stop``."""

@@ -18,6 +18,7 @@ import pytest
 from support.arena_fake import FakeArena, summed
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
+from kvhearth.copiers import CopyKind
 from kvhearth.layout import PagedKV
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
 from kvhearth.results import CommitGroup
@@ -300,3 +301,20 @@ def test_staging_memory_waits_for_what_was_freed_on_the_engines_stream(torch: An
     torch.cuda.synchronize()
     assert int(total) == staging_bytes
     assert copier.close(DEADLINE_S)
+
+
+def test_copiers_made_after_each_attach_take_no_more_memory_or_streams(torch: Any) -> None:
+    from kvhearth.copiers.cuda import CudaCopier
+
+    kv_cache = torch.zeros(2, 16, 1 << 19, device="cuda", dtype=torch.uint8)
+    reserved: list[int] = []
+    used = set()
+    for _ in range(40):
+        arena = FakeArena(1 << 20, 16)
+        copier = CudaCopier(PagedKV(list(kv_cache)), arena)
+        with copier._device.entered(), copier._device.issuing(CopyKind.LOAD):
+            used.add(torch.cuda.current_stream().cuda_stream)
+        assert copier.close(DEADLINE_S)
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(used) == 1
+    assert reserved[-1] == reserved[0]

@@ -15,7 +15,7 @@ import pytest
 from support.arena_fake import FakeArena
 from support.attached import url_of
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.fake_daemon import PAGE_BYTES, FakeDaemon, running, small_contract, until
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract, until
 from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect
@@ -311,6 +311,26 @@ def test_a_client_that_attaches_later(
         assert client.counters()["registration_failed"] == 1
         assert movers.close(DEADLINE_S)
         assert client.close(DEADLINE_S)
+
+
+def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
+    cuda, boot_id = gpu.device.cuda, gpu.client.boot_id
+    cuda.gate.clear()
+    movers = gpu.add_cuda_movers()
+    assert cuda.stalled.wait(DEADLINE_S)
+    copier = movers.copier(0, boot_id)
+    assert copier is not None
+    arena = gpu.client.arena
+    assert arena is not None
+    free = extents(1, generation=int(arena.generations[0]))
+    ticket = copier.store(boot_id, np.array([0]), free)
+    assert ticket is not None
+    done = copier.wait(ticket, DEADLINE_S)
+    assert done is not None
+    assert done.ok.all(), done.reasons
+    assert not cuda.registered
+    cuda.gate.set()
+    until(lambda: cuda.registered)
 
 
 def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _Gpu) -> None:

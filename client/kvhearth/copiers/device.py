@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import logging
 from collections.abc import Iterator
@@ -152,6 +153,17 @@ class CopyDevice(Protocol):
         """
 
 
+@functools.cache
+def _stream(device: str, kind: CopyKind) -> Any:
+    """The process's stream of that GPU and kind.
+
+    One for all copiers: torch deals out 32 streams in turns and then again, so that new ones after
+    each attach would soon be streams of the engine's. Memory freed on this one is reused on it.
+    """
+    # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
+    return importlib.import_module("torch").cuda.Stream(device=device, priority=0)
+
+
 class TorchCuda:
     """``CopyDevice`` by torch.
 
@@ -171,10 +183,7 @@ class TorchCuda:
         except KVHearthError as error:
             _LOG.warning("copies may invalidate a graph capture of another thread: %s", error)
         with self.entered():
-            # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
-            self._streams = {
-                kind: self._torch.cuda.Stream(device=device, priority=0) for kind in CopyKind
-            }
+            self._streams = {kind: _stream(device, kind) for kind in CopyKind}
 
     @contextmanager
     def entered(self) -> Iterator[None]:
