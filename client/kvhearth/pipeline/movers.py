@@ -78,8 +78,9 @@ class CudaOrder:
     @contextmanager
     def after(self, mark: object) -> Iterator[None]:
         """See ``CopyOrder.after``."""
-        self._stream.wait_event(mark)
+        # First, since it makes the stream's GPU this thread's.
         with self._cuda.stream(self._stream):
+            self._stream.wait_event(mark)
             yield
 
 
