@@ -1,4 +1,4 @@
-"""The one door of the verbs to a running daemon: AdminService and health on its unix socket."""
+"""The one door of the verbs to a running daemon: AdminService on its unix socket."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, error_from_code
 from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET
+from kvhearth_server.cli import liveness
 from kvhearth_server.config import load_settings
 
 TOKEN_KEY = "kvhearth-admin-token"
 DEADLINE_S = 20.0
-HEALTH_DEADLINE_S = 5.0
 DIGEST_DIGITS = 64
 
 Reply = TypeVar("Reply")
@@ -70,14 +69,6 @@ class Reach:
         trace: TracebackType | None,
     ) -> None:
         self._undo.close()
-
-    def serving(self) -> bool:
-        """Whether the daemon says that it serves; needs no token."""
-        self._require_socket()
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest()
-        reply = self._translated(lambda: stub.Check(request, timeout=HEALTH_DEADLINE_S))
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def stats(self) -> admin_pb2.StatsResponse:
         """Sizes, counts and counters."""
@@ -153,15 +144,18 @@ class Reach:
         return error_from_code(call.code().value[0], call.details() or "no details")
 
     def _require_socket(self) -> None:
-        if not (self._folder / GRPC_SOCKET).exists():
-            raise self._away()
+        path = self._folder / GRPC_SOCKET
+        try:
+            path.stat()
+        except PermissionError:
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path))) from None
+        except OSError:
+            raise self._away() from None
+        if not os.access(path, os.W_OK, effective_ids=True):
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path)))
 
     def _away(self) -> KVHearthError:
-        return KVHearthError(
-            Reason.DAEMON_AWAY,
-            f"no daemon answers at {self._folder / GRPC_SOCKET}; start one with kvhearth serve, "
-            "or name another directory with --socket-dir",
-        )
+        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / GRPC_SOCKET)))
 
     def _token(self) -> str:
         path = self._folder / ADMIN_TOKEN_FILE

@@ -115,7 +115,8 @@ def serve(config: Path | None = None, **flags: object) -> None:
 
     A flag goes before the environment, that before the YAML file, that before the default:
     --slab-bytes is KVHEARTH_SLAB_BYTES in the environment and slab_bytes in the file. Sizes are
-    written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
+    written 65536, 512MiB, 64Gi or 64GiB (1024s), 64G or 64GB (1000s); durations 0.5, 500ms, 30s or
+    24h.
     """
     settings = prepare(config, flags)
     # After the settings, so that a mistake in them is told without the time to load gRPC.

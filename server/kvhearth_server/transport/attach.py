@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire import FrameDecoder, Hello, encode_frame, refused
+from kvhearth.wire import HEALTH_QUESTION, FrameDecoder, Hello, encode_frame, refused
 from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
@@ -116,7 +116,9 @@ class AttachServer:
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
-        """The session, or None after a refusal; a slow or silent peer is refused too."""
+        """The session, or None after a refusal or an answer to ``health``; a slow or silent peer is
+        refused too.
+        """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._take_place(deadline, peer.uid)
@@ -124,6 +126,9 @@ class AttachServer:
                     hello = await self._hello(connection, decoder)
                 finally:
                     self._silent.pop(deadline, None)
+                if hello is None:
+                    await self._send(connection, self._health(), [])
+                    return None
             tenant = tenant_of(peer.uid, self._tenancies)
             return self._engine.attach(hello, peer, tenant)
         except TimeoutError:
@@ -161,7 +166,14 @@ class AttachServer:
             for descriptor in attached.descriptors:
                 os.close(descriptor)
 
-    async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello:
+    def _health(self) -> dict[str, Any]:
+        """The answer to whether the daemon serves, for anybody who may connect."""
+        tier = self._engine.tier
+        degraded = list(tier.health().reasons) if tier else []
+        return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
+
+    async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
+        """The first frame; None if it asks for the daemon's health."""
         loop = asyncio.get_running_loop()
         heard = False
         while True:
@@ -176,7 +188,7 @@ class AttachServer:
             if len(messages) > 1:
                 raise KVHearthError(Reason.BAD_MESSAGE, "spoke before it was welcome")
             if messages:
-                return Hello.from_message(messages[0])
+                return None if messages[0] == HEALTH_QUESTION else Hello.from_message(messages[0])
 
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         """Wait for the end; True if the client said goodbye, which it does when its copies are
