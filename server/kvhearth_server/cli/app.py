@@ -83,6 +83,7 @@ def build() -> typer.Typer:
         drain,
         evict,
         explain,
+        forget,
         health,
         leases,
         ls,
@@ -120,6 +121,7 @@ def build() -> typer.Typer:
     app.command("leases", epilog=leases.EPILOG)(leases.leases)
     app.command("explain", epilog=explain.EPILOG)(explain.explain)
     app.command("evict", epilog=evict.EPILOG)(evict.evict)
+    app.command("forget", epilog=forget.EPILOG)(forget.forget)
     app.command("drain", epilog=drain.EPILOG)(drain.drain)
     benches = typer.Typer(
         help="Measure, with daemons of its own.", epilog=BENCH_EPILOG, no_args_is_help=True

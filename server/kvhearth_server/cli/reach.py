@@ -22,6 +22,10 @@ TOKEN_KEY = "kvhearth-admin-token"
 DEADLINE_S = 20.0
 DIGEST_DIGITS = 64
 
+_SHOWN = 12
+_NAMED = 8
+"""Digits of a namespace, and namespaces, that a message shows."""
+
 Reply = TypeVar("Reply")
 
 
@@ -95,10 +99,17 @@ class Reach:
         """Where a key is."""
         return self._ask(self._stub.ExplainKey, admin_pb2.ExplainKeyRequest(key=key))
 
-    def evict(self, namespace: str, keep_bytes: int) -> admin_pb2.EvictResponse:
+    def evict(
+        self, namespace: str, keep_bytes: int, tier: admin_pb2.EvictTier.ValueType
+    ) -> admin_pb2.EvictResponse:
         """Remove blocks of a namespace (all 64 hex digits) down to ``keep_bytes``."""
-        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes)
+        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
         return self._ask(self._stub.Evict, request)
+
+    def forget(self, namespace: str, epoch: int) -> admin_pb2.ForgetNamespaceResponse:
+        """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current."""
+        request = admin_pb2.ForgetNamespaceRequest(namespace=namespace, expected_epoch=epoch)
+        return self._ask(self._stub.ForgetNamespace, request)
 
     def drain(self) -> admin_pb2.DrainResponse:
         """Take no more stores and sessions."""
@@ -117,10 +128,13 @@ class Reach:
         ]
         if len(found) == 1:
             return found[0]
-        told = f"{len(found)} namespaces start" if found else "no namespace starts"
-        raise KVHearthError(
-            Reason.UNKNOWN_NAMESPACE, f"{told} with {name!r}; kvhearth ls lists all of them"
-        )
+        told = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
+        if found:
+            digits = next(n for n in range(1, DIGEST_DIGITS + 1) if _differ(found, n))
+            names = ", ".join(space.namespace[: max(_SHOWN, digits)] for space in found[:_NAMED])
+            more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            told = f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
+        raise KVHearthError(Reason.UNKNOWN_NAMESPACE, told)
 
     def _ask(self, method: Callable[..., Reply], request: object) -> Reply:
         self._require_socket()
@@ -169,3 +183,8 @@ class Reach:
                 Reason.NOT_ADMIN,
                 f"cannot read {path}: {told}; run this as the user that the daemon runs as",
             ) from None
+
+
+def _differ(found: list[admin_pb2.NamespaceInfo], digits: int) -> bool:
+    """Whether so many digits tell all namespaces apart."""
+    return len({space.namespace[:digits] for space in found}) == len(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from kvhearth.contract import Contract, namespace_digest
@@ -11,6 +11,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.version import __version__
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.state import require
 from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.plain import plain_text
@@ -19,11 +20,18 @@ from kvhearth_server.transport.rpc.insights import key_reply, leases_reply, ssd_
 
 ADMIN_TOKEN_KEY = "kvhearth-admin-token"
 
+_TIERS: Mapping[int, portions.Where | None] = {
+    admin_pb2.EVICT_TIER_UNSPECIFIED: None,
+    admin_pb2.EVICT_TIER_MEMORY: "memory",
+    admin_pb2.EVICT_TIER_SSD: "ssd",
+    admin_pb2.EVICT_TIER_ALL: "all",
+}
+
 Reply = TypeVar("Reply")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Reads the engine's state; only ``Evict`` and ``Drain`` change something."""
+    """Reads the engine's state; ``Evict``, ``ForgetNamespace`` and ``Drain`` change it."""
 
     def __init__(self, engine: Engine, admin_token: str) -> None:
         self._engine = engine
@@ -177,14 +185,24 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         engine = self._engine
-        try:
-            digest = bytes.fromhex(request.namespace)
-        except ValueError:
-            raise KVHearthError(
-                Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
-            ) from None
-        evicted = await portions.evict(engine, digest, request.keep_bytes)
-        return admin_pb2.EvictResponse(boot_id=engine.boot_id, evicted_blocks=evicted)
+        require(request.tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {request.tier}")
+        where = _TIERS[request.tier]
+        removed = await portions.evict(engine, _digest(request), request.keep_bytes, where)
+        return admin_pb2.EvictResponse(
+            boot_id=engine.boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
+        )
+
+    async def ForgetNamespace(
+        self, request: admin_pb2.ForgetNamespaceRequest, context: Context
+    ) -> admin_pb2.ForgetNamespaceResponse:
+        return await self._run(context, lambda: self._forget(request))
+
+    async def _forget(
+        self, request: admin_pb2.ForgetNamespaceRequest
+    ) -> admin_pb2.ForgetNamespaceResponse:
+        engine, expected = self._engine, request.expected_epoch or None
+        epoch = await portions.forget(engine, _digest(request), expected)
+        return admin_pb2.ForgetNamespaceResponse(boot_id=engine.boot_id, epoch=epoch)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
@@ -194,6 +212,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.DrainResponse(boot_id=self._engine.boot_id)
 
         return await self._run(context, work)
+
+
+def _digest(request: admin_pb2.EvictRequest | admin_pb2.ForgetNamespaceRequest) -> bytes:
+    """Raises:
+    KVHearthError: ``unknown_namespace``.
+    """
+    try:
+        return bytes.fromhex(request.namespace)
+    except ValueError:
+        raise KVHearthError(
+            Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
+        ) from None
 
 
 def _info(space: Namespace) -> admin_pb2.NamespaceInfo:

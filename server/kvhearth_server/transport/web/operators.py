@@ -77,20 +77,20 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
         """The settings in effect."""
         return models.Config(boot_id=boot_id, settings=views.masked(settings))
 
-    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404))
+    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 500))
     async def evict(ns: Digest, request: models.EvictRequest | None = None) -> models.Evicted:
         """Remove blocks of a namespace, coldest first: all that nobody holds, or down to a size."""
-        keep_bytes = request.keep_bytes if request else 0
-        evicted = await portions.evict(engine, bytes.fromhex(ns), keep_bytes)
-        return models.Evicted(boot_id=boot_id, evicted_blocks=evicted)
+        keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
+        removed = await portions.evict(engine, bytes.fromhex(ns), keep_bytes, tier)
+        return models.Evicted(
+            boot_id=boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
+        )
 
     @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
     async def bump_epoch(ns: Digest, request: models.BumpRequest | None = None) -> models.Bumped:
         """Make all blocks of a namespace invalid at once: its weights have changed."""
         expected = request.expected_epoch if request else None
-        epoch = engine.call(engine.core.bump_namespace, bytes.fromhex(ns), expected)
-        if engine.ssd_catalogue.paths:
-            await engine.ssd_catalogue.confirm()
+        epoch = await portions.forget(engine, bytes.fromhex(ns), expected)
         return models.Bumped(boot_id=boot_id, epoch=epoch)
 
     @router.post("/v1/admin:drain")
