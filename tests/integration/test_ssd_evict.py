@@ -151,16 +151,6 @@ def test_what_is_leased_stays_in_memory(daemon: Daemon, verb: Verb) -> None:
         assert found(engine, keys) == (0, 0)
 
 
-def test_while_it_is_being_written_nothing_is_left(daemon: Daemon, verb: Verb) -> None:
-    with engine_of(daemon.url(), CONTRACT) as engine:
-        for _ in range(10):
-            keys = new_keys(BLOCKS)
-            store_all(engine, keys)
-            memory, _ = removed(verb, DIGEST, "--keep", "0")
-            assert memory == BLOCKS
-            assert found(engine, keys) == (0, 0)
-
-
 @pytest.mark.parametrize("tier", ["ssd", "all"])
 def test_ssd_keeps_all_or_nothing(daemon: Daemon, verb: Verb, tier: str) -> None:
     code, _, err = verb("evict", DIGEST, "--keep", "1MiB", "--tier", tier)
