@@ -17,10 +17,10 @@ from kvhearth.wire import HEALTH_QUESTION, FrameDecoder, Hello, encode_frame, re
 from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
-from kvhearth_server.observability.log_rate import LimitedLog
+from kvhearth_server.observability.log_rate import LimitedLog, Throttle
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.peers import Tenancy, peer_of, tenant_of
-from kvhearth_server.transport.plain import plain_error
+from kvhearth_server.transport.plain import plain_error, plain_text
 
 _READ_BYTES = 64 * 1024
 _BACKLOG = 128
@@ -30,6 +30,9 @@ _ACCEPT_PAUSE_S = 0.05
 _REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
 _refusals = LimitedLog(_log)
+_LINES_A_SECOND = 64
+"""Of each event of engines: a large engine's ranks all attach at once."""
+_DIGITS_SHOWN = 12
 
 
 class AttachServer:
@@ -44,6 +47,8 @@ class AttachServer:
         self._tenancies = tenancies
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
+        self._closing = False
+        self._engines = LimitedLog(_log, Throttle(burst=_LINES_A_SECOND))
         self._silent: dict[asyncio.Timeout, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -61,6 +66,7 @@ class AttachServer:
 
     async def stop(self) -> None:
         """Close the door and all life lines."""
+        self._closing = True
         if self._socket is not None:
             self._socket.close()
         for task in list(self._connections):
@@ -100,6 +106,7 @@ class AttachServer:
                 attached = await self._handshake(connection, peer, decoder)
                 if attached is not None:
                     await self._welcome(connection, attached)
+                    self._tell(attached, peer, "engine.attached")
                     finished = await self._life_line(connection, decoder)
             except OSError as error:
                 _log.debug("attach connection broke", error=str(error))
@@ -110,8 +117,31 @@ class AttachServer:
                 if attached is not None:
                     # Without a goodbye even right after the welcome: descriptors may have arrived.
                     self._engine.leave(attached.session, finished=finished)
+                    if finished:
+                        self._tell(attached, peer, "engine.left")
+                    elif not self._closing:
+                        self._tell(attached, peer, "engine.lost")
                 elif peer.pidfd >= 0:
                     os.close(peer.pidfd)
+
+    def _tell(self, attached: Attached, peer: Peer, event: str) -> None:
+        """One line about an engine's process: who it is, and what became of it."""
+        hello, welcome = attached.hello, attached.welcome
+        say = self._engines.warning if event == "engine.lost" else self._engines.info
+        say(
+            event,
+            kind=event,
+            engine_id=plain_text(hello.engine_id),
+            incarnation=welcome.incarnation,
+            rank=hello.rank,
+            scheduler=hello.scheduler,
+            session=welcome.session,
+            uid=peer.uid,
+            pid=peer.pid,
+            tenant=attached.session.tenant,
+            namespace=welcome.namespace[:_DIGITS_SHOWN],
+            epoch=welcome.epoch,
+        )
 
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder

@@ -14,6 +14,7 @@ from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.audit import audited, refused
 from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
 from kvhearth_server.transport.rpc.insights import key_reply, leases_reply, ssd_stats
@@ -43,6 +44,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """
         given = metadata_value(context, ADMIN_TOKEN_KEY)
         if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
+            refused("grpc", context.peer())
             raise KVHearthError(
                 Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
             )
@@ -181,13 +183,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(
         self, request: admin_pb2.EvictRequest, context: Context
     ) -> admin_pb2.EvictResponse:
-        return await self._run(context, lambda: self._evict(request))
+        return await self._run(context, lambda: self._evict(request, context.peer()))
 
-    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
-        engine = self._engine
-        require(request.tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {request.tier}")
-        where = _TIERS[request.tier]
-        removed = await portions.evict(engine, _digest(request), request.keep_bytes, where)
+    async def _evict(self, request: admin_pb2.EvictRequest, peer: str) -> admin_pb2.EvictResponse:
+        engine, keep_bytes = self._engine, request.keep_bytes
+        asked = {"namespace": request.namespace, "keep_bytes": keep_bytes}
+        with audited("evict", "grpc", peer, **asked) as told:
+            require(request.tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {request.tier}")
+            where = told["tier"] = _TIERS[request.tier]
+            removed = await portions.evict(engine, _digest(request), keep_bytes, where)
+            told |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
         return admin_pb2.EvictResponse(
             boot_id=engine.boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
         )
@@ -195,20 +200,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ForgetNamespace(
         self, request: admin_pb2.ForgetNamespaceRequest, context: Context
     ) -> admin_pb2.ForgetNamespaceResponse:
-        return await self._run(context, lambda: self._forget(request))
+        return await self._run(context, lambda: self._forget(request, context.peer()))
 
     async def _forget(
-        self, request: admin_pb2.ForgetNamespaceRequest
+        self, request: admin_pb2.ForgetNamespaceRequest, peer: str
     ) -> admin_pb2.ForgetNamespaceResponse:
         engine, expected = self._engine, request.expected_epoch or None
-        epoch = await portions.forget(engine, _digest(request), expected)
+        with audited("forget", "grpc", peer, namespace=request.namespace) as told:
+            epoch = told["epoch"] = await portions.forget(engine, _digest(request), expected)
         return admin_pb2.ForgetNamespaceResponse(boot_id=engine.boot_id, epoch=epoch)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
         def work() -> admin_pb2.DrainResponse:
-            self._engine.drain()
+            with audited("drain", "grpc", context.peer()):
+                self._engine.drain()
             return admin_pb2.DrainResponse(boot_id=self._engine.boot_id)
 
         return await self._run(context, work)
