@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +206,29 @@ def test_which_namespace_is_forgotten(daemon: Daemon, verb: Verb) -> None:
     assert f"no namespace starts with '{absent}'" in err
     code, _, err = verb("forget", names[0])
     assert (code, "add --yes" in err) == (2, True), "there is no terminal to ask on"
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_a_person_is_asked(daemon: Daemon, answer: str) -> None:
+    with engine_of(daemon.url(), CONTRACT) as engine:
+        engine.wait_ready()
+    before = epoch_of(daemon)
+    words = [sys.executable, "-m", "kvhearth_server.cli.app", "forget", DIGEST[:8]]
+    environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, f"{answer}\n".encode())
+        done = subprocess.run(
+            words, env=environ, stdin=theirs, capture_output=True, timeout=60, check=False
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    asked = f"forget {DIGEST[:12]} (tenant default, model m) with 0 blocks, 0 B in memory"
+    assert asked in done.stderr.decode()
+    assert (done.returncode, epoch_of(daemon)) == (
+        (0, before + 1) if answer == "y" else (1, before)
+    )
 
 
 def test_a_bump_that_no_drive_noted_is_told(tmp_path: Path, daemon: Daemon, verb: Verb) -> None:

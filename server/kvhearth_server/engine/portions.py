@@ -13,6 +13,8 @@ from kvhearth_server.engine.engine import Engine
 
 EVICTED_MAX = 512
 """Blocks of a portion; some milliseconds."""
+COPIES_MAX = 128
+"""Copies on SSD of a portion: each costs some microseconds in three indexes."""
 WRITTEN_S = 2.0
 """Longest wait for blocks that are being written: they are held, so that nothing can evict them."""
 _LOOK_S = 0.005
@@ -79,7 +81,7 @@ async def _drop_copies(engine: Engine, digest: bytes) -> int:
     engine.call(engine.core.drop_copies, digest)
     dropped = 0
     while engine.core.state.namespaces.find(digest) is namespace:
-        gone = tiering.forget_copies(namespace, name, EVICTED_MAX)
+        gone = tiering.forget_copies(namespace, name, COPIES_MAX)
         if not gone:
             break
         dropped += gone
