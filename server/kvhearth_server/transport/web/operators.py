@@ -86,7 +86,7 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
         """The settings in effect."""
         return models.Config(boot_id=boot_id, settings=views.masked(settings))
 
-    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404))
+    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 409))
     async def evict(
         ns: Digest, caller: Caller, request: models.EvictRequest | None = None
     ) -> models.Evicted:
