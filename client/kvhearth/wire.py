@@ -5,6 +5,9 @@ The first frame of a connection is the client's ``hello``; the daemon answers ``
 descriptors) or ``refused``. After that the connection is the session's life line: the client may
 send ``bye``, and its closing ends the session. Nothing here is unpickled, and a length is checked
 before memory is taken for it.
+
+A first frame ``{"kind": "health"}`` is answered with ``{"kind": "health", "serving": bool,
+"degraded": [str, ...]}``, and the connection ends.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 
 FRAME_BYTES_MAX = 256 * 1024
+HEALTH_QUESTION = {"kind": "health"}
 _LENGTH = struct.Struct("<I")
 FRAME_HEADER_BYTES = _LENGTH.size
 SEGMENTS_MAX = 1 << 16

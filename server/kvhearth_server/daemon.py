@@ -12,6 +12,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvhearth.errors import KVHearthError, Reason
@@ -44,6 +45,11 @@ from kvhearth_server.values import HTTP_OFF
 if TYPE_CHECKING:
     from kvhearth_server.transport.web.server import WebServer
 
+_SUMMED = (
+    *("lookups", "hit_keys", "below_keys", "miss_keys", "stored_blocks", "evicted_blocks"),
+    *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
+)
+"""Counters that the last line of a run tells."""
 _log = get_logger("kvhearth.daemon")
 
 
@@ -53,6 +59,7 @@ def run(settings: Settings) -> int:
     Raises:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
     """
+    signal.signal(signal.SIGHUP, _tell_hangup)
     sys.setswitchinterval(settings.switch_interval_s)
     raise_limit(settings)
     with StartBar("populating") as progress:
@@ -68,11 +75,14 @@ def run(settings: Settings) -> int:
         arena.close()
 
 
+def _tell_hangup(_: int, __: FrameType | None) -> None:
+    """SIGHUP: most daemons load their settings again. Dying of it would cost the cache."""
+    _log.warning("daemon.hangup", told="SIGHUP reloads nothing: restart to change settings")
+
+
 async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    stopping = _stop_signal(loop)
     counters = Counters()
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tier=tier)
     supervisor = Supervisor(counters)
@@ -102,8 +112,9 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     gc.freeze()  # what there is now stays: no collection goes through it again, on the loop
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
-    await stopping.wait()
+    cause = await stopping
     end = loop.time() + settings.drain_timeout_s
+    _log.info("daemon.draining", cause=cause, timeout_s=settings.drain_timeout_s)
     await _drain(settings, engine, background, rpc)
     await _close(web, calls, attach)
     with contextlib.suppress(TimeoutError):
@@ -117,8 +128,28 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
         engine.tiering.turn()
     for path in _files(settings):
         path.unlink(missing_ok=True)
-    _log.info("stopped", boot_id=engine.boot_id)
+    _log.info("daemon.stopped", **_summary(engine))
     return 0
+
+
+def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
+    """The name of the signal that ends the daemon, once there is one."""
+    found: asyncio.Future[str] = loop.create_future()
+
+    def stop(name: str) -> None:
+        if not found.done():
+            found.set_result(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number.name)
+    return found
+
+
+def _summary(engine: Engine) -> dict[str, object]:
+    """What this run did, for its last line."""
+    counts = {name: engine.counters.get(name) for name in _SUMMED}
+    uptime_s = round(engine.now() - engine.started_at, 3)
+    return {"boot_id": engine.boot_id, "uptime_s": uptime_s, **counts}
 
 
 async def _drain(
@@ -129,7 +160,6 @@ async def _drain(
     """
     engine.drain()
     notify.notify(notify.STOPPING)
-    _log.info("draining", timeout_s=settings.drain_timeout_s)
     await rpc.not_serving()
     try:
         async with asyncio.timeout(settings.drain_timeout_s):

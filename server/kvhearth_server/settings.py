@@ -325,6 +325,12 @@ class Settings(BaseSettings):
         """``memory`` in whole slabs."""
         return self.memory // self.slab_bytes * self.slab_bytes
 
+    def rounded(self) -> list[tuple[str, int, int]]:
+        """(memory or a tenant's name, bytes asked for, bytes used) of what is not whole slabs."""
+        slab = self.slab_bytes
+        asked = [(each.name, each.bytes) for each in self.tenants] or [("memory", self.memory)]
+        return [(name, size, size // slab * slab) for name, size in asked if size % slab]
+
     def effective_tenants(self, own_uid: int) -> tuple[TenantSetting, ...]:
         """The tenants that the daemon of user ``own_uid`` serves, their bytes in whole slabs."""
         if not self.tenants:

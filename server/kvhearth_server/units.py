@@ -5,34 +5,41 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
-_SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_BINARY = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+_SIZE_UNITS = {"": 1, "b": 1}
+_SIZE_UNITS |= {name.lower(): size for name, size in (_BINARY | _DECIMAL).items()}
+_SIZE_UNITS |= {name[:-1].lower(): size for name, size in (_BINARY | _DECIMAL).items()}
 _DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _number_and_unit(text: str, units: Mapping[str, float]) -> tuple[float, float] | None:
+def _number_and_unit(text: str, units: Mapping[str, float]) -> tuple[str, str] | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
         return None
-    return float(match[1]), units[match[2]]
+    return match[1], match[2]
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``4096``, ``"512MiB"`` or ``"1.5GiB"`` (Kubernetes' ``Mi`` is taken too).
+    """Bytes from ``4096``, ``"512MiB"``, ``"1.5Gi"`` or ``"64GB"``.
+
+    Units mean the same as in Kubernetes and numfmt: ``Gi`` and ``GiB`` are 1024^3 bytes, ``G`` and
+    ``GB`` are 1000^3. Case does not matter.
 
     Raises:
-        ValueError: not a size. Decimal units (``GB``) are refused: most who write one mean ``GiB``.
+        ValueError: not a size.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     text = str(value).strip()
     if text.isdecimal():
         return int(text)
-    long = re.sub(r"(?i)([kmgt])i$", r"\1iB", text)
-    parsed = None if isinstance(value, bool) else _number_and_unit(long, _SIZE_UNITS)
-    size = parsed[0] * parsed[1] if parsed else math.nan
-    if not size.is_integer():
-        raise ValueError("not a size; write bytes or a unit of 1024: 65536, 512MiB, 64GiB")
+    parsed = None if isinstance(value, bool) else _number_and_unit(text, _SIZE_UNITS)
+    size = Fraction(parsed[0]) * _SIZE_UNITS[parsed[1]] if parsed else None
+    if size is None or size.denominator != 1:
+        raise ValueError("not a size; write bytes or a unit: 65536, 512MiB, 64GiB, 64GB")
     return int(size)
 
 
@@ -50,15 +57,19 @@ def parse_duration_s(value: object) -> float:
     parsed = None if isinstance(value, bool) else _number_and_unit(str(value), _DURATION_UNITS)
     if parsed is None:
         raise ValueError("not a duration; write seconds or a unit: 0.5, 30s, 500ms, 5m, 24h")
-    return parsed[0] * parsed[1]
+    return float(parsed[0]) * _DURATION_UNITS[parsed[1]]
 
 
 def format_size(size: int) -> str:
-    """The shortest exact text of a size: ``"64GiB"``, ``"1536MiB"``, ``"5"``."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size and size % _SIZE_UNITS[unit.lower()] == 0:
-            return f"{size // _SIZE_UNITS[unit.lower()]}{unit}"
-    return str(size)
+    """An exact text of a size: ``"64GiB"``, ``"1536MiB"``, ``"64GB"``, ``"5"``.
+
+    Prefers 1024s; 1000s are for sizes that they write in fewer digits.
+    """
+    texts = [str(size)]
+    for units in (_DECIMAL, _BINARY):
+        exact = (f"{size // each}{name}" for name, each in units.items() if size % each == 0)
+        texts += [next(exact, texts[0])] if size else []
+    return min(reversed(texts), key=lambda text: sum(map(str.isdigit, text)))
 
 
 def format_duration_s(seconds: float) -> str:

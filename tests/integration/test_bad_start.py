@@ -73,7 +73,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "no keys": ({"keys_max": 0}, "--keys-max"),
     "no memory": ({"memory": 0}, "--memory"),
     "less than a slab": ({"memory": "1MiB"}, "memory: 1MiB is less than one slab"),
-    "a decimal unit": ({"memory": "1GB"}, "--memory"),
+    "an unknown unit": ({"memory": "1GG"}, "--memory"),
     "an odd slot": ({"slot_bytes_min": 5000}, "slot_bytes_min"),
     "an odd slab": ({"slab_bytes": "3MiB"}, "slab_bytes"),
     "unknown pages": ({"hugepages": "maybe"}, "--hugepages"),

@@ -100,7 +100,7 @@ def test_memory_bounds_the_daemons() -> None:
     assert sizes_of(quick=False, memory_bytes=64 << 30) == FULL
 
 
-@pytest.mark.parametrize("text", ["64MiB", "1GB", "much"])
+@pytest.mark.parametrize("text", ["64MiB", "1GG", "much"])
 def test_memory_that_cannot_be(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["bench", "local", "--quick", "--memory", text]) == app.EXIT_CONFIG
     assert "--memory: " in capsys.readouterr().err

@@ -146,6 +146,8 @@ def test_verbs_tell_of_the_tier(run: Run, keys: list[bytes], folder: Path) -> No
     assert str(folder) in out
     found = json.loads(run("stat", "--json")[1])
     assert found["ssd"]["blocks"] == len(keys)
+    (reads,) = [line.split() for line in out.splitlines() if line.startswith("reads take")]
+    assert reads == ["reads", "take", "-"], "nothing was read yet"
     code, out, _ = run("top", "--once")
     assert code == 0
     assert f"SSD healthy, {len(keys)} blocks" in out

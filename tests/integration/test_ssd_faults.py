@@ -28,7 +28,9 @@ from support.ssd_kit import (
 )
 from support.tiers import spoil
 
+from kvhearth.contract import namespace_digest
 from kvhearth.faults import DISK_ENVIRONMENT_NAME
+from kvhearth.proto.v1 import admin_pb2
 
 EIO, ENOSPC, EROFS = 5, 28, 30
 
@@ -117,6 +119,23 @@ def test_stores_go_on_while_the_drive_takes_nothing(
         drive.order()
         assert right_ones(engine, first) == 64
         daemon.stats()
+
+
+def test_what_is_being_written_is_evicted_too(tmp_path: Path) -> None:
+    request = admin_pb2.EvictRequest(namespace=namespace_digest("default", CONTRACT).hex())
+    with (
+        faulty_drive(tmp_path) as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        store_all(engine, new_keys(4))
+        saved(daemon, 4)
+        drive.order(delay_s=0.5)
+        keys = new_keys(40)
+        store_all(engine, keys)
+        reply = daemon.admin(lambda stub, token: stub.Evict(request, metadata=token, timeout=20))
+        assert reply.evicted_blocks == 44
+        found = engine.client.lookup({0: keys}, lease=False).groups[0]
+        assert not found.present.any()
 
 
 def test_a_hot_block_that_rotted_is_found_as_it_is_carried(tmp_path: Path) -> None:

@@ -122,7 +122,14 @@ def test_validate(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KVHEARTH_MEMROY", "1")
     assert run("config", "validate")[:2] == (0, "valid\n")
     path = tmp_path / "kvhearth.yaml"
+    path.write_text("memory: 64G\n")
+    assert run("config", "validate", str(path))[:2] == (0, "valid\n")
     path.write_text("memory: 12 bananas\n")
+    code, out, err = run("config", "validate", str(path))
+    assert (code, out) == (2, "")
+    assert f"memory (in {path}): '12 bananas'" in err
+    code, _, err = run("config", "validate", str(path), "--config", "other.yaml")
+    assert (code, "name one file" in err) == (2, True)
     code, out, err = run("config", "validate", "--config", str(path))
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith(f"kvhearth: error: memory (in {path}): '12 bananas'")
@@ -140,7 +147,8 @@ def test_no_daemon_is_one_clear_line_and_1(
 ) -> None:
     code, out, err = run(verb, "--socket-dir", str(tmp_path), *form)
     assert code == 1
-    assert err.startswith(f"kvhearth: error: no daemon answers at {tmp_path}/grpc.sock; start one")
+    name = "attach.sock" if verb == "health" else "grpc.sock"
+    assert err.startswith(f"kvhearth: error: no daemon answers at {tmp_path}/{name}; start one")
     assert len(err.splitlines()) == 1
     assert bool(out) == (verb == "health" and bool(form))
 

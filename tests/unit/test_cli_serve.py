@@ -72,7 +72,7 @@ def test_flags_environment_and_file_reach_the_daemon(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == f"{512 << 20} (2, 3) False 3 9 off"
-    assert '"event": "settings"' in done.stderr
+    assert '"event": "daemon.starting"' in done.stderr
     assert "KVHEARTH_MEMROY" in done.stderr
 
 

@@ -49,6 +49,13 @@ def refusal(config: Path | None = None, **flags: object) -> str:
         ("2Ti", 2 << 40),
         ("16Ki", 16 << 10),
         ("7B", 7),
+        ("64G", 64 * 10**9),
+        ("64GB", 64 * 10**9),
+        ("64gb", 64 * 10**9),
+        ("64Gi", 64 << 30),
+        ("1.1T", 11 * 10**11),
+        ("5kB", 5000),
+        ("9007199254.740993M", 9007199254740993),
         ("9007199254740993", 9007199254740993),
     ],
 )
@@ -56,13 +63,15 @@ def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "12 bananas", "64GB", "-1", "0.3", "1.00001KiB", True, None])
+@pytest.mark.parametrize(
+    "text", ["", "12 bananas", "64GG", "-1", "0.3", "1.00001KiB", "1.0001K", True, None]
+)
 def test_what_is_not_a_size(text: object) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
 
 
-@pytest.mark.parametrize("size", [0, 5, 1 << 10, 1536 << 20, 64 << 30, 1 << 40])
+@pytest.mark.parametrize("size", [0, 5, 1 << 10, 1536 << 20, 64 << 30, 1 << 40, 64 * 10**9, 999])
 def test_sizes_are_written_as_they_are_read(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
@@ -246,7 +255,7 @@ def test_ssd_directories_from_flags_environment_and_file(
         ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
         ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
         ({"ssd_dirs": ["kv=1GiB"]}, "'kv' is not absolute; write it from / on"),
-        ({"ssd_dirs": ["/mnt/kv=1GB"]}, "not a size; write bytes or a unit of 1024"),
+        ({"ssd_dirs": ["/mnt/kv=1GG"]}, "not a size; write bytes or a unit: 65536, 512MiB"),
         ({"ssd_dirs": ["/a=1GiB", "/b/../a=2GiB"]}, "ssd_dirs: /a is there twice"),
         (
             {"ssd_dirs": ["/a=200MiB"]},

@@ -15,7 +15,7 @@ from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.reading import KeysItem
 from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry
-from kvhearth_server.engine.portions import EVICTED_MAX, check_books, evict
+from kvhearth_server.engine.portions import EVICTED_MAX, Removed, check_books, evict
 
 PAGE = 4096
 SLABS = 160
@@ -78,7 +78,7 @@ def test_eviction_is_cut_into_portions() -> None:
         lambda: evict(world.engine, world.space.digest, 100 * PAGE),
         lambda _: seen.append(world.space.blocks),
     )
-    assert (done, world.space.blocks) == (BLOCKS - 100, 100)
+    assert (done.memory, world.space.blocks) == (BLOCKS - 100, 100)
     assert turns >= BLOCKS // EVICTED_MAX - 1
     steps = [before - after for before, after in zip([BLOCKS, *seen], seen, strict=False)]
     assert max(steps) <= EVICTED_MAX
@@ -92,7 +92,7 @@ def test_stores_that_come_in_do_not_keep_an_eviction_going() -> None:
         world.store(EVICTED_MAX)
 
     done, turns = meanwhile(lambda: evict(world.engine, world.space.digest, 0), store)
-    assert done == BLOCKS
+    assert done.memory == BLOCKS
     assert turns <= BLOCKS // EVICTED_MAX + 2
     world.engine.core.check_books()
 
@@ -104,7 +104,7 @@ def test_what_is_leased_ends_an_eviction() -> None:
         world.engine.core.reading.lookup, world.session.number, world.space.epoch, asked, 1
     )
     done, _ = meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)
-    assert done == EVICTED_MAX - 10
+    assert done.memory == EVICTED_MAX - 10
 
 
 def test_a_namespace_that_goes_meanwhile_ends_an_eviction() -> None:
@@ -119,7 +119,7 @@ def test_a_namespace_that_goes_meanwhile_ends_an_eviction() -> None:
             world.shell.attach(contract(revision="other"), "t", engine_id="other")
 
     done, _ = meanwhile(lambda: evict(world.engine, digest, 0), replace)
-    assert done == EVICTED_MAX
+    assert done.memory == EVICTED_MAX
     with pytest.raises(KVHearthError) as caught:
         meanwhile(lambda: evict(world.engine, digest, 0), nothing)
     assert caught.value.reason is Reason.UNKNOWN_NAMESPACE
@@ -127,7 +127,7 @@ def test_a_namespace_that_goes_meanwhile_ends_an_eviction() -> None:
 
 def test_an_empty_namespace_is_evicted_at_once() -> None:
     world = World(0)
-    assert meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)[0] == 0
+    assert meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)[0] == Removed()
 
 
 def test_books_are_counted_in_portions_while_others_write() -> None:

@@ -67,6 +67,21 @@ def test_a_flood_is_one_a_second_with_a_count(clock: Clock, written: io.StringIO
     ]
 
 
+def test_a_burst_passes_and_the_rest_is_counted(clock: Clock, written: io.StringIO) -> None:
+    log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock, burst=3))
+    for number in range(10):
+        log.info("engine.attached", kind="engine.attached", pid=number)
+    clock.now += 0.9
+    log.info("engine.attached", kind="engine.attached", pid=10)
+    clock.now += 0.1
+    log.info("engine.attached", kind="engine.attached", pid=11)
+    log.info("engine.attached", kind="engine.attached", pid=12)
+    found = [(line["pid"], line.get("suppressed"), line["level"]) for line in lines(written)]
+    assert found == [
+        (n, s, "info") for n, s in [(0, None), (1, None), (2, None), (11, 8), (12, None)]
+    ]
+
+
 def test_kinds_have_a_bound(clock: Clock) -> None:
     throttle = Throttle(1.0, clock)
     admitted = [throttle.admit(f"k{number}") for number in range(10 * KINDS_MAX)]

@@ -106,3 +106,21 @@ def test_all_that_a_walk_names_can_be_loaded(tmp_path: Path) -> None:
             break
     assert loaded == 80
     desk.tier.close()
+
+
+def test_a_namespace_is_forgotten_in_portions_and_no_other() -> None:
+    index = SsdIndex()
+    families = [family(), family(group=1, shards=3), family(namespace=bytes(32))]
+    for segment in (1, 2):
+        for place, of in enumerate(families):
+            first = 1000 * place + 100 * segment
+            bind(index, segment, list(range(first, first + 40)), of)
+    gone: set[tuple[int, bytes]] = set()
+    while (found := index.forget_of(families[0].namespace, 7)) is not None:
+        assert 0 < len(found.keys) <= 7
+        gone |= {(found.group, key) for key in found.keys}
+        index.check()
+    assert len(gone) == 160
+    assert len(index) == 80
+    assert {of for of, _ in whole_round(index, 64)} == {families[2]}
+    assert index.forget_of(b"\xff" * 32, 7) is None

@@ -1,7 +1,8 @@
 """The entry point of ``kvhearth``: builds the command from its verbs, turns errors into exit codes.
 
-Nothing outside the base dependencies is imported at the top: an engine's environment gets this
-entry point too, and without the server extra it has to say so.
+Nothing outside the standard library is imported at the top: an engine's environment gets this
+entry point too, and without the server extra it has to say so; and ``kvhearth health`` ends before
+anything else is imported.
 """
 
 from __future__ import annotations
@@ -9,27 +10,29 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
 
-from kvhearth.errors import KVHearthError, Reason
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
     import typer
+
+    from kvhearth.errors import KVHearthError
 
 EXIT_CONFIG = 2
 EXIT_MEMORY = 3
 EXIT_OTHER = 1
 
 EXIT_CODES = {
-    Reason.CONFIG_INVALID: EXIT_CONFIG,
-    Reason.MEMORY_UNAVAILABLE: EXIT_MEMORY,
-    Reason.HUGEPAGES_UNAVAILABLE: EXIT_MEMORY,
-    Reason.ARENA_BUSY: EXIT_MEMORY,
-    Reason.ARENA_UNUSABLE: EXIT_MEMORY,
-    Reason.SSD_UNUSABLE: EXIT_MEMORY,
+    "config_invalid": EXIT_CONFIG,
+    "memory_unavailable": EXIT_MEMORY,
+    "hugepages_unavailable": EXIT_MEMORY,
+    "arena_busy": EXIT_MEMORY,
+    "arena_unusable": EXIT_MEMORY,
+    "ssd_unusable": EXIT_MEMORY,
 }
-"""What a domain error ends the process with; every other reason is ``EXIT_OTHER``."""
+"""What the process ends with by a ``Reason``'s word; every other reason is ``EXIT_OTHER``."""
 
 EPILOG = """Examples: kvhearth doctor; kvhearth serve --memory 64GiB; kvhearth top
 
@@ -80,6 +83,7 @@ def build() -> typer.Typer:
         drain,
         evict,
         explain,
+        forget,
         health,
         leases,
         ls,
@@ -117,6 +121,7 @@ def build() -> typer.Typer:
     app.command("leases", epilog=leases.EPILOG)(leases.leases)
     app.command("explain", epilog=explain.EPILOG)(explain.explain)
     app.command("evict", epilog=evict.EPILOG)(evict.evict)
+    app.command("forget", epilog=forget.EPILOG)(forget.forget)
     app.command("drain", epilog=drain.EPILOG)(drain.drain)
     benches = typer.Typer(
         help="Measure, with daemons of its own.", epilog=BENCH_EPILOG, no_args_is_help=True
@@ -142,6 +147,15 @@ def run(args: Sequence[str] | None = None) -> int:
     Args:
         args: the words after ``kvhearth``; by default those of this process.
     """
+    words = sys.argv[1:] if args is None else list(args)
+    if words[:1] == ["health"]:
+        from kvhearth_server.cli import liveness
+
+        code = liveness.main(words[1:])
+        if code is not None:
+            return code
+    from kvhearth.errors import KVHearthError
+
     try:
         build()(args=None if args is None else list(args), prog_name="kvhearth")
     except KVHearthError as error:

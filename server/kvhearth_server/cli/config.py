@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
@@ -13,7 +16,7 @@ from kvhearth_server.config import Settings, load_settings, unread_environment
 
 SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
 SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
-VALIDATE_EPILOG = "Example: kvhearth config validate --config kvhearth.yaml"
+VALIDATE_EPILOG = "Example: kvhearth config validate kvhearth.yaml"
 
 
 def show(config: Config = None, as_json: AsJson = False) -> None:
@@ -37,11 +40,20 @@ def sample(as_json: AsJson = False) -> None:
         typer.echo(sample_text(), nl=False)
 
 
-def validate(config: Config = None, as_json: AsJson = False) -> None:
+def validate(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file of settings; the same as --config.", metavar="[FILE]"),
+    ] = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
     """Check the settings that environment and file give; exits with 2 if they are wrong."""
+    if file is not None and config is not None:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"{file} and --config {config}: name one file")
     problem = ""
     try:
-        load_settings({}, config)
+        load_settings({}, file or config)
     except KVHearthError as error:
         problem = error.message
     unread = unread_environment()

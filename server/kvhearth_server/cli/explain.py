@@ -33,7 +33,8 @@ def explain(
     """Tell why something is a miss.
 
     Of a contract: its namespace, or the nearest ones and the fields in which they differ. Of a
-    key: where it is, in which state, and what keeps it from being served; or that it is absent.
+    key: where it is, in which state, and what keeps it from being served; or that it is absent,
+    which exits with 1.
     """
     path = Path(what)
     if path.is_file():
@@ -78,14 +79,15 @@ def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
         reply = daemon.explain_key(key)
     if as_json:
         say_json({"kind": "key", "key": key.hex(), **plain(reply)})
-        return
-    if not reply.places:
+    elif not reply.places:
         typer.echo(
             f"the key {key.hex()} is absent: never stored, evicted, or stored with another hash"
         )
-        return
-    for place in reply.places:
-        console().print(_told(place))
+    else:
+        for place in reply.places:
+            console().print(_told(place))
+    if not reply.places:
+        raise typer.Exit(1)
 
 
 def _told(place: admin_pb2.KeyPlace) -> str:

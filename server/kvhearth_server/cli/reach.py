@@ -1,4 +1,4 @@
-"""The one door of the verbs to a running daemon: AdminService and health on its unix socket."""
+"""The one door of the verbs to a running daemon: AdminService on its unix socket."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, error_from_code
 from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET
+from kvhearth_server.cli import liveness
 from kvhearth_server.config import load_settings
 
 TOKEN_KEY = "kvhearth-admin-token"
 DEADLINE_S = 20.0
-HEALTH_DEADLINE_S = 5.0
 DIGEST_DIGITS = 64
+
+_SHOWN = 12
+_NAMED = 8
+"""Digits of a namespace, and namespaces, that a message shows."""
 
 Reply = TypeVar("Reply")
 
@@ -71,14 +74,6 @@ class Reach:
     ) -> None:
         self._undo.close()
 
-    def serving(self) -> bool:
-        """Whether the daemon says that it serves; needs no token."""
-        self._require_socket()
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest()
-        reply = self._translated(lambda: stub.Check(request, timeout=HEALTH_DEADLINE_S))
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
     def stats(self) -> admin_pb2.StatsResponse:
         """Sizes, counts and counters."""
         return self._ask(self._stub.Stats, admin_pb2.StatsRequest())
@@ -104,10 +99,17 @@ class Reach:
         """Where a key is."""
         return self._ask(self._stub.ExplainKey, admin_pb2.ExplainKeyRequest(key=key))
 
-    def evict(self, namespace: str, keep_bytes: int) -> admin_pb2.EvictResponse:
+    def evict(
+        self, namespace: str, keep_bytes: int, tier: admin_pb2.EvictTier.ValueType
+    ) -> admin_pb2.EvictResponse:
         """Remove blocks of a namespace (all 64 hex digits) down to ``keep_bytes``."""
-        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes)
+        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
         return self._ask(self._stub.Evict, request)
+
+    def forget(self, namespace: str, epoch: int) -> admin_pb2.ForgetNamespaceResponse:
+        """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current."""
+        request = admin_pb2.ForgetNamespaceRequest(namespace=namespace, expected_epoch=epoch)
+        return self._ask(self._stub.ForgetNamespace, request)
 
     def drain(self) -> admin_pb2.DrainResponse:
         """Take no more stores and sessions."""
@@ -126,10 +128,13 @@ class Reach:
         ]
         if len(found) == 1:
             return found[0]
-        told = f"{len(found)} namespaces start" if found else "no namespace starts"
-        raise KVHearthError(
-            Reason.UNKNOWN_NAMESPACE, f"{told} with {name!r}; kvhearth ls lists all of them"
-        )
+        told = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
+        if found:
+            digits = next(n for n in range(1, DIGEST_DIGITS + 1) if _differ(found, n))
+            names = ", ".join(space.namespace[: max(_SHOWN, digits)] for space in found[:_NAMED])
+            more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            told = f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
+        raise KVHearthError(Reason.UNKNOWN_NAMESPACE, told)
 
     def _ask(self, method: Callable[..., Reply], request: object) -> Reply:
         self._require_socket()
@@ -153,15 +158,18 @@ class Reach:
         return error_from_code(call.code().value[0], call.details() or "no details")
 
     def _require_socket(self) -> None:
-        if not (self._folder / GRPC_SOCKET).exists():
-            raise self._away()
+        path = self._folder / GRPC_SOCKET
+        try:
+            path.stat()
+        except PermissionError:
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path))) from None
+        except OSError:
+            raise self._away() from None
+        if not os.access(path, os.W_OK, effective_ids=True):
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path)))
 
     def _away(self) -> KVHearthError:
-        return KVHearthError(
-            Reason.DAEMON_AWAY,
-            f"no daemon answers at {self._folder / GRPC_SOCKET}; start one with kvhearth serve, "
-            "or name another directory with --socket-dir",
-        )
+        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / GRPC_SOCKET)))
 
     def _token(self) -> str:
         path = self._folder / ADMIN_TOKEN_FILE
@@ -175,3 +183,8 @@ class Reach:
                 Reason.NOT_ADMIN,
                 f"cannot read {path}: {told}; run this as the user that the daemon runs as",
             ) from None
+
+
+def _differ(found: list[admin_pb2.NamespaceInfo], digits: int) -> bool:
+    """Whether so many digits tell all namespaces apart."""
+    return len({space.namespace[:digits] for space in found}) == len(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
+from kvhearth.version import __version__
 from kvhearth_server.config import (
     Settings,
     Shown,
@@ -19,6 +21,7 @@ from kvhearth_server.config import (
     unread_environment,
 )
 from kvhearth_server.observability import logs
+from kvhearth_server.units import format_size
 
 EPILOG = (
     "Example: kvhearth serve --memory 64GiB --hugepages=require "
@@ -90,7 +93,7 @@ def _with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Cal
 
 
 def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
-    """The settings of this start, with logging set up as they say and said in the log.
+    """The settings of this start, with logging set up as they say.
 
     Args:
         config: the YAML file, if one was named.
@@ -103,7 +106,16 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
     settings = load_settings(given, config)
     logs.configure(settings.log_level, settings.log_format)
     log = logs.get_logger("kvhearth.serve")
-    log.info("settings", **settings.model_dump(mode="json"))
+    log.info(
+        "daemon.starting",
+        version=__version__,
+        pid=os.getpid(),
+        memory=format_size(settings.memory),
+        ssd_dirs=len(settings.ssd_dirs),
+    )
+    log.debug("daemon.settings", **settings.model_dump(mode="json"))
+    for name, asked, used in settings.rounded():
+        log.info("memory.rounded", of=name, asked_bytes=asked, used_bytes=used)
     for name in unread_environment():
         log.warning("no setting reads this environment variable", variable=name)
     return settings
@@ -115,7 +127,8 @@ def serve(config: Path | None = None, **flags: object) -> None:
 
     A flag goes before the environment, that before the YAML file, that before the default:
     --slab-bytes is KVHEARTH_SLAB_BYTES in the environment and slab_bytes in the file. Sizes are
-    written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
+    written 65536, 512MiB, 64Gi or 64GiB (1024s), 64G or 64GB (1000s); durations 0.5, 500ms, 30s or
+    24h.
     """
     settings = prepare(config, flags)
     # After the settings, so that a mistake in them is told without the time to load gRPC.

@@ -33,7 +33,7 @@ def summary(found: admin_pb2.SsdStats) -> Table:
         ("blocks on SSD", f"{found.blocks} of {size(found.live_bytes)}"),
         ("going down, up", f"{found.demoting_blocks}, {found.promoting_blocks} blocks"),
         ("requests", f"{found.queued_writes} writes, {found.queued_reads} reads"),
-        ("reads take", f"{found.read_latency_s * 1e3:.2f} ms, {size(_rate(found))}/s"),
+        ("reads take", _reads(found)),
         ("written", f"{size(written)}, {written / stored:.2f} for each byte stored")
         if stored
         else ("written", size(written)),
@@ -64,5 +64,8 @@ def directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
     return shown
 
 
-def _rate(found: admin_pb2.SsdStats) -> int:
-    return round(found.read_bytes_per_s)
+def _reads(found: admin_pb2.SsdStats) -> str:
+    """Latency and rate of reads; before the first one the daemon has only its assumptions."""
+    if not found.counters["loaded_blocks"]:
+        return "-"
+    return f"{found.read_latency_s * 1e3:.2f} ms, {size(round(found.read_bytes_per_s))}/s"

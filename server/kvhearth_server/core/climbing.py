@@ -37,6 +37,7 @@ class Climb:
     wish: Wish
     segment: int
     epoch: int
+    tier_epoch: int
     slots: I64
     askers: set[Asker] = field(default_factory=set)
 
@@ -103,7 +104,8 @@ class Climbing:
             [wish.parents[row] for row in fresh],
         )
         segment = self._state.segment_of[wish.namespace.tenant]
-        climb = Climb(self._next, taken, segment, wish.namespace.epoch, slots)
+        epochs = (wish.namespace.epoch, wish.namespace.tier_epoch)
+        climb = Climb(self._next, taken, segment, *epochs, slots)
         self._next += 1
         self._climbs[climb.number] = climb
         for key in taken.keys:
@@ -169,7 +171,7 @@ class Climbing:
             if not waiting:
                 del self._by_asker[asker]
         wish.namespace.used_bytes -= state.ledger.loading(climb.segment, flat(climb.slots), -1)
-        if climb.epoch != wish.namespace.epoch:
+        if (climb.epoch, climb.tier_epoch) != (wish.namespace.epoch, wish.namespace.tier_epoch):
             good = np.zeros(len(good), np.bool_)
         self._free(climb, climb.slots[~good])
         placed = 0

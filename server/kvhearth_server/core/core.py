@@ -78,7 +78,7 @@ class Core:
         Raises:
             KVHearthError: ``unknown_namespace``, ``stale_epoch``.
         """
-        namespace = self._named(digest)
+        namespace = self.named(digest)
         current = namespace.epoch if expected is None else expected
         epoch = self.state.namespaces.bump(namespace, current)
         self.state.actions.append(Catalogue())
@@ -94,7 +94,18 @@ class Core:
         Raises:
             KVHearthError: ``unknown_namespace``.
         """
-        return self.evictor.shrink(self._named(digest), keep_bytes, "asked", blocks_max)
+        return self.evictor.shrink(self.named(digest), keep_bytes, "asked", blocks_max)
+
+    def drop_copies(self, digest: bytes) -> None:
+        """Make all copies of a namespace on slower tiers unfindable, for good.
+
+        Blocks in memory still count as saved until ``Sinking.lost`` is told of them.
+
+        Raises:
+            KVHearthError: ``unknown_namespace``.
+        """
+        self.state.namespaces.drop_copies(self.named(digest))
+        self.state.actions.append(Catalogue())
 
     def blocks_of(self, digest: bytes) -> int:
         """How many blocks a namespace has.
@@ -102,9 +113,14 @@ class Core:
         Raises:
             KVHearthError: ``unknown_namespace``.
         """
-        return self._named(digest).blocks
+        return self.named(digest).blocks
 
-    def _named(self, digest: bytes) -> Namespace:
+    def named(self, digest: bytes) -> Namespace:
+        """The namespace of a digest.
+
+        Raises:
+            KVHearthError: ``unknown_namespace``.
+        """
         namespace = self.state.namespaces.find(digest)
         require(namespace, Reason.UNKNOWN_NAMESPACE, f"no namespace {digest.hex()}")
         assert namespace is not None

@@ -11,13 +11,18 @@ from kvhearth.errors import KVHearthError, Reason
 
 @dataclass
 class Namespace:
-    """One namespace; ``number`` is what slots and the journal know it by."""
+    """One namespace; ``number`` is what slots and the journal know it by.
+
+    ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is a part of the
+    namespace's name there, so that copies from before are never found again.
+    """
 
     number: int
     digest: bytes
     tenant: str
     contract: Contract
     epoch: int = 1
+    tier_epoch: int = 0
     quota_bytes: int | None = None
     used_bytes: int = 0
     blocks: int = 0
@@ -84,15 +89,18 @@ class Namespaces:
                     f"{len(self)} namespaces are in use; evict one or raise namespaces_max",
                 )
         number, epoch = self._free_number(), self.epoch_floor
-        made = Namespace(number, digest, tenant, contract, epoch, self._quota_bytes)
+        made = Namespace(number, digest, tenant, contract, epoch, quota_bytes=self._quota_bytes)
         self._add(made)
         self.version += 1
         return made
 
-    def restore(self, number: int, tenant: str, contract: Contract, epoch: int) -> Namespace:
+    def restore(
+        self, number: int, tenant: str, contract: Contract, epoch: int, tier_epoch: int = 0
+    ) -> Namespace:
         """Bring a namespace back from the durable catalogue."""
         digest = namespace_digest(tenant, contract)
-        made = Namespace(number, digest, tenant, contract, epoch, self._quota_bytes)
+        quota = self._quota_bytes
+        made = Namespace(number, digest, tenant, contract, epoch, tier_epoch, quota)
         self._add(made)
         return made
 
@@ -106,6 +114,11 @@ class Namespaces:
         namespace.epoch += 1
         self.version += 1
         return namespace.epoch
+
+    def drop_copies(self, namespace: Namespace) -> None:
+        """Give the namespace a new name on slower tiers."""
+        namespace.tier_epoch += 1
+        self.version += 1
 
     def explain(
         self, tenant: str, contract: Contract, count_max: int = 8

@@ -57,6 +57,10 @@ class Sinking:
         """Bytes under way."""
         return sum(portion.payload_bytes for portion in self._portions)
 
+    def writes(self, namespace: Namespace) -> bool:
+        """Whether blocks of a namespace are being written."""
+        return any(portion.namespace is namespace for portion in self._portions)
+
     def begin(self, slots_max: int, bytes_max: int) -> Portion | None:
         """The blocks that came first and are of one kind, held until ``settle``; None if nothing
         waits, or nothing more may be held now. The segments take turns: one of which nothing may be

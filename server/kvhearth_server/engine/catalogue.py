@@ -32,6 +32,7 @@ def catalogue_content(
                 "number": space.number,
                 "tenant": space.tenant,
                 "epoch": space.epoch,
+                "tier_epoch": space.tier_epoch,
                 "contract": space.contract.to_json(),
             }
             for space in state.namespaces
@@ -83,7 +84,8 @@ def check_namespaces(content: dict[str, Any]) -> None:
         for entry in content["namespaces"]:
             Contract.from_json(entry["contract"])
             whole = type(entry["number"]) is int and 0 < entry["number"] <= NUMBER_MAX
-            whole &= type(entry["epoch"]) is int and 0 <= entry["epoch"] <= _EPOCH_MAX
+            epochs = (entry["epoch"], entry.get("tier_epoch", 0))
+            whole &= all(type(each) is int and 0 <= each <= _EPOCH_MAX for each in epochs)
             if not whole or not isinstance(entry["tenant"], str):
                 raise ValueError(f"namespace {entry['number']!r} is not whole")
         counts = (content["epoch_floor"], content["next_session"])
@@ -106,7 +108,8 @@ def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
         for entry in content["namespaces"]:
             if entry["tenant"] in state.segment_of:
                 contract = Contract.from_json(entry["contract"])
-                state.namespaces.restore(entry["number"], entry["tenant"], contract, entry["epoch"])
+                epochs = (entry["epoch"], int(entry.get("tier_epoch", 0)))
+                state.namespaces.restore(entry["number"], entry["tenant"], contract, *epochs)
     except (KeyError, TypeError, ValueError, KVHearthError) as error:
         raise _damaged(error) from None
 

@@ -74,6 +74,7 @@ class Attached:
     """What the attach socket sends: the welcome, and descriptors that it closes after sending."""
 
     session: Session
+    hello: Hello
     welcome: Welcome
     descriptors: list[int]
 
@@ -235,7 +236,7 @@ class Engine:
         self.counters.add("sessions_opened")
         hit("attach.joined")
         welcome = self._welcome(session, joined, mapped=bool(descriptors))
-        return Attached(session, welcome, descriptors)
+        return Attached(session, hello, welcome, descriptors)
 
     def _welcome(self, session: Session, joined: Joined, *, mapped: bool) -> Welcome:
         size = self.arena.segments[session.segment]

@@ -138,8 +138,8 @@ class SsdCatalogue:
                 _log.error("an epoch that is over could come back", paths=where)
                 raise KVHearthError(
                     Reason.SSD_UNUSABLE,
-                    f"the new epoch holds, but cannot be written to {where}: older blocks could "
-                    "come back after a restart; see kvhearth_ssd_degraded, then bump it again",
+                    f"the change holds, but cannot be written to {where}: older blocks could "
+                    "come back after a restart; see kvhearth_ssd_degraded, then ask again",
                 )
             await asyncio.sleep(_LOOK_S)
 

@@ -33,9 +33,9 @@ class TierNames:
     def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> Family:
         """What the tier calls the blocks of a KV group, of the current epoch if none is given."""
         spec: GroupSpec = namespace.contract.groups[kv_group]
-        name = self._name(namespace)
+        name = self.name(namespace)
         if len(self._numbers) >= _NAMES_MAX + len(self._core.state.namespaces):
-            self._numbers = {self._name(each): each.number for each in self._core.state.namespaces}
+            self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}
         self._numbers[name] = namespace.number
         shown = namespace.epoch if epoch is None else epoch
         return Family(name, kv_group, shown, spec.page_bytes, spec.shards)
@@ -46,10 +46,12 @@ class TierNames:
         number = self._numbers.get(name, -1)
         found = namespaces.get(number) if number in namespaces else None
         # A forgotten namespace's number may be another one's by now.
-        return found if found is not None and self._name(found) == name else None
+        return found if found is not None and self.name(found) == name else None
 
-    def _name(self, namespace: Namespace) -> bytes:
-        return hashlib.sha256(self._lineage + namespace.digest).digest()
+    def name(self, namespace: Namespace) -> bytes:
+        """What the tier calls a namespace, until its copies are dropped."""
+        drops = str(namespace.tier_epoch or "").encode()
+        return hashlib.sha256(self._lineage + namespace.digest + drops).digest()
 
     def places(self, slots: I64, length: int) -> Records:
         """Where slots (n, shards) are in the arena: ``PLACE_DTYPE`` of the same shape."""

@@ -71,6 +71,23 @@ class Tiering:
         """What the tier calls the blocks of a KV group."""
         return self._names.family(namespace, kv_group)
 
+    # -- dropping ----------------------------------------------------------------------------------
+
+    def name(self, namespace: Namespace) -> bytes:
+        """What the tier calls a namespace now; ``Core.drop_copies`` gives it another name."""
+        return self._names.name(namespace)
+
+    def forget_copies(self, namespace: Namespace, name: bytes, count: int) -> int:
+        """Forget up to ``count`` copies that the tier has under an earlier name of a namespace;
+        returns how many.
+        """
+        found = self.tier.forget_namespace(name, count)
+        if found is None:
+            return 0
+        self._call(self._core.sinking.lost, namespace, found.group, found.keys)
+        self._names.tell_lost(namespace, found.group, found.keys, found.cause)
+        return len(found.keys)
+
     # -- up ----------------------------------------------------------------------------------------
 
     def raise_blocks(self, wishes: Iterable[Wish], group: int = 0, lease_id: int = 0) -> None:

@@ -202,8 +202,9 @@ class Completion:
 class Evicted:
     """Blocks that a tier let go of by itself.
 
-    ``cause``: ``space`` (to make room), ``checksum`` (it found their bytes wrong), or what a
-    ``Failed`` says (they could not be read). What an outcome of a batch says is not told again.
+    ``cause``: ``space`` (to make room), ``checksum`` (it found their bytes wrong), ``asked`` (by an
+    operator), or what a ``Failed`` says (they could not be read). What an outcome of a batch says
+    is not told again.
     """
 
     namespace: bytes

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire import FrameDecoder, Hello, encode_frame, refused
+from kvhearth.wire import HEALTH_QUESTION, FrameDecoder, Hello, encode_frame, refused
 from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
-from kvhearth_server.observability.log_rate import LimitedLog
+from kvhearth_server.observability.log_rate import LimitedLog, Throttle
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.peers import Tenancy, peer_of, tenant_of
-from kvhearth_server.transport.plain import plain_error
+from kvhearth_server.transport.plain import plain_error, plain_text
 
 _READ_BYTES = 64 * 1024
 _BACKLOG = 128
@@ -30,6 +30,9 @@ _ACCEPT_PAUSE_S = 0.05
 _REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
 _refusals = LimitedLog(_log)
+_LINES_A_SECOND = 64
+"""Of each event of engines: a large engine's ranks all attach at once."""
+_DIGITS_SHOWN = 12
 
 
 class AttachServer:
@@ -44,6 +47,8 @@ class AttachServer:
         self._tenancies = tenancies
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
+        self._closing = False
+        self._engines = LimitedLog(_log, Throttle(burst=_LINES_A_SECOND))
         self._silent: dict[asyncio.Timeout, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -61,6 +66,7 @@ class AttachServer:
 
     async def stop(self) -> None:
         """Close the door and all life lines."""
+        self._closing = True
         if self._socket is not None:
             self._socket.close()
         for task in list(self._connections):
@@ -100,6 +106,7 @@ class AttachServer:
                 attached = await self._handshake(connection, peer, decoder)
                 if attached is not None:
                     await self._welcome(connection, attached)
+                    self._tell(attached, peer, "engine.attached")
                     finished = await self._life_line(connection, decoder)
             except OSError as error:
                 _log.debug("attach connection broke", error=str(error))
@@ -110,13 +117,38 @@ class AttachServer:
                 if attached is not None:
                     # Without a goodbye even right after the welcome: descriptors may have arrived.
                     self._engine.leave(attached.session, finished=finished)
+                    if finished:
+                        self._tell(attached, peer, "engine.left")
+                    elif not self._closing:
+                        self._tell(attached, peer, "engine.lost")
                 elif peer.pidfd >= 0:
                     os.close(peer.pidfd)
+
+    def _tell(self, attached: Attached, peer: Peer, event: str) -> None:
+        """One line about an engine's process: who it is, and what became of it."""
+        hello, welcome = attached.hello, attached.welcome
+        say = self._engines.warning if event == "engine.lost" else self._engines.info
+        say(
+            event,
+            kind=event,
+            engine_id=plain_text(hello.engine_id),
+            incarnation=welcome.incarnation,
+            rank=hello.rank,
+            scheduler=hello.scheduler,
+            session=welcome.session,
+            uid=peer.uid,
+            pid=peer.pid,
+            tenant=attached.session.tenant,
+            namespace=welcome.namespace[:_DIGITS_SHOWN],
+            epoch=welcome.epoch,
+        )
 
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
-        """The session, or None after a refusal; a slow or silent peer is refused too."""
+        """The session, or None after a refusal or an answer to ``health``; a slow or silent peer is
+        refused too.
+        """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._take_place(deadline, peer.uid)
@@ -124,6 +156,9 @@ class AttachServer:
                     hello = await self._hello(connection, decoder)
                 finally:
                     self._silent.pop(deadline, None)
+                if hello is None:
+                    await self._send(connection, self._health(), [])
+                    return None
             tenant = tenant_of(peer.uid, self._tenancies)
             return self._engine.attach(hello, peer, tenant)
         except TimeoutError:
@@ -161,7 +196,14 @@ class AttachServer:
             for descriptor in attached.descriptors:
                 os.close(descriptor)
 
-    async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello:
+    def _health(self) -> dict[str, Any]:
+        """The answer to whether the daemon serves, for anybody who may connect."""
+        tier = self._engine.tier
+        degraded = list(tier.health().reasons) if tier else []
+        return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
+
+    async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
+        """The first frame; None if it asks for the daemon's health."""
         loop = asyncio.get_running_loop()
         heard = False
         while True:
@@ -176,7 +218,7 @@ class AttachServer:
             if len(messages) > 1:
                 raise KVHearthError(Reason.BAD_MESSAGE, "spoke before it was welcome")
             if messages:
-                return Hello.from_message(messages[0])
+                return None if messages[0] == HEALTH_QUESTION else Hello.from_message(messages[0])
 
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         """Wait for the end; True if the client said goodbye, which it does when its copies are

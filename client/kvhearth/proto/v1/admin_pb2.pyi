@@ -7,10 +7,41 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _EvictTier:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictTierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictTier.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICT_TIER_UNSPECIFIED: _EvictTier.ValueType  # 0
+    """ALL if keep_bytes is 0, else MEMORY."""
+    EVICT_TIER_MEMORY: _EvictTier.ValueType  # 1
+    EVICT_TIER_SSD: _EvictTier.ValueType  # 2
+    EVICT_TIER_ALL: _EvictTier.ValueType  # 3
+
+class EvictTier(_EvictTier, metaclass=_EvictTierEnumTypeWrapper):
+    """Where blocks are removed. The SSD tier cannot remove some blocks of a namespace and keep others, so that SSD and ALL
+    need keep_bytes 0.
+    """
+
+EVICT_TIER_UNSPECIFIED: EvictTier.ValueType  # 0
+"""ALL if keep_bytes is 0, else MEMORY."""
+EVICT_TIER_MEMORY: EvictTier.ValueType  # 1
+EVICT_TIER_SSD: EvictTier.ValueType  # 2
+EVICT_TIER_ALL: EvictTier.ValueType  # 3
+global___EvictTier = EvictTier
 
 @typing.final
 class StatsRequest(google.protobuf.message.Message):
@@ -665,17 +696,20 @@ class EvictRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEEP_BYTES_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Hex digest of the namespace."""
     keep_bytes: builtins.int
     """Keep this many bytes at most."""
+    tier: global___EvictTier.ValueType
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         keep_bytes: builtins.int = ...,
+        tier: global___EvictTier.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keep_bytes", b"keep_bytes", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keep_bytes", b"keep_bytes", "namespace", b"namespace", "tier", b"tier"]) -> None: ...
 
 global___EvictRequest = EvictRequest
 
@@ -685,17 +719,61 @@ class EvictResponse(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     evicted_blocks: builtins.int
+    """Removed from memory."""
+    ssd_blocks: builtins.int
+    """Removed from SSD."""
     def __init__(
         self,
         *,
         boot_id: builtins.str = ...,
         evicted_blocks: builtins.int = ...,
+        ssd_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "evicted_blocks", b"evicted_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "evicted_blocks", b"evicted_blocks", "ssd_blocks", b"ssd_blocks"]) -> None: ...
 
 global___EvictResponse = EvictResponse
+
+@typing.final
+class ForgetNamespaceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    EXPECTED_EPOCH_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Hex digest of the namespace."""
+    expected_epoch: builtins.int
+    """Refuse unless this is the current weights epoch; 0 forgets whatever it is."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        expected_epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch", "namespace", b"namespace"]) -> None: ...
+
+global___ForgetNamespaceRequest = ForgetNamespaceRequest
+
+@typing.final
+class ForgetNamespaceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    boot_id: builtins.str
+    epoch: builtins.int
+    """The weights epoch from now on."""
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "epoch", b"epoch"]) -> None: ...
+
+global___ForgetNamespaceResponse = ForgetNamespaceResponse
 
 @typing.final
 class DrainRequest(google.protobuf.message.Message):

@@ -71,6 +71,11 @@ class AdminServiceStub(object):
                 request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.ForgetNamespace = channel.unary_unary(
+                '/kvhearth.proto.v1.AdminService/ForgetNamespace',
+                request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceRequest.SerializeToString,
+                response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvhearth.proto.v1.AdminService/Drain',
                 request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -129,6 +134,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetNamespace(self, request, context):
+        """Makes all blocks of a namespace invalid at once: its weights have changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops taking stores and attaches, as before a shutdown.
         """
@@ -173,6 +185,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'ForgetNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNamespace,
+                    request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceRequest.FromString,
+                    response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -371,6 +388,33 @@ class AdminService(object):
             '/kvhearth.proto.v1.AdminService/Evict',
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhearth.proto.v1.AdminService/ForgetNamespace',
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceRequest.SerializeToString,
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ForgetNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

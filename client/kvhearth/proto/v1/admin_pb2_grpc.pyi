@@ -62,6 +62,12 @@ class AdminServiceStub:
     ]
     """Removes blocks of a namespace: all, or down to a number of bytes."""
 
+    ForgetNamespace: grpc.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ForgetNamespaceRequest,
+        kvhearth.proto.v1.admin_pb2.ForgetNamespaceResponse,
+    ]
+    """Makes all blocks of a namespace invalid at once: its weights have changed."""
+
     Drain: grpc.UnaryUnaryMultiCallable[
         kvhearth.proto.v1.admin_pb2.DrainRequest,
         kvhearth.proto.v1.admin_pb2.DrainResponse,
@@ -111,6 +117,12 @@ class AdminServiceAsyncStub:
         kvhearth.proto.v1.admin_pb2.EvictResponse,
     ]
     """Removes blocks of a namespace: all, or down to a number of bytes."""
+
+    ForgetNamespace: grpc.aio.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ForgetNamespaceRequest,
+        kvhearth.proto.v1.admin_pb2.ForgetNamespaceResponse,
+    ]
+    """Makes all blocks of a namespace invalid at once: its weights have changed."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         kvhearth.proto.v1.admin_pb2.DrainRequest,
@@ -175,6 +187,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvhearth.proto.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.EvictResponse]]:
         """Removes blocks of a namespace: all, or down to a number of bytes."""
+
+    @abc.abstractmethod
+    def ForgetNamespace(
+        self,
+        request: kvhearth.proto.v1.admin_pb2.ForgetNamespaceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvhearth.proto.v1.admin_pb2.ForgetNamespaceResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.ForgetNamespaceResponse]]:
+        """Makes all blocks of a namespace invalid at once: its weights have changed."""
 
     @abc.abstractmethod
     def Drain(

@@ -315,6 +315,19 @@ class SsdIndex:
                 gone += 1
         return gone
 
+    def forget_of(self, namespace: bytes, count: int) -> Evicted | None:
+        """Forget up to ``count`` blocks of a namespace; which they were, of one KV group. None if
+        it has none.
+        """
+        wanted = self._numbers.get(namespace, -1)
+        for (number, group), found in self._maps.items():
+            if number == wanted and (pairs := found.take(count)):
+                for _, entry in pairs:
+                    segment, row = divmod(entry, SEGMENT_ENTRIES)
+                    self.segments[segment].bury_one(row)
+                return Evicted(namespace, group, [key for key, _ in pairs], "asked")
+        return None
+
     def forget_some(self, segment: int, count: int) -> list[Evicted]:
         """Forget up to ``count`` blocks of a segment, and with the last one its rows; which they
         were.

@@ -60,6 +60,14 @@ class KeyMap:
         """Forget a key; its entry, -1 if it was not there."""
         return self._part(key).pop(key, -1)
 
+    def take(self, count: int) -> list[tuple[bytes, int]]:
+        """Forget up to ``count`` keys, whichever cost the least; they and their entries."""
+        taken: list[tuple[bytes, int]] = []
+        for part in self._parts:
+            while part and len(taken) < count:
+                taken.append(part.popitem())
+        return taken
+
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
         """The dict of each. At a restart there are millions of keys, so no line of Python is run
         for each.

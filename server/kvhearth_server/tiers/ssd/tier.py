@@ -247,6 +247,12 @@ class SsdTier:
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return self._parts.index.unbind(namespace, group, keys)
 
+    def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
+        """Serve up to ``count`` blocks of a namespace no more; which they were, of one KV group.
+        None if there are none left.
+        """
+        return self._parts.index.forget_of(namespace, count)
+
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[Family, list[bytes]]]]:
         """One step through all that is stored, in the order in which it lies on disk.
 

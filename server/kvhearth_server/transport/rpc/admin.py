@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from kvhearth.contract import Contract, namespace_digest
@@ -11,19 +11,28 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.version import __version__
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.state import require
 from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.audit import audited, refused
 from kvhearth_server.transport.plain import plain_text
 from kvhearth_server.transport.rpc.guard import Context, guarded, metadata_value
 from kvhearth_server.transport.rpc.insights import key_reply, leases_reply, ssd_stats
 
 ADMIN_TOKEN_KEY = "kvhearth-admin-token"
 
+_TIERS: Mapping[int, portions.Where | None] = {
+    admin_pb2.EVICT_TIER_UNSPECIFIED: None,
+    admin_pb2.EVICT_TIER_MEMORY: "memory",
+    admin_pb2.EVICT_TIER_SSD: "ssd",
+    admin_pb2.EVICT_TIER_ALL: "all",
+}
+
 Reply = TypeVar("Reply")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Reads the engine's state; only ``Evict`` and ``Drain`` change something."""
+    """Reads the engine's state; ``Evict``, ``ForgetNamespace`` and ``Drain`` change it."""
 
     def __init__(self, engine: Engine, admin_token: str) -> None:
         self._engine = engine
@@ -35,6 +44,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """
         given = metadata_value(context, ADMIN_TOKEN_KEY)
         if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
+            refused("grpc", context.peer())
             raise KVHearthError(
                 Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
             )
@@ -173,27 +183,54 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(
         self, request: admin_pb2.EvictRequest, context: Context
     ) -> admin_pb2.EvictResponse:
-        return await self._run(context, lambda: self._evict(request))
+        return await self._run(context, lambda: self._evict(request, context.peer()))
 
-    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
-        engine = self._engine
-        try:
-            digest = bytes.fromhex(request.namespace)
-        except ValueError:
-            raise KVHearthError(
-                Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
-            ) from None
-        evicted = await portions.evict(engine, digest, request.keep_bytes)
-        return admin_pb2.EvictResponse(boot_id=engine.boot_id, evicted_blocks=evicted)
+    async def _evict(self, request: admin_pb2.EvictRequest, peer: str) -> admin_pb2.EvictResponse:
+        engine, keep_bytes = self._engine, request.keep_bytes
+        asked = {"namespace": request.namespace, "keep_bytes": keep_bytes}
+        with audited("evict", "grpc", peer, **asked) as told:
+            require(request.tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {request.tier}")
+            where = told["tier"] = _TIERS[request.tier]
+            removed = await portions.evict(engine, _digest(request), keep_bytes, where)
+            told |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
+        return admin_pb2.EvictResponse(
+            boot_id=engine.boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
+        )
+
+    async def ForgetNamespace(
+        self, request: admin_pb2.ForgetNamespaceRequest, context: Context
+    ) -> admin_pb2.ForgetNamespaceResponse:
+        return await self._run(context, lambda: self._forget(request, context.peer()))
+
+    async def _forget(
+        self, request: admin_pb2.ForgetNamespaceRequest, peer: str
+    ) -> admin_pb2.ForgetNamespaceResponse:
+        engine, expected = self._engine, request.expected_epoch or None
+        with audited("forget", "grpc", peer, namespace=request.namespace) as told:
+            epoch = told["epoch"] = await portions.forget(engine, _digest(request), expected)
+        return admin_pb2.ForgetNamespaceResponse(boot_id=engine.boot_id, epoch=epoch)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
         def work() -> admin_pb2.DrainResponse:
-            self._engine.drain()
+            with audited("drain", "grpc", context.peer()):
+                self._engine.drain()
             return admin_pb2.DrainResponse(boot_id=self._engine.boot_id)
 
         return await self._run(context, work)
+
+
+def _digest(request: admin_pb2.EvictRequest | admin_pb2.ForgetNamespaceRequest) -> bytes:
+    """Raises:
+    KVHearthError: ``unknown_namespace``.
+    """
+    try:
+        return bytes.fromhex(request.namespace)
+    except ValueError:
+        raise KVHearthError(
+            Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
+        ) from None
 
 
 def _info(space: Namespace) -> admin_pb2.NamespaceInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -156,13 +156,18 @@ class EvictRequest(BaseModel, extra="forbid"):
     """How much to keep."""
 
     keep_bytes: int = Field(0, ge=0, le=2**63 - 1, description="Keep this many bytes at most.")
+    tier: Literal["memory", "ssd", "all"] | None = Field(
+        None,
+        description="Where; ssd and all need keep_bytes 0. Default: all if that is 0, else memory.",
+    )
 
 
 class Evicted(BaseModel):
     """What was removed."""
 
     boot_id: str
-    evicted_blocks: int
+    evicted_blocks: int = Field(description="From memory.")
+    ssd_blocks: int = Field(description="From SSD.")
 
 
 class BumpRequest(BaseModel, extra="forbid"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
@@ -13,6 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config import Settings
 from kvhearth_server.engine import portions
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.audit import audited, refused
 from kvhearth_server.transport.web import models, views
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem
 
@@ -21,6 +22,13 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 Digest = Annotated[
     str, Path(description="Digest of the namespace, 64 hex digits.", pattern="^[0-9a-f]{64}$")
 ]
+
+
+def _caller(request: Request) -> str:
+    return f"{request.client.host}:{request.client.port}" if request.client else ""
+
+
+Caller = Annotated[str, Depends(_caller)]
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -59,9 +67,10 @@ def state_routes(engine: Engine) -> APIRouter:
 def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRouter:
     """What needs the admin token: actions, settings, debugging."""
 
-    async def admitted(given: Credentials) -> None:
+    async def admitted(given: Credentials, caller: Caller) -> None:
         token = given.credentials if given else ""
         if not hmac.compare_digest(token.encode(), admin_token.encode()):
+            refused("http", caller)
             raise KVHearthError(
                 Reason.NOT_ADMIN,
                 "send the content of admin.token of the socket directory as a bearer token",
@@ -77,26 +86,35 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
         """The settings in effect."""
         return models.Config(boot_id=boot_id, settings=views.masked(settings))
 
-    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404))
-    async def evict(ns: Digest, request: models.EvictRequest | None = None) -> models.Evicted:
+    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 409))
+    async def evict(
+        ns: Digest, caller: Caller, request: models.EvictRequest | None = None
+    ) -> models.Evicted:
         """Remove blocks of a namespace, coldest first: all that nobody holds, or down to a size."""
-        keep_bytes = request.keep_bytes if request else 0
-        evicted = await portions.evict(engine, bytes.fromhex(ns), keep_bytes)
-        return models.Evicted(boot_id=boot_id, evicted_blocks=evicted)
+        keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
+        asked = {"namespace": ns, "keep_bytes": keep_bytes, "tier": tier}
+        with audited("evict", "http", caller, **asked) as told:
+            removed = await portions.evict(engine, bytes.fromhex(ns), keep_bytes, tier)
+            told |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
+        return models.Evicted(
+            boot_id=boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
+        )
 
     @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
-    async def bump_epoch(ns: Digest, request: models.BumpRequest | None = None) -> models.Bumped:
+    async def bump_epoch(
+        ns: Digest, caller: Caller, request: models.BumpRequest | None = None
+    ) -> models.Bumped:
         """Make all blocks of a namespace invalid at once: its weights have changed."""
         expected = request.expected_epoch if request else None
-        epoch = engine.call(engine.core.bump_namespace, bytes.fromhex(ns), expected)
-        if engine.ssd_catalogue.paths:
-            await engine.ssd_catalogue.confirm()
+        with audited("forget", "http", caller, namespace=ns) as told:
+            epoch = told["epoch"] = await portions.forget(engine, bytes.fromhex(ns), expected)
         return models.Bumped(boot_id=boot_id, epoch=epoch)
 
     @router.post("/v1/admin:drain")
-    async def drain() -> models.Drained:
+    async def drain(caller: Caller) -> models.Drained:
         """Take no stores and attaches any more, as before a shutdown."""
-        engine.drain()
+        with audited("drain", "http", caller):
+            engine.drain()
         return models.Drained(boot_id=boot_id, draining=True)
 
     @router.get("/debug/books")

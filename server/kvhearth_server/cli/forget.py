@@ -1,0 +1,53 @@
+"""``kvhearth forget``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli.output import plain, printable, say_json, short, size
+from kvhearth_server.cli.reach import Reach
+
+EPILOG = "Example: kvhearth forget 3f9c; kvhearth forget 3f9c --yes --json | jq .epoch"
+
+
+def forget(
+    namespace: Annotated[str, typer.Argument(help="First hex digits of it.", metavar="NAMESPACE")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    socket_dir: SocketDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make all blocks of a namespace invalid at once, in memory and on SSD: its weights changed.
+
+    Raises the namespace's weights epoch, as an engine does that loads new weights. Engines with
+    the old weights get no block until they attach again. There is no way back. Old blocks leave
+    as their room is needed.
+    """
+    with Reach(socket_dir) as daemon:
+        space = daemon.namespace(namespace)
+        if not yes:
+            _ask(space)
+        reply = daemon.forget(space.namespace, space.epoch)
+    if as_json:
+        say_json(plain(reply) | {"namespace": space.namespace})
+    else:
+        typer.echo(f"{short(space.namespace)} is forgotten: its weights epoch is {reply.epoch} now")
+
+
+def _ask(space: admin_pb2.NamespaceInfo) -> None:
+    """Raises:
+    KVHearthError: ``config_invalid`` if there is nobody to ask.
+    typer.Abort: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        raise KVHearthError(Reason.CONFIG_INVALID, "forget asks on a terminal; add --yes")
+    model = printable(str(json.loads(space.contract_json)["model"]))
+    told = f"{short(space.namespace)} (tenant {space.tenant}, model {model})"
+    held = f"{space.blocks} blocks, {size(space.bytes)} in memory"
+    typer.confirm(f"forget {told} with {held} and its copies on SSD?", abort=True, err=True)

@@ -1,0 +1,201 @@
+"""Asks a daemon whether it serves, by one frame on its attach socket.
+
+Imports a few modules of the standard library and nothing else: a container runs ``kvhearth health``
+every few seconds, and importing gRPC, numpy and typer costs it 0.6 s of processor time. Not even
+``kvhearth.url`` is imported, since that brings the whole package's ``__init__``; a test compares
+the names below with the ones there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+SOCKET_DIR = "/run/kvhearth"
+SOCKET_DIR_ENV = "KVHEARTH_SOCKET_DIR"
+CONFIG_ENV = "KVHEARTH_CONFIG"
+ATTACH_SOCKET = "attach.sock"
+QUESTION = b'{"kind":"health"}'
+ANSWER_S = 4.0
+"""Longest wait for one answer; less than a container's health check is given in the Dockerfile."""
+_PAUSE_S = 0.1
+_HEADER_BYTES = 4
+_FRAME_BYTES_MAX = 256 << 10
+_DRAINS = "the daemon drains: it takes no stores"
+
+
+def main(words: list[str]) -> int | None:
+    """Run ``kvhearth health`` with these words after the verb; returns its exit status.
+
+    Returns None for words that need the whole command line: help, wrong usage, and a settings file
+    that has to be parsed for the directory.
+    """
+    given = _parsed(words)
+    if given is None:
+        return None
+    folder, wait_s, as_json = given
+    found = folder or os.environ.get(SOCKET_DIR_ENV) or _configured(os.environ.get(CONFIG_ENV))
+    if found is None:
+        return None
+    return run(os.path.abspath(os.path.expanduser(found)), wait_s, as_json=as_json)
+
+
+def _configured(path: str | None) -> str | None:
+    """The directory that a settings file gives; None where telling it takes a parser of YAML."""
+    if not path:
+        return SOCKET_DIR
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line for line in file.read(1 << 20).splitlines() if "socket_dir" in line]
+    except (OSError, ValueError):
+        return None
+    if not lines:
+        return SOCKET_DIR
+    name, _, value = lines[0].rstrip().partition(": ")
+    plain = value.replace("/", "").replace("-", "").replace("_", "").isalnum()
+    return value if len(lines) == 1 and name == "socket_dir" and plain and value[0] == "/" else None
+
+
+def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
+    """Returns the directory ("" for none), seconds to wait, and whether JSON is wanted; None for
+    words that it does not know.
+    """
+    folder, wait_s, as_json = "", 0.0, False
+    left = list(words)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if name == "--json" and not equals:
+            as_json = True
+            continue
+        if name not in ("--socket-dir", "--wait") or not (equals or left):
+            return None
+        value = value if equals else left.pop(0)
+        if name == "--socket-dir":
+            folder = value
+            continue
+        try:
+            wait_s = float(value)
+        except ValueError:
+            return None
+        if not wait_s >= 0:
+            return None
+    return folder, wait_s, as_json
+
+
+def run(folder: str, wait_s: float, *, as_json: bool) -> int:
+    """Look until the daemon serves or ``wait_s`` are over, print the verdict, return the exit
+    status.
+    """
+    end = time.monotonic() + wait_s
+    problem, degraded = look(folder)
+    while problem and time.monotonic() < end:
+        time.sleep(_PAUSE_S)
+        problem, degraded = look(folder)
+    if as_json:
+        import json
+
+        found = {"serving": not problem, "problem": problem, "degraded": degraded}
+        sys.stdout.write(json.dumps(found) + "\n")
+    elif not problem:
+        sys.stdout.write("serving\n")
+    for reason in degraded:
+        sys.stderr.write(f"kvhearth: warning: the SSD tier is degraded: {_printable(reason)}\n")
+    if problem:
+        sys.stderr.write(f"kvhearth: error: {_printable(problem)}\n")
+    return 1 if problem else 0
+
+
+def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str]]:
+    """Returns why the daemon does not serve ("" if it does), and why its SSD tier is degraded."""
+    path = os.path.join(folder, ATTACH_SOCKET)
+    try:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.settimeout(answer_s)
+            line.connect(path)
+            line.sendall(len(QUESTION).to_bytes(_HEADER_BYTES, "little") + QUESTION)
+            answer = _answer(line, time.monotonic() + answer_s)
+    except PermissionError:
+        return denied(path), []
+    except (TimeoutError, BlockingIOError):  # a unix socket whose backlog is full does not wait
+        return f"the daemon at {path} does not answer within {answer_s:g} s", []
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+        return away(path), []
+    except OSError as error:
+        return f"cannot ask the daemon at {path}: {error.strerror or error}", []
+    if not isinstance(answer, dict):
+        return f"what answers at {path} is no KVHearth daemon", []
+    if answer.get("kind") == "refused":
+        return f"the daemon at {path} refuses: {answer.get('message')}", []
+    return ("" if answer.get("serving") else _DRAINS), [*map(str, answer.get("degraded") or ())]
+
+
+def _answer(line: socket.socket, end: float) -> object:
+    """Reads the frame that answers; None for what is not one."""
+    import json
+
+    got = b""
+    while len(got) < _HEADER_BYTES or len(got) < _HEADER_BYTES + _size(got):
+        line.settimeout(max(0.001, end - time.monotonic()))
+        data = line.recv(1 << 16)
+        if not data or (len(got) >= _HEADER_BYTES and _size(got) > _FRAME_BYTES_MAX):
+            return None
+        got += data
+    try:
+        return json.loads(got[_HEADER_BYTES : _HEADER_BYTES + _size(got)])
+    except ValueError:
+        return None
+
+
+def _size(got: bytes) -> int:
+    return int.from_bytes(got[:_HEADER_BYTES], "little")
+
+
+def away(path: str) -> str:
+    """Says that nothing listens at a socket."""
+    return (
+        f"no daemon answers at {path}; start one with kvhearth serve, "
+        "or name another directory with --socket-dir"
+    )
+
+
+def denied(path: str) -> str:
+    """Says why this user may not use a socket: whose it is, or the directory that hides it."""
+    at = path
+    while True:
+        try:
+            found = os.stat(at)
+            break
+        except OSError:
+            at = os.path.dirname(at)
+    owner, group, me = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
+    remedy = f"run this as {owner}" if owner != me else f"chmod {at}"
+    if found.st_mode & 0o010:
+        remedy += f" or add {me} to the group {group}"
+    return (
+        f"user {me} may not use {path}: {at} belongs to {owner}:{group} with mode "
+        f"{found.st_mode & 0o7777:04o}; {remedy}"
+    )
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _group(number: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,0 +1,205 @@
+"""The daemon's log: who came and went, what operators did, and what a run amounted to."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.engine import contract_of, engine_of
+from support.http_door import ask
+
+from kvhearth import wire
+from kvhearth.contract import namespace_digest
+from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth_server.cli import app
+
+PAGE = 64 << 10
+CONTRACT = contract_of(PAGE)
+DIGEST = namespace_digest("default", CONTRACT).hex()
+KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+UNKNOWN = "f" * 64
+FIRST_LINE_CHARS_MAX = 200
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False, command=True, http="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+def lines(daemon: Daemon) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in daemon.own_lines() if line.startswith("{")]
+
+
+def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    """All lines of an event."""
+    return [line for line in lines(daemon) if line["event"] == name]
+
+
+def event(daemon: Daemon, name: str) -> dict[str, Any]:
+    """The one line of an event; waits for it."""
+    until(lambda: events(daemon, name), f"{name} is told")
+    (line,) = events(daemon, name)
+    return line
+
+
+@contextlib.contextmanager
+def attached(daemon: Daemon, engine_id: str) -> Iterator[None]:
+    """An engine that maps nothing, and leaves without a word."""
+    said = wire.Hello(PROTOCOL_VERSION, engine_id, CONTRACT.to_json(), map_arena=False)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(daemon.socket_dir / "attach.sock"))
+        line.sendall(wire.encode_frame(said.to_message()))
+        (answer,) = wire.FrameDecoder().feed(line.recv(1 << 16))
+        assert answer["kind"] == "welcome", answer
+        yield
+
+
+def lose(daemon: Daemon, engine_id: str) -> None:
+    """An engine attaches and is gone."""
+    with attached(daemon, engine_id):
+        pass
+
+
+def test_the_first_line_is_short_and_has_the_version(daemon: Daemon) -> None:
+    first = daemon.own_lines()[0]
+    found = json.loads(first)
+    assert len(first) < FIRST_LINE_CHARS_MAX
+    assert (found["event"], found["version"]) == ("daemon.starting", __version__)
+    assert daemon.process is not None
+    assert (found["pid"], found["memory"]) == (daemon.process.pid, "16MiB")
+    assert events(daemon, "daemon.settings") == []
+
+
+def test_all_settings_are_told_for_debugging() -> None:
+    with running_daemon(arena=False, command=True, log_level="debug") as daemon:
+        assert event(daemon, "daemon.settings")["memory"] == 16 << 20
+
+
+def test_a_decimal_memory_is_rounded_down_and_told() -> None:
+    with running_daemon(arena=False, command=True, memory="20M") as daemon:
+        found = event(daemon, "memory.rounded")
+        told = (found["of"], found["asked_bytes"], found["used_bytes"])
+        assert told == ("memory", 20_000_000, 18 << 20)
+        assert daemon.stats().segments[0].bytes == 18 << 20
+
+
+def test_who_attaches_and_who_leaves(daemon: Daemon) -> None:
+    with engine_of(daemon.url(), CONTRACT, "e1") as engine:
+        engine.wait_ready()
+        found = event(daemon, "engine.attached")
+        assert (found["engine_id"], found["uid"], found["pid"]) == ("e1", os.getuid(), os.getpid())
+        assert (found["tenant"], found["namespace"]) == ("default", DIGEST[:12])
+        assert (found["rank"], found["epoch"]) == (0, engine.client.epoch)
+    left = event(daemon, "engine.left")
+    assert (left["engine_id"], left["session"]) == ("e1", found["session"])
+    assert events(daemon, "engine.lost") == []
+
+
+def test_an_engine_that_is_lost(daemon: Daemon) -> None:
+    lose(daemon, "e2")
+    found = event(daemon, "engine.lost")
+    assert (found["engine_id"], found["level"]) == ("e2", "warning")
+    assert (found["uid"], found["pid"]) == (os.getuid(), os.getpid())
+    assert found["namespace"] == DIGEST[:12]
+
+
+def test_who_is_attached_when_the_daemon_ends_is_not_lost(daemon: Daemon) -> None:
+    with attached(daemon, "e3"):
+        assert daemon.terminate() == 0
+    assert events(daemon, "engine.lost") == []
+
+
+def test_engines_cannot_flood_the_log(daemon: Daemon) -> None:
+    numbers = itertools.count()
+
+    def flood() -> bool:
+        for number in itertools.islice(numbers, 100):
+            lose(daemon, f"e{number}")
+        told = events(daemon, "engine.lost")
+        return sum(line.get("suppressed", 0) for line in told) > 0
+
+    until(flood, "those that were held back are told", 60)
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_what_operators_do(daemon: Daemon, capsys: pytest.CaptureFixture[str], door: str) -> None:
+    with engine_of(daemon.url(), CONTRACT, "e1") as engine:
+        engine.wait_ready()
+        assert engine.store(KEYS).bound == KEYS
+        epoch = engine.client.epoch
+    for verb, words, path in (
+        ("evict", ("evict", DIGEST, "--keep", "256KiB"), f"namespaces/{DIGEST}:evict"),
+        ("forget", ("forget", DIGEST, "--yes"), f"namespaces/{DIGEST}:bump-epoch"),
+        ("drain", ("drain",), "admin:drain"),
+    ):
+        if door == "http":
+            body = b'{"keep_bytes": 262144}' if verb == "evict" else None
+            assert ask(daemon, f"/v1/{path}", "POST", body, admin=True).status == 200
+        else:
+            assert app.run([*words, "--socket-dir", str(daemon.socket_dir)]) == 0
+        found = event(daemon, f"admin.{verb}")
+        assert (found["door"], found["result"], found["level"]) == (door, "done", "info")
+        wanted = "unix:" if door == "grpc" else r"127\.0\.0\.1:\d+"
+        assert re.fullmatch(wanted, found["peer"])
+        assert verb == "drain" or found["namespace"] == DIGEST
+    assert event(daemon, "admin.evict")["evicted_blocks"] == 4
+    assert event(daemon, "admin.forget")["epoch"] == epoch + 1
+
+
+def test_what_operators_are_refused(daemon: Daemon) -> None:
+    path = f"/v1/namespaces/{UNKNOWN}:evict"
+    assert ask(daemon, path, "POST", admin=True).status == 404
+    found = event(daemon, "admin.evict")
+    told = (found["result"], found["namespace"], found["level"])
+    assert told == ("unknown_namespace", UNKNOWN, "warning")
+    for _ in range(20):
+        assert ask(daemon, path, "POST").status == 403
+    refused = events(daemon, "admin.refused")
+    assert 0 < len(refused) < 20
+    assert (refused[0]["door"], refused[0]["result"]) == ("http", "not_admin")
+
+
+def test_a_run_ends_with_a_summary(daemon: Daemon) -> None:
+    with engine_of(daemon.url(), CONTRACT) as engine:
+        engine.wait_ready()
+        assert engine.store(KEYS).bound == KEYS
+        engine.client.lookup({0: [*KEYS, b"\0" * 32]}, lease=False)
+    assert daemon.terminate() == 0
+    assert event(daemon, "daemon.draining")["cause"] == "SIGTERM"
+    found = lines(daemon)[-1]
+    assert found["event"] == "daemon.stopped"
+    assert (found["hit_keys"], found["miss_keys"], found["stored_blocks"]) == (8, 1, 8)
+    assert (found["evicted_blocks"], found["promoted_blocks"], found["lookups"]) == (0, 0, 1)
+    assert found["uptime_s"] > 0
+
+
+def test_a_hangup_is_told_and_survived(daemon: Daemon) -> None:
+    assert daemon.process is not None
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    assert event(daemon, "daemon.hangup")["level"] == "warning"
+    assert not daemon.stats().draining
+    assert daemon.terminate() == 0
+
+
+def test_people_read_the_same_events(tmp_path: Path) -> None:
+    with stopped_daemon(arena=False, command=True, log_format="console") as daemon:
+        daemon.start()
+        lose(daemon, "e7")
+        until(lambda: "engine.lost" in daemon.log_text(), "the loss is told")
+        (line,) = [one for one in daemon.own_lines() if "engine.attached" in one]
+        assert "engine_id=e7" in line
+        assert f"pid={os.getpid()}" in line
+        assert daemon.terminate() == 0
+        assert daemon.own_lines()[0].count("daemon.starting") == 1
+        assert "daemon.stopped" in daemon.own_lines()[-1]

@@ -1,0 +1,290 @@
+"""``kvhearth health``: what it imports, what it costs, and its verdicts on daemons of all kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhearth import url, wire
+from kvhearth_server import config
+from kvhearth_server.cli import app, liveness
+from kvhearth_server.config import Settings
+from kvhearth_server.units import parse_duration_s
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("typer", "click", "rich", "grpc", "google", "numpy", "pydantic", "yaml", "structlog")
+HEAVY += ("dataclasses", "kvhearth")
+CPU_S_MAX = 0.5
+"""Ten times the aim, for machines that others use: what it replaces took 0.6 s."""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The verb in this process: its exit code, stdout and stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = app.run(["health", *words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@contextlib.contextmanager
+def answering(folder: Path, frame: bytes | None, *, keep: bool = False) -> Iterator[None]:
+    """A daemon whose attach socket gives everybody ``frame``, and ends the connection unless it is
+    to ``keep`` it; None says nothing.
+    """
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(folder / "attach.sock"))
+        door.listen()
+        callers = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = door.accept()
+                    callers.append(caller)
+                    caller.recv(100)
+                    caller.sendall(frame or b"")
+                    if not keep:
+                        caller.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for each in callers:
+                each.close()
+
+
+def health_frame(**fields: object) -> bytes:
+    return wire.encode_frame({"kind": "health", "serving": True, "degraded": [], **fields})
+
+
+def in_a_process(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """The entry point in a process of its own, after the statements of ``before``; it ends with the
+    names of all modules, one a line, on stderr.
+    """
+    told = "lambda: sys.stderr.write(chr(10).join(['', *sys.modules]))"
+    code = f"import atexit, sys\natexit.register({told})\n{before}\n"
+    code += "from kvhearth_server.cli import app\napp.main()"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code, "health", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environ,
+        check=False,
+    )
+
+
+def test_it_knows_the_names_that_the_rest_has() -> None:
+    fields = Settings.model_fields
+    assert str(fields["socket_dir"].default) == liveness.SOCKET_DIR
+    assert liveness.SOCKET_DIR_ENV == config.ENV_PREFIX + "SOCKET_DIR"
+    assert (liveness.CONFIG_ENV, liveness.ATTACH_SOCKET) == (config.CONFIG_ENV, url.ATTACH_SOCKET)
+    assert json.loads(liveness.QUESTION) == wire.HEALTH_QUESTION
+
+
+def test_a_container_gives_it_longer_than_it_waits() -> None:
+    line = next(
+        line
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("HEALTHCHECK")
+    )
+    timeout = line.partition("--timeout=")[2].split()[0]
+    assert parse_duration_s(timeout) > liveness.ANSWER_S
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_nothing_heavy_is_imported(tmp_path: Path, form: list[str], served: bool) -> None:
+    with answering(tmp_path, health_frame()) if served else contextlib.nullcontext():
+        done = in_a_process("--socket-dir", str(tmp_path), *form)
+    assert done.returncode == (0 if served else 1)
+    modules = done.stderr.splitlines()
+    assert "kvhearth_server.cli.liveness" in modules
+    assert [name for name in modules if name.partition(".")[0] in HEAVY] == []
+
+
+def test_what_it_costs(tmp_path: Path) -> None:
+    with answering(tmp_path, health_frame()):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = in_a_process("--socket-dir", str(tmp_path))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < CPU_S_MAX
+
+
+def test_a_daemon_that_serves(run: Run, tmp_path: Path) -> None:
+    with answering(tmp_path, health_frame()):
+        assert run("--socket-dir", str(tmp_path)) == (0, "serving\n", "")
+        code, out, err = run(f"--socket-dir={tmp_path}", "--json", "--wait", "1")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert json.loads(out) == {"serving": True, "problem": "", "degraded": []}
+
+
+def test_a_degraded_tier_is_a_warning(run: Run, tmp_path: Path) -> None:
+    with answering(tmp_path, health_frame(degraded=["/mnt/a: slow\x1b[2J"])):
+        code, out, err = run("--socket-dir", str(tmp_path))
+        assert (code, out) == (0, "serving\n")
+        assert err == "kvhearth: warning: the SSD tier is degraded: /mnt/a: slow?[2J\n"
+        assert json.loads(run("--socket-dir", str(tmp_path), "--json")[1])["degraded"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "told"),
+    [
+        (health_frame(serving=False), "the daemon drains: it takes no stores"),
+        (wire.encode_frame({"kind": "refused", "message": "no places"}), "refuses: no places"),
+        (b"", "is no KVHearth daemon"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no KVHearth daemon"),
+        (b"\xff\xff\xff\xff" + bytes(100_000), "is no KVHearth daemon"),
+        (b"\x02\x00\x00\x00[]", "is no KVHearth daemon"),
+        (b"\x02\x00\x00\x00{{", "is no KVHearth daemon"),
+    ],
+)
+def test_a_daemon_that_does_not_serve(run: Run, tmp_path: Path, frame: bytes, told: str) -> None:
+    with answering(tmp_path, frame):
+        code, out, err = run("--socket-dir", str(tmp_path))
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith("kvhearth: error: ")
+        assert told in err
+        found = json.loads(run("--socket-dir", str(tmp_path), "--json")[1])
+        assert (found["serving"], found["problem"] in err) == (False, True)
+
+
+@pytest.mark.parametrize("said", [None, b"\x07\x00", b"\x07\x00\x00\x00{"])
+def test_a_daemon_that_hangs(tmp_path: Path, said: bytes | None) -> None:
+    with answering(tmp_path, said, keep=True):
+        problem, _ = liveness.look(str(tmp_path), answer_s=0.05)
+    assert problem == f"the daemon at {tmp_path}/attach.sock does not answer within 0.05 s"
+
+
+def test_a_daemon_that_accepts_nobody(run: Run, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as door, contextlib.ExitStack() as queue:
+        door.bind(str(tmp_path / "attach.sock"))
+        door.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                line = queue.enter_context(socket.socket(socket.AF_UNIX))
+                line.setblocking(False)
+                line.connect(str(tmp_path / "attach.sock"))
+        code, _, err = run("--socket-dir", str(tmp_path))
+    assert code == 1
+    assert "does not answer" in err
+
+
+def test_the_directory_is_found(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "at /run/kvhearth/attach.sock" in run()[2] or Path("/run/kvhearth").exists()
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(f"memory: 1GiB\nsocket_dir: {tmp_path}/y\n")
+    monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
+    assert f"at {tmp_path}/y/attach.sock" in run()[2]
+    path.write_text(f"socket_dir: '{tmp_path}/quoted'  # for the whole parser\n")
+    assert f"at {tmp_path}/quoted/attach.sock" in run()[2]
+    monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(tmp_path / "e"))
+    assert f"at {tmp_path}/e/attach.sock" in run()[2]
+    assert f"at {tmp_path}/f/attach.sock" in run("--socket-dir", str(tmp_path / "f"))[2]
+
+
+def test_a_plain_settings_file_needs_no_parser(tmp_path: Path) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(f"socket_dir: {tmp_path}\n")
+    before = f"import os; os.environ['KVHEARTH_CONFIG'] = {str(path)!r}"
+    with answering(tmp_path, health_frame()):
+        done = in_a_process(before=before)
+    assert (done.returncode, done.stdout) == (0, "serving\n")
+    assert "yaml" not in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    "words", [["--wait"], ["--wait", "x"], ["--wait", "-1"], ["--nothing"], ["more"]]
+)
+def test_wrong_usage_is_2(run: Run, words: list[str]) -> None:
+    assert run(*words)[0] == 2
+
+
+def test_help(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "--wait" in out
+
+
+def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
+    folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
+    folder.mkdir(0o700 if os.geteuid() == 0 else 0)
+    try:
+        for verb, name in (("health", "attach.sock"), ("stat", "grpc.sock")):
+            done = _as_nobody(verb, "--socket-dir", str(folder / "s"))
+            owner = folder.stat()
+            mode = f"{stat.S_IMODE(owner.st_mode):04o}"
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.count("\n") == 1, done.stderr
+            assert f"may not use {folder}/s/{name}: {folder} belongs to " in done.stderr
+            assert f"with mode {mode}; " in done.stderr
+    finally:
+        folder.chmod(0o700)
+        folder.rmdir()
+
+
+def test_a_user_who_may_not_use_the_socket(tmp_path: Path) -> None:
+    folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
+    folder.mkdir(0o755)
+    path = folder / "grpc.sock"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(path))
+        path.chmod(0o010 if os.geteuid() == 0 else 0)
+        try:
+            done = _as_nobody("stat", "--socket-dir", str(folder))
+        finally:
+            path.unlink()
+            folder.rmdir()
+    assert done.returncode == 1
+    assert f"may not use {path}: {path} belongs to " in done.stderr
+
+
+def _as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user that owns nothing; everything is imported before, since the interpreter
+    may be root's own.
+    """
+    code = (
+        "import os, sys, grp, pwd, json, typer.rich_utils\n"
+        "from kvhearth_server.cli import app, liveness\n"
+        "app.build()\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "app.main()"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environ,
+        check=False,
+    )
