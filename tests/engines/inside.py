@@ -20,12 +20,17 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvhearth.connectors.vllm.connector import KVHearthConnector
 from kvhearth.connectors.vllm.metadata import LoadJob, Move, StepMeta
 from kvhearth.connectors.vllm.settings import parse_settings
 from kvhearth.connectors.vllm.worker import WorkerHalf
@@ -65,6 +70,29 @@ def layouts(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[str
         except ValueError as error:
             found.append(f"ValueError: {error}")
     return found
+
+
+def children(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[list[str]]:
+    """The names of the connectors that ``MultiConnector`` would make; ours are made."""
+    config = AsyncEngineArgs(**engine).create_engine_config()
+    found = []
+    for transfer in transfers:
+        config.kv_transfer_config = KVTransferConfig(**transfer)
+        pairs = MultiConnector._get_connector_classes_and_configs(config)
+        found.append([kind.__name__ for kind, _ in pairs])
+        for kind, given in pairs:
+            if kind is KVHearthConnector:
+                kind(given, KVConnectorRole.SCHEDULER, None)
+    return found
+
+
+def served(words: list[str]) -> dict[str, str]:
+    """The connector of ``vllm serve`` with these words, and the daemon's address that it takes."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--model", words[0], *words[1:]])
+    transfer = AsyncEngineArgs.from_cli_args(parsed).kv_transfer_config
+    url = parse_settings(transfer.kv_connector_extra_config).url
+    return {"connector": transfer.kv_connector, "url": url}
 
 
 class StuckCopier:
