@@ -21,7 +21,7 @@ from engines.kit import (
     warm,
     whole_blocks,
 )
-from support.daemon import Daemon
+from support.daemon import Daemon, until
 from support.manifests import ENGINES, recipes
 
 MET = "the sibling met its workers"
@@ -65,6 +65,7 @@ def test_either_order(
         found = warm(engine, text)
         same(found, reference.answer(text), "warm")
         assert found["cached"] == whole_blocks(len(text))
+        until(lambda: engine.metric("vllm:kvhearth_hit_tokens") >= found["cached"], "it is counted")
 
 
 # -- the recipes of docs/engines.md ----------------------------------------------------------------

@@ -200,7 +200,7 @@ class _WorkerSide(_Base):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
-    @guarded(lambda: Handshake("", problem="a worker failed"))
+    @guarded(nothing)
     def get_handshake_metadata(self) -> Handshake | None:
         """What the scheduler is to know of this rank.
 
