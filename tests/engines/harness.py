@@ -127,6 +127,31 @@ def engine_nursery() -> Nursery:
     return _nursery
 
 
+def inside(
+    folder: Path, function: str, *, environment: dict[str, str] | None = None, **given: Any
+) -> Any:
+    """What a function of ``engines.inside`` returns, called in the engines' environment.
+
+    Args:
+        folder: for what it prints, which is told where it fails.
+        function: its name.
+        environment: variables, besides those of every engine.
+        given: its arguments.
+    """
+    log_path = folder / f"inside-{function}.log"
+    ours, theirs = socket.socketpair()
+    with ours, log_path.open("wb") as log:
+        with theirs:
+            arguments = {"function": function, "environment": environment or {}, "given": given}
+            child = engine_nursery().birth(
+                "engines.inside:answer", [theirs.fileno(), log.fileno()], **arguments
+            )
+        with ours.makefile("rb") as reply:
+            text = reply.read()
+    assert child.wait(LOAD_S) == 0, log_path.read_text(errors="replace")[-4000:]
+    return json.loads(text)
+
+
 def close_nursery() -> None:
     """End it, and with it the engines that still run."""
     global _nursery

@@ -19,14 +19,16 @@ import pytest
 import yaml
 from support.daemon import running_daemon, until
 from support.http_door import ANY_PORT, address_of
+from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
 
+from kvhearth.connectors.vllm.settings import URL_ENV, parse_settings
+from kvhearth.url import parse_url
+from kvhearth.version import __version__
 from kvhearth_server.config import ENV_PREFIX, Settings
 from kvhearth_server.units import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd/kvhearth.service"
-SIDECAR = DEPLOY / "kubernetes/sidecar.yaml"
 PROMETHEUS = DEPLOY / "prometheus"
 SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
 EXPOSURE_MAX = 20
@@ -109,6 +111,8 @@ def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
     (daemon,) = spec["initContainers"]
     assert daemon["restartPolicy"] == "Always", "a native sidecar"
     assert daemon["startupProbe"]
+    assert daemon["livenessProbe"]
+    assert "readinessProbe" not in daemon, "it would be the engine's, which fails open"
     settings = _settings({one["name"]: one["value"] for one in daemon["env"]})
     limits, requests = daemon["resources"]["limits"], daemon["resources"]["requests"]
     assert limits["hugepages-2Mi"] == requests["hugepages-2Mi"] == "8Gi"
@@ -116,10 +120,11 @@ def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
     assert settings.hugepages == "require"
     assert daemon["securityContext"]["readOnlyRootFilesystem"] is True
     (engine,) = spec["containers"]
-    assert [mount["name"] for mount in engine["volumeMounts"]] == ["sockets"]
+    assert [mount["name"] for mount in engine["volumeMounts"]] == ["sockets", "models"]
+    assert engine["readinessProbe"]["httpGet"]["port"] == engine["ports"][0]["name"]
     assert settings.allow_uids == (engine["securityContext"]["runAsUser"],)
     volumes = {volume["name"] for volume in spec["volumes"]}
-    assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes
+    assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes - {"models"}
 
 
 def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
@@ -141,37 +146,77 @@ def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
 # -- compose ---------------------------------------------------------------------------------------
 
 
-def _default(text: object) -> str:
-    """``${NAME:-default}`` as compose fills it in where nothing is set."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(text))
-
-
 def test_compose() -> None:
-    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     services = loaded["services"]
     assert set(services) == {"arena", "kvhearth", "engine", "prometheus"}
     daemon = services["kvhearth"]
-    settings = _settings({n: _default(v) for n, v in daemon["environment"].items()})
+    settings = _settings({n: default(v) for n, v in daemon["environment"].items()})
     assert settings.arena_dir == Path("/arena")
     assert daemon["read_only"] is True
     assert daemon["cap_drop"] == ["ALL"]
     assert "ports" not in daemon, "HTTP stays on the network of this file"
-    assert {_default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]} == {
+    assert {default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]} == {
         "/run/kvhearth",
         "/arena",
         "/ssd",
     }
     assert settings.ssd_dirs == (), "none until it is asked for"
-    assert services["engine"]["volumes"] == ["run:/run/kvhearth"], "sockets are all it needs"
+    needs = ["run:/run/kvhearth", "models:/root/.cache/huggingface"]
+    assert services["engine"]["volumes"] == needs, "of the daemon it needs the sockets only"
+    waits_for = services["engine"]["depends_on"]["kvhearth"]["condition"]
+    assert waits_for == "service_started", "an engine computes without a healthy daemon"
     assert services["engine"]["profiles"] == ["engine"]
     for service in services.values():
         assert set(service.get("depends_on", {})) <= set(services)
-        sources = [_default(volume).split(":")[0] for volume in service["volumes"]]
+        sources = [default(volume).split(":")[0] for volume in service["volumes"]]
         named = [source for source in sources if source[0] not in "./"]
         assert set(named) <= set(loaded["volumes"])
         assert all((DEPLOY / one).exists() for one in sources if one.startswith("."))
     assert (DEPLOY / services["kvhearth"]["build"]["context"] / "Dockerfile").exists()
 
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_uses_the_daemon_beside_it(name: str) -> None:
+    """Its arguments name the connector, its environment the daemon, at the path of their common
+    volume; each variable of ours is one that the connector reads.
+    """
+    engine = ENGINES[name]()
+    transfer = engine.transfer
+    assert transfer["kv_connector"] == "KVHearthConnector"
+    assert transfer["kv_role"] == "kv_both"
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert [one for one in engine.environment if one.startswith(ENV_PREFIX)] == [URL_ENV]
+    settings = parse_settings(transfer.get("kv_connector_extra_config", {}), engine.environment)
+    folder = parse_url(settings.url).socket_dir
+    (volume,) = [one for one, place in engine.mounts.items() if Path(place) == folder]
+    served = Path(engine.daemon_mounts[volume])
+    assert served == _settings({}).socket_dir, "where the daemon has its sockets by default"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engines_weights_have_a_name(name: str) -> None:
+    """Without a commit the KV is of one run of the engine alone."""
+    words = " ".join(ENGINES[name]().words)
+    assert re.search(r"--revision[ =][0-9a-f]{40}\b", words)
+
+
+def test_an_engines_image_holds_the_connector() -> None:
+    text = (DEPLOY / "engine.Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [line.split()[0] for line in lines] == ["FROM", "RUN"]
+    assert lines[1].split()[-1] == f"kvhearth=={__version__}"
+    (tag,) = re.findall(r"docker build -t (\S+) -f deploy/engine.Dockerfile deploy", text)
+    for make in ENGINES.values():
+        assert make().image == f"{tag}:latest"
+    build = yaml.safe_load(COMPOSE.read_text())["services"]["engine"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+
+
+# -- the compose specification ---------------------------------------------------------------------
 
 _PARSE_COMPOSE = "import sys, compose_spec as c; c.PyCompose.from_yaml(sys.stdin.read()).validate()"
 
@@ -182,7 +227,7 @@ def test_the_compose_specification_takes_the_file() -> None:
     probe = [str(python), "-c", "import compose_spec"]
     if not python.exists() or subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip("compose-spec is not there: run `make tools`")
-    text = _default((DEPLOY / "compose.yaml").read_text())
+    text = default(COMPOSE.read_text())
     for given, good in ((text, True), (text.replace("depends_on", "dependson"), False)):
         done = subprocess.run(
             [python, "-c", _PARSE_COMPOSE], input=given, capture_output=True, text=True, check=False
@@ -192,7 +237,7 @@ def test_the_compose_specification_takes_the_file() -> None:
 
 def test_compose_makes_the_directories_with_what_the_image_holds(tmp_path: Path) -> None:
     """The image has no shell and no tools: this service's words run in Python, as root there."""
-    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["arena"]
+    service = yaml.safe_load(COMPOSE.read_text())["services"]["arena"]
     assert service["entrypoint"] == ["python3", "-c"]
     (program,) = service["command"]
     owned = []
@@ -209,7 +254,7 @@ def test_compose_makes_the_directories_with_what_the_image_holds(tmp_path: Path)
 
 
 def test_what_compose_scrapes_is_its_daemon() -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
     (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     ((target,),) = [each["targets"] for each in job["static_configs"]]
     host, _, port = target.partition(":")

@@ -59,9 +59,8 @@ def _rootfs() -> ModuleType:
 def test_hadolint_has_nothing_to_say() -> None:
     if not HADOLINT.exists():
         pytest.skip("hadolint is not there: run `make tools`")
-    done = subprocess.run(
-        [HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True, check=False
-    )
+    written = [ROOT / "Dockerfile", ROOT / "deploy/engine.Dockerfile"]
+    done = subprocess.run([HADOLINT, *written], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 

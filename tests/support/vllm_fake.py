@@ -291,7 +291,7 @@ class FakeEngine:
         report: WorkerReport | None = None
         loaded: set[str] = set()
         for worker in self.workers:
-            worker.start_loads(meta, idle=not scheduled)
+            worker.start_loads(meta)
             worker.start_stores(meta)
             done, failed = worker.results()
             self._failed |= failed

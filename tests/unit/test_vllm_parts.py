@@ -17,11 +17,12 @@ from kvhearth.connectors.vllm.groups import EngineGroups, rows
 from kvhearth.connectors.vllm.guard import guarded, nothing
 from kvhearth.connectors.vllm.metadata import (
     Geometry,
+    Handshake,
     RankLoaded,
     RankStored,
     WorkerReport,
 )
-from kvhearth.connectors.vllm.settings import Settings, parse_settings
+from kvhearth.connectors.vllm.settings import URL_ENV, Settings, parse_settings
 from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError
@@ -51,10 +52,22 @@ def test_settings_say_what_is_wrong() -> None:
         "lease_s": True,
         "url": "http://x",
         "verify_fraction": 1.01,
+        "layout": "LBHNC",
     }
     for name, value in wrong.items():
         with pytest.raises(KVHearthError, match=name if name != "url" else "http"):
             parse_settings({name: value})
+
+
+def test_the_url_is_the_options_else_the_environments_else_the_default() -> None:
+    ours, theirs = "kvhearth+unix:///run/ours", "kvhearth+unix:///run/theirs"
+    assert parse_settings({"url": ours}, {URL_ENV: theirs}).url == ours
+    assert parse_settings({}, {URL_ENV: theirs}).url == theirs
+    assert parse_settings({}, {URL_ENV: ""}) == parse_settings({}, {}) == Settings()
+    with pytest.raises(KVHearthError, match=f"{URL_ENV}: 'unix:/run'"):
+        parse_settings({}, {URL_ENV: "unix:/run"})
+    with pytest.raises(KVHearthError, match="'' is not"):
+        parse_settings({"url": ""}, {URL_ENV: theirs})
 
 
 @pytest.mark.parametrize("value", [-0.1, 2, float("nan"), True, "0.5"])
@@ -103,6 +116,13 @@ def test_reports_of_ranks_add_up() -> None:
     assert [outcome.bytes for outcome in both.loads["a"]] == [10, 20]
     assert not both.empty
     assert WorkerReport().empty
+
+
+def test_handshakes_of_ranks_add_up() -> None:
+    first, second = Handshake("{}"), Handshake("", problem="no pages")
+    one, two = WorkerReport(handshakes=[first]), WorkerReport(handshakes=[second])
+    assert one.aggregate(two).handshakes == [first, second]
+    assert not one.empty
 
 
 def test_keys_of_coarser_groups_are_the_last_of_their_hashes() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import traceback
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -14,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvhearth.connectors.vllm.guard import guarded, nothing
@@ -23,6 +27,10 @@ from kvhearth.connectors.vllm.scheduler import SchedulerHalf, engage
 from kvhearth.connectors.vllm.settings import Settings, parse_settings
 from kvhearth.connectors.vllm.worker import WorkerHalf, hash_tokens_of
 from kvhearth.meters import LOGGER
+
+BLOCKS_OUTERMOST = "BLHNC"
+HANDSHAKE_STEPS_MAX = 64
+"""Steps in which workers must have reported their handshakes; an idle engine runs them at once."""
 
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(WorkerReport)
@@ -37,6 +45,7 @@ class _Base(KVConnectorBase_V1, SupportsHMA):
     _block_pool: Any = None
     _scheduler: SchedulerHalf | None = None
     _worker: WorkerHalf | None = None
+    _handshake_steps = 0
 
     def trouble(self, name: str) -> None:
         """Count a call that went without the cache."""
@@ -55,13 +64,23 @@ class _SchedulerSide(_Base):
 
     @guarded(nothing)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """The workers' handshakes, by (pipeline rank, tensor rank): begin to work."""
-        if self._scheduler is None:
-            config = self._vllm_config
-            hash_tokens = hash_tokens_of(config, self._kv_cache_config)
-            self._scheduler = engage(
-                self._settings, config, hash_tokens, list(metadata.values()), self._block_pool
-            )
+        """The workers' handshakes, by (pipeline rank, tensor rank): begin to work.
+
+        Under ``MultiConnector`` they are those of one sibling, if any. Ours come with the workers'
+        first report then.
+        """
+        ours = [one for one in metadata.values() if isinstance(one, Handshake)]
+        if ours:
+            self._engage(ours)
+        else:
+            self._handshake_steps = HANDSHAKE_STEPS_MAX
+
+    def _engage(self, handshakes: list[Handshake]) -> None:
+        self._handshake_steps = 0
+        hash_tokens = hash_tokens_of(self._vllm_config, self._kv_cache_config)
+        self._scheduler = engage(
+            self._settings, self._vllm_config, hash_tokens, handshakes, self._block_pool
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's block pool, in which stores hold blocks."""
@@ -116,15 +135,21 @@ class _SchedulerSide(_Base):
     @guarded(StepMeta)
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """What the workers are to do in this step."""
-        return (
-            StepMeta() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
-        )
+        if self._scheduler is not None:
+            return self._scheduler.plan_step(scheduler_output)
+        if self._handshake_steps:
+            self._handshake_steps -= 1
+            if not self._handshake_steps:
+                self._engage([])
+        return StepMeta()
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did."""
+        report = connector_output.kv_connector_worker_meta
+        if self._handshake_steps and isinstance(report, WorkerReport) and report.handshakes:
+            self._engage(report.handshakes)
         if self._scheduler is not None:
-            report = connector_output.kv_connector_worker_meta
             self._scheduler.step_done(
                 report if isinstance(report, WorkerReport) else None,
                 set(connector_output.finished_recving or ()),
@@ -148,8 +173,12 @@ class _SchedulerSide(_Base):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step, so that stores are reported."""
-        return self._scheduler is not None and self._scheduler.has_work
+        """Whether an idle engine must step, so that stores, or the workers' handshakes, are
+        reported.
+        """
+        if self._scheduler is None:
+            return self._handshake_steps > 0
+        return self._scheduler.has_work
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
@@ -171,21 +200,26 @@ class _WorkerSide(_Base):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
-    @guarded(lambda: Handshake("", problem="a worker failed"))
+    @guarded(nothing)
     def get_handshake_metadata(self) -> Handshake | None:
-        """What the scheduler is to know of this rank."""
-        return None if self._worker is None else self._worker.handshake()
+        """What the scheduler is to know of this rank.
+
+        None under ``MultiConnector``, which passes one child's to all of them: the first report
+        brings ours then.
+        """
+        if self._worker is None or get_kv_transfer_group() is not self:
+            return None
+        return self._worker.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        if not self._start_loads(forward_context) and self._worker is not None:
+        if not self._start_loads() and self._worker is not None:
             self._worker.lose_loads(self._meta())
 
     @guarded(lambda: False)
-    def _start_loads(self, forward_context: Any) -> bool:
+    def _start_loads(self) -> bool:
         if self._worker is not None:
-            idle = getattr(forward_context, "attn_metadata", None) is None
-            self._worker.start_loads(self._meta(), idle)
+            self._worker.start_loads(self._meta())
         return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -271,11 +305,18 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Blocks outermost, where the device has one copy for a block then. Not on the CPU, whose
-        attention has a layout of its own.
+        """The layout that the user's ``layout`` demands.
+
+        ``auto`` demands blocks outermost, of which a device copies each at once. It demands nothing
+        on the CPU, whose attention has a layout of its own, nor under ``MultiConnector``, where two
+        demands that differ end the engine.
         """
-        device = getattr(vllm_config.device_config, "device_type", "")
-        return "BLHNC" if device == "cuda" else None
+        settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if settings.layout == "auto":
+            device = getattr(vllm_config.device_config, "device_type", "")
+            alone = device == "cuda" and not _asked_by_multi_connector()
+            return BLOCKS_OUTERMOST if alone else None
+        return None if settings.layout == "none" else settings.layout
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HearthStats:
@@ -292,6 +333,14 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
     ) -> HearthProm:
         """The connector's part of the engine's ``/metrics``."""
         return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _asked_by_multi_connector() -> bool:
+    """Whether ``MultiConnector`` asks for the layout. The configuration that it hands to a child is
+    that of a connector alone, so the stack is looked at.
+    """
+    asking = MultiConnector.get_required_kvcache_layout.__func__.__code__
+    return any(frame.f_code is asking for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def _log_with_vllm() -> None:

@@ -142,16 +142,20 @@ class WorkerReport:
         stores: by store number, (group, outcome) of each rank and group.
         stored_ranks: by store number, how many ranks have finished it.
         loads: by request, of each rank.
+        handshakes: of ranks whose handshake the scheduler did not get at the start.
     """
 
     steps: list[int] = field(default_factory=list)
     stores: dict[int, list[tuple[int, RankStored]]] = field(default_factory=dict)
     stored_ranks: dict[int, int] = field(default_factory=dict)
     loads: dict[str, list[RankLoaded]] = field(default_factory=dict)
+    handshakes: list[Handshake] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports as one."""
-        merged = WorkerReport(sorted({*self.steps, *other.steps}))
+        merged = WorkerReport(
+            sorted({*self.steps, *other.steps}), handshakes=self.handshakes + other.handshakes
+        )
         for report in (self, other):
             for number, parts in report.stores.items():
                 merged.stores.setdefault(number, []).extend(parts)
@@ -164,4 +168,4 @@ class WorkerReport:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.steps or self.stored_ranks or self.loads)
+        return not (self.steps or self.stored_ranks or self.loads or self.handshakes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from kvhearth.copiers.base import VERIFY_FRACTION
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import parse_url
+
+URL_ENV = "KVHEARTH_URL"
+"""Environment variable for ``url``, where the options do not give one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Settings:
         on_reset: what ``reset_prefix_cache(reset_connector)`` does to blocks in the daemon:
             ``drop`` all of the namespace, ``keep`` them, or ``auto``: drop them if no other engine
             is attached to the namespace, or if weights are updated live.
+        layout: order of the dimensions of vLLM's KV cache that the connector demands: ``BLHNC``,
+            ``none``, or ``auto``: ``BLHNC`` on CUDA where no other connector is beside it.
     """
 
     url: str = "kvhearth+unix:///run/kvhearth"
@@ -53,9 +59,14 @@ class Settings:
     stock_tokens: int = 0
     revision: str = ""
     on_reset: str = "auto"
+    layout: str = "auto"
 
 
-_CHOICES = {"policy": ("auto", "always"), "on_reset": ("auto", "drop", "keep")}
+_CHOICES = {
+    "policy": ("auto", "always"),
+    "on_reset": ("auto", "drop", "keep"),
+    "layout": ("auto", "BLHNC", "none"),
+}
 _BOUNDS: dict[str, tuple[float, float]] = {
     "verify_fraction": (0.0, 1.0),
     "lookup_wait_ms": (0, 60_000),
@@ -69,8 +80,14 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-def parse_settings(given: Mapping[str, Any]) -> Settings:
+def parse_settings(
+    given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> Settings:
     """Check a user's options.
+
+    Args:
+        given: the options.
+        environment: its ``KVHEARTH_URL`` stands in for an absent ``url``.
 
     Raises:
         KVHearthError: ``config_invalid`` or ``bad_url``, naming the option and what it may be.
@@ -89,8 +106,13 @@ def parse_settings(given: Mapping[str, Any]) -> Settings:
             low, high = _BOUNDS[name]
             if not low <= value <= high:
                 raise _bad(f"{name}={value} is not in {low}..{high}")
-    settings = Settings(**given)
-    parse_url(settings.url)
+    settings = Settings(**{"url": environment.get(URL_ENV) or Settings.url, **given})
+    try:
+        parse_url(settings.url)
+    except KVHearthError as error:
+        if "url" in given:
+            raise
+        raise KVHearthError(error.reason, f"{URL_ENV}: {error.message}") from error
     return settings
 
 

@@ -33,7 +33,7 @@ from kvhearth.errors import KVHearthError
 from kvhearth.layout import PagedKV
 from kvhearth.meters import LOGGER, Warnings
 from kvhearth.model import I64
-from kvhearth.pipeline.movers import Movers, host_or_cuda
+from kvhearth.pipeline.movers import CopierFactory, Movers, host_or_cuda
 from kvhearth.populate import Populate
 
 QUEUE_MAX = 4096
@@ -87,12 +87,20 @@ class WorkerHalf:
         settings: the user's.
         vllm_config, kv_cache_config: vLLM's, of this rank.
         rank: among tensor x pipeline parallel ranks.
+        make: makes the copiers; those of the pages' device by default.
     """
 
     def __init__(
-        self, settings: Settings, vllm_config: Any, kv_cache_config: Any, *, rank: int
+        self,
+        settings: Settings,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        rank: int,
+        make: CopierFactory | None = None,
     ) -> None:
         self.tally = Tally()
+        self._make = make or host_or_cuda(verify_fraction=settings.verify_fraction)
         self._settings = settings
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -104,6 +112,7 @@ class WorkerHalf:
             int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1),
         )
         self._handshake = Handshake("", problem="the worker registered no KV cache")
+        self._introduced = False
         self._client: KVClient | None = None
         self._populate: Populate | None = None
         self._loading: Movers | None = None
@@ -160,19 +169,25 @@ class WorkerHalf:
             self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
         # Apart, so that a load does not wait for the stores before it.
-        make = host_or_cuda(verify_fraction=self._settings.verify_fraction)
-        self._loading, self._storing = Movers(client, kv, make), Movers(client, kv, make)
+        self._loading = Movers(client, kv, self._make)
+        self._storing = Movers(client, kv, self._make)
         self._client = client
 
     def handshake(self) -> Handshake:
-        """What the scheduler is to know of this rank."""
+        """What the scheduler is to know of this rank. The first report repeats it unless this was
+        called before.
+        """
+        self._introduced = True
         return self._handshake
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def start_loads(self, meta: StepMeta, idle: bool) -> None:
+    def start_loads(self, meta: StepMeta) -> None:
         """Begin the step's loads. After the forward pass was issued: what it, and the zeroing of
         new blocks before it, does on the device comes first.
+
+        A step without tokens waits for a load. The step's own metadata tells it: vLLM's runners
+        differ in whether there are attention metadata when they call this.
         """
         for request_id in meta.lost:
             self._lost(request_id, "not_planned")
@@ -182,7 +197,7 @@ class WorkerHalf:
                 continue
             self._loads.append(self._work(job, self._loading))
         self._begin(self._loads, self._loading)
-        if idle and self._loads:
+        if not meta.tokens and self._loads:
             self._loads[0].ended(IDLE_WAIT_S)
 
     def lose_loads(self, meta: StepMeta) -> None:
@@ -312,6 +327,8 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What ended since the last call; None if nothing did."""
+        if not self._introduced:
+            self._report.handshakes.append(self.handshake())
         if self._report.empty:
             return None
         report, self._report = self._report, WorkerReport()

@@ -1,0 +1,22 @@
+"""vLLM's second model runner, which CUDA has by default: its own side of the connector, on pages of
+the CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.harness import arguments, connector, inside
+from support.daemon import Daemon
+
+
+def test_only_a_step_without_tokens_waits_for_a_load(logs: Path, daemon: Daemon) -> None:
+    """The runner calls ``start_load_kv`` outside of the forward pass, where there is no attention
+    metadata in a busy step either.
+    """
+    engine = arguments(kv_transfer_config=connector(daemon))
+    waits = inside(logs, "idle_waits", engine=engine)
+    assert all(waits.values()), "each step looks after the load"
+    assert max(waits["begun"]) == 0
+    assert max(waits["busy"]) == 0
+    assert max(waits["idle"]) > 0
