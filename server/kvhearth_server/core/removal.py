@@ -40,7 +40,7 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     namespace = state.namespaces.get(number)
     spec = namespace.contract.groups[kv_group]
     segment = state.segment_of[namespace.tenant]
-    keys = state.index.unbind(number, kv_group, heads.tolist())
+    keys = state.index.unbind(number, kv_group, heads)
     sunk = (table.sunk[heads] == Sunk.SAVED) & (table.epoch[heads] == namespace.epoch)
     table.sunk[heads] = Sunk.NOT
     slots = flat(table.all_shards(heads, spec.shards))
