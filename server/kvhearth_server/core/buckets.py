@@ -149,9 +149,33 @@ class Buckets:
         if good.all():
             return heads
         heads[~good] = -1
-        # Few: what passed a full bucket, and other keys with the same 32 bits.
-        for position in np.flatnonzero(~good & (like | (self._passed[bucket] > 0))).tolist():
+        # Few: other keys with the same 32 bits, and what passed a full bucket.
+        for position in np.flatnonzero(~good & like).tolist():
             heads[position] = self._search(position, int(hashes[position]), same)
+        passed = np.flatnonzero(~like & (self._passed[bucket] > 0))
+        if len(passed):
+            heads[passed] = self._find_behind(passed, bucket[passed], hashes[passed], same)
+        return heads
+
+    def _find_behind(self, positions: I64, bucket: I64, hashes: Hashes, same: Same) -> I64:
+        """As ``find``, of keys that are not in these buckets, but may have passed them."""
+        heads = np.full(len(positions), -1, np.int64)
+        rest = np.arange(len(positions))
+        while len(rest):
+            bucket = (bucket + 1) & self._last
+            rows, values = self._cells[bucket], hashes[rest]
+            at = (rows >> _HIGH == values[:, None]).argmax(axis=1)
+            cells = rows[np.arange(len(rest)), at]
+            like = cells >> _HIGH == values
+            found = (cells & _LOW).view(np.int64) - 1
+            good = like.copy()
+            good[like] = same(positions[rest[like]], found[like])
+            heads[rest[good]] = found[good]
+            for row in np.flatnonzero(like & ~good).tolist():
+                value, position = int(values[row]), int(positions[rest[row]])
+                heads[rest[row]] = self._search(position, value, same)
+            on = ~like & (self._passed[bucket] > 0)
+            rest, bucket = rest[on], bucket[on]
         return heads
 
     def _search(self, position: int, value: int, same: Same) -> int:

@@ -281,10 +281,12 @@ class Index:
     def _asked(self, space: _Space, words: _U64) -> Same:
         """Whether slots have the keys that are asked for in a space."""
         rows, spaces = self._rows[words.shape[1]], self._space
+        alone = len(self._spaces) == 1
 
         def same(some: I64, heads: I64) -> Bools:
             equal: Bools = (rows[heads] == words[some]).all(axis=1)
-            equal &= spaces[heads] == space.number
+            if not alone:
+                equal &= spaces[heads] == space.number
             return equal
 
         return same
