@@ -60,6 +60,33 @@ class Chains:
     def unlink(self, head: int) -> None:
         """Take a head out; its children become roots."""
         self.cuts += 1
+        self._leave_siblings(head)
+        link = self._child[head]
+        while link:
+            child = link - 1
+            link = self._older[child]
+            self._parent[child] = self._older[child] = self._younger[child] = 0
+        self._parent[head] = self._child[head] = self._older[head] = self._younger[head] = 0
+
+    def unlink_many(self, heads: I64) -> None:
+        """As ``unlink``, of distinct heads."""
+        table = self._table
+        self.cuts += len(heads)
+        # All children become roots, one of each head at a time.
+        links = table.child[heads]
+        while len(links := links[links > 0]):
+            children = _slots(links)
+            links = table.older[children]
+            table.parent[children] = table.older[children] = table.younger[children] = 0
+        left = heads[table.parent[heads] > 0]
+        siblings = (table.older[left] > 0) | (table.younger[left] > 0)
+        table.child[_slots(table.parent[left[~siblings]])] = 0
+        for head in left[siblings].tolist():
+            self._leave_siblings(head)
+        for column in (table.parent, table.child, table.older, table.younger):
+            column[heads] = 0
+
+    def _leave_siblings(self, head: int) -> None:
         parent, older, younger = self._parent[head], self._older[head], self._younger[head]
         if older:
             self._younger[older - 1] = younger
@@ -67,12 +94,6 @@ class Chains:
             self._older[younger - 1] = older
         elif parent:
             self._child[parent - 1] = older
-        link = self._child[head]
-        while link:
-            child = link - 1
-            link = self._older[child]
-            self._parent[child] = self._older[child] = self._younger[child] = 0
-        self._parent[head] = self._child[head] = self._older[head] = self._younger[head] = 0
 
     def leaf(self, head: int) -> int:
         """The end of the youngest line from ``head``."""

@@ -15,14 +15,13 @@ EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
 
 
 def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
-    """Remove bound blocks of any namespaces and groups; every extent of them becomes invalid at
-    once.
+    """Remove distinct bound blocks of any namespaces and groups; every extent of them becomes
+    invalid at once.
 
     What somebody still leases is quarantined until the lease ends, the rest becomes free. Pins end.
     """
     state.policies.remove(state.table, heads)
-    for head in heads.tolist():
-        state.chains.unlink(head)
+    state.chains.unlink_many(heads)
     forget_blocks(state, heads, cause)
 
 
