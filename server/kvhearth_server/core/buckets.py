@@ -27,13 +27,15 @@ Same = Callable[[I64, I64], Bools]
 """Positions among the keys asked for, and a head for each: is it the key's own?"""
 
 _CELLS = 8
-_BUCKETS_MIN = 8
+_BUCKETS_MIN = 1
 _LOAD_CELLS = 4
 """Keys for each bucket at which splitting begins. One bucket is split for each further key, so all
 are at five keys for each, and no call that adds n keys splits many more than n buckets.
 """
-_SPLIT_MIN = 64
-"""Buckets that are split at once: so many cost hardly more than one."""
+_SPLIT_MIN, _SPLIT_PART = 64, 8
+"""Buckets that are split at once: so many cost hardly more than one. Of a small table it is this
+part.
+"""
 _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
@@ -224,7 +226,8 @@ class Buckets:
     def _stand_at(self, size: int, split: int) -> None:
         """Have so many buckets, of which those before ``split`` are split."""
         self._size, self._split = size, split
-        self._due_at = size * _LOAD_CELLS + split + min(_SPLIT_MIN, size - split)
+        step = min(_SPLIT_MIN, max(1, size // _SPLIT_PART))
+        self._due_at = size * _LOAD_CELLS + split + min(step, size - split)
         if size > self._last:
             self._due_at = _WORD  # more keys than buckets were made for never come
 

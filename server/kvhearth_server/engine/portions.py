@@ -8,8 +8,8 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.books import BooksError
 from kvhearth_server.engine.engine import Engine
 
-EVICTED_MAX = 512
-"""Blocks of a portion; some milliseconds."""
+EVICTED_MAX = 128
+"""Blocks of a portion; some 10 microseconds each."""
 
 
 async def check_books(engine: Engine) -> str:
