@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -192,6 +193,58 @@ def test_one_key_is_bound_once() -> None:
         assert index.bind_new(1, 0, key(number, 20), number)
     index.check()
     assert index.key(299) == key(299, 20)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from([1, 3, 20, 300]), max_size=60))
+def test_a_growth_is_spread_over_calls(seed: int, batches: list[int]) -> None:
+    """Lookups, removals and the check are right in the middle of it, and no call moves much."""
+    chance, index = random.Random(seed), Index(SLOTS, seed)
+    bound: dict[bytes, int] = {}
+    free = iter(range(SLOTS))
+    for count in batches:
+        fresh = [key(chance.getrandbits(200)) for _ in range(count)]
+        heads, moved = [next(free) for _ in fresh], index.moved
+        if count == 1:
+            assert index.bind_new(1, 0, fresh[0], heads[0])
+        else:
+            index.bind(1, 0, fresh, np.array(heads))
+        bound.update(zip(fresh, heads, strict=True))
+        assert index.moved - moved <= 16 * (count + 64)
+        if count > 3:
+            gone = chance.sample(sorted(bound), chance.randrange(1, count))
+            index.unbind(1, 0, np.array([bound.pop(each) for each in gone]))
+            assert set(heads_of(index, gone)) == {-1}
+        assert heads_of(index, list(bound)) == list(bound.values())
+        index.check()
+
+
+def test_growth_and_what_is_asked_in_the_middle_of_it() -> None:
+    index = Index(SLOTS, 3)
+    seen = set()
+    for number in range(3000):
+        assert index.bind_new(1, 0, key(number), number)
+        seen.add(index.growing)
+        if number > 40 and not number % 97:
+            index.check()
+            some = [key(each) for each in range(number - 40, number + 40)]
+            expected = [-1 if each > number else each for each in range(number - 40, number + 40)]
+            assert heads_of(index, some) == expected
+    assert seen == {True, False}
+    assert index.moved > 1000
+
+
+def test_no_call_stands_still_while_the_index_grows() -> None:
+    """Each doubling in one piece took 0.5 s at a million keys; a call takes about a millisecond."""
+    batch, longest = 2048, 0.0
+    index, chance = Index(1 << 21, 3), np.random.default_rng(3)
+    for start in range(0, 1_100_000, batch):
+        keys, heads = PackedKeys(chance.bytes(32 * batch), 32), np.arange(start, start + batch)
+        began = time.process_time()
+        index.bind(1, 0, keys, heads)
+        longest = max(longest, time.process_time() - began)
+    assert longest < 0.06
+    assert len(index) >= 1_100_000
 
 
 def test_the_check_sees_what_is_wrong() -> None:
