@@ -155,6 +155,11 @@ class Rig:
             self.core.membership.leave(member, finished=finished)
             self.check()
 
+    def remove_bad(self, head: int, source: str) -> int:
+        """Remove a block as one whose bytes are wrong; how many were removed."""
+        heads = np.array([head], np.int64)
+        return self.core.reading.remove_bad(heads, self.state.table.generation[heads], source)
+
     def group(self, session: int) -> Group:
         """The group of a session."""
         return self.state.group_of(session)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.contract import Contract
+from kvhearth.model import U8
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import Hello
 from kvhearth_server.core.state import Limits
@@ -46,11 +47,17 @@ class FakeFile:
 
 @dataclass
 class FakeSegment:
-    """Client lock bytes of a segment; ``held`` are those of processes that still map it."""
+    """A segment of zeros and its client lock bytes; ``held`` are those of processes that still map
+    it.
+    """
 
     bytes: int
     page_bytes: int = 4096
     held: set[int] = field(default_factory=set)
+    view: U8 = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.view = np.zeros(self.bytes, np.uint8)
 
     def client_byte_held(self, index: int) -> bool:
         """Whether a process still maps the segment under this byte."""

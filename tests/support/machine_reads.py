@@ -148,12 +148,12 @@ class ReadingRules(MachineBase):
             np.array([block.generations[shard]], np.uint32),
         )
         (suspect,) = self.core.reading.suspects(client.number, [item])
-        assert suspect.tolist() == block.slots
+        assert suspect.tolist() == [block.slots]
         remove = functools.partial(
             self.engine.call,
             self.core.reading.remove_bad,
-            block.slots[0],
-            block.generations[0],
+            np.array(block.slots[:1]),
+            np.array(block.generations[:1], np.uint32),
             "reader",
         )
         assert remove()

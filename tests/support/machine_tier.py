@@ -321,7 +321,8 @@ class TierMachine(RuleBasedStateMachine):
         head = heads[data.draw(st.integers(0, len(heads) - 1), label="block")]
         bring_back = rig.tiering.repair(np.array([head]))
         self.may_lose = True
-        assert rig.call(rig.core.reading.remove_bad, head, int(table.generation[head]), "scrub")
+        remove = rig.core.reading.remove_bad
+        assert rig.call(remove, np.array([head]), table.generation[[head]], "scrub")
         bring_back()
 
     # -- what must hold ----------------------------------------------------------------------------

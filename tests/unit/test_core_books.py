@@ -65,7 +65,7 @@ def _policy(world: World) -> None:
 
 
 def _unbound(world: World) -> None:
-    world.state.index.unbind(world.space.number, 0, [world.head])
+    world.state.index.unbind(world.space.number, 0, np.array([world.head]))
 
 
 def _unleased(world: World) -> None:
@@ -78,7 +78,7 @@ def _renamed(world: World) -> None:
 
 def _key_twice(world: World) -> None:
     index, number = world.state.index, world.space.number
-    index.unbind(number, 0, [world.head])
+    index.unbind(number, 0, np.array([world.head]))
     index.bind(number, 0, [key(1)], np.array([world.head]))
 
 

@@ -75,6 +75,25 @@ def test_children_of_a_removed_head_become_roots() -> None:
     assert chains.is_leaf(0)
 
 
+@no_deadline
+@given(st.data())
+def test_many_are_taken_out_as_one_by_one(data: st.DataObject) -> None:
+    """Any forest, any heads of it: parents with their children, neighbours, whole families."""
+    (table, chains), (other_table, others) = forest(), forest()
+    for head in range(1, SLOTS):
+        parent = data.draw(st.integers(-1, head - 1))
+        for each in (chains, others) if parent >= 0 else ():
+            each.link(parent, head)
+    gone = data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True))
+    chains.unlink_many(heads(*gone))
+    for head in gone:
+        others.unlink(head)
+    assert chains.cuts == others.cuts
+    for name in ("parent", "child", "older", "younger"):
+        assert getattr(table, name).tolist() == getattr(other_table, name).tolist(), name
+    chains.check(heads(*(set(range(SLOTS)) - set(gone))))
+
+
 def test_taking_out_is_counted() -> None:
     _, chains = forest()
     chains.link_run(heads(0, 1))

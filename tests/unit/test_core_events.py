@@ -148,7 +148,7 @@ def test_each_cause_has_its_word() -> None:
         rig.put(session, keys(*range(first, first + 10)))
     cursor = rig.state.events.subscribe()
     head = rig.head(session, key(19))
-    rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    rig.remove_bad(head, "reader")
     assert told(rig, cursor)[-1] == (REMOVED, [19], "checksum")
     digest = next(iter(rig.state.namespaces)).digest
     rig.core.evict(digest, 18 * 4096)

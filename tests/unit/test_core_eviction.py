@@ -147,7 +147,7 @@ def test_a_chain_that_lost_a_block_in_its_middle() -> None:
     for _ in range(2):
         rig.take(session, 1)
     head = rig.head(session, key(13))
-    assert rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    assert rig.remove_bad(head, "reader")
     rig.check()
     for left in (13, 12, 11):
         rig.take(session, 1)
@@ -161,7 +161,7 @@ def test_a_chain_whose_middle_was_replaced_by_another_chains_block() -> None:
     for _ in range(2):
         rig.take(session, 1)
     head = rig.head(session, key(13))
-    assert rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    assert rig.remove_bad(head, "reader")
     rig.put(session, keys(13), kv_group=1)
     assert rig.head(session, key(13), 1) == head
     rig.take(session, 1)

@@ -82,7 +82,7 @@ def test_whatever_ends_a_lease_gives_its_part_of_the_bound_back() -> None:
     rig.lookup(session, keys(*range(8)), lease_id=1)
     head = rig.head(session, key(3))
     # A block that is removed under its readers is theirs until they let go.
-    rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    rig.remove_bad(head, "reader")
     rig.check()
     assert rig.state.ledger.segments[0].leased_slots == 8
     rig.leave(session)

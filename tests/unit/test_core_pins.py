@@ -87,7 +87,7 @@ def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     rig.put(session, keys(0, 1))
     rig.pin(session, 1, keys(0, 1))
     head = rig.head(session, key(0))
-    assert rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    assert rig.remove_bad(head, "reader")
     rig.check()
     rig.core.bump_epoch(session, 1)
     rig.put(session, keys(0, 1))
@@ -107,7 +107,7 @@ def test_a_leased_block_that_was_pinned_waits_for_its_reader_only() -> None:
     rig.pin(session, 1, keys(0))
     rig.lookup(session, keys(0), lease_id=5)
     head = rig.head(session, key(0))
-    rig.core.reading.remove_bad(head, int(rig.state.table.generation[head]), "reader")
+    rig.remove_bad(head, "reader")
     rig.check()
     assert rig.state.table.state[head] == State.QUARANTINED
     rig.core.reading.release(session, [5])

@@ -1,8 +1,9 @@
-"""An operator's long work leaves the loop to others, and is right whatever they do meanwhile."""
+"""Long work leaves the loop to others, and is right whatever they do meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -15,13 +16,16 @@ from kvhearth_server.core.binding import CommitItem
 from kvhearth_server.core.reading import KeysItem
 from kvhearth_server.core.state import Limits
 from kvhearth_server.core.table import Geometry
+from kvhearth_server.engine.background import Background
 from kvhearth_server.engine.portions import EVICTED_MAX, Removed, check_books, evict
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.counters import Counters
 
 PAGE = 4096
 SLABS = 160
 GEOMETRY = Geometry.of([("t", SLABS * 64 * 1024)], 64 * 1024, PAGE)
 LIMITS = Limits(held_fraction_max=1.0, stock_fraction_max=1.0, namespaces_max=1)
-BLOCKS = 4 * EVICTED_MAX
+BLOCKS = 16 * EVICTED_MAX
 
 T = TypeVar("T")
 
@@ -95,6 +99,24 @@ def test_stores_that_come_in_do_not_keep_an_eviction_going() -> None:
     assert done.memory == BLOCKS
     assert turns <= BLOCKS // EVICTED_MAX + 2
     world.engine.core.check_books()
+
+
+def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
+    """Anybody can commit blocks whose bytes are not those of their checksums."""
+    world = World(1024)
+    core, seen = world.engine.core, [world.space.blocks]
+    (heads,) = (found for _, _, found in core.state.index.spaces())
+    background = Background(world.engine, Supervisor(Counters()), sum_threads=1, verify=False)
+    removed, _ = meanwhile(
+        lambda: background.verify_blocks(core.state.table.blocks_of(heads), "reader"),
+        lambda _: seen.append(world.space.blocks),
+    )
+    background.close()
+    seen.append(world.space.blocks)
+    assert (removed, seen[-1]) == (1024, 0)
+    steps = [before - after for before, after in itertools.pairwise(seen)]
+    assert max(steps) <= 256
+    core.check_books()
 
 
 def test_what_is_leased_ends_an_eviction() -> None:

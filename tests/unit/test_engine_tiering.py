@@ -282,7 +282,7 @@ def test_a_block_found_wrong_in_memory_rises_again() -> None:
     rig.view(head, 4096)[0] ^= 1
     bring_back = rig.tiering.repair(np.array([head]))
     generation = int(rig.state.table.generation[head])
-    assert rig.call(rig.core.reading.remove_bad, head, generation, "scrub")
+    assert rig.call(rig.core.reading.remove_bad, np.array([head]), np.array([generation]), "scrub")
     bring_back()
     rig.settle()
     assert rig.in_memory(session, keys(2)) == [True]

@@ -277,7 +277,8 @@ def test_what_readers_kept_from_reuse_is_free_after_a_restart() -> None:
     (slot,) = desk.put(keys(0)).reshape(-1).tolist()
     desk.core.reading.lookup(desk.session, desk.epoch, [KeysItem(0, keys(0))], 7)
     generation = int(desk.core.state.table.generation[slot])
-    desk.shell.engine.call(desk.core.reading.remove_bad, slot, generation, "reader")
+    remove = desk.core.reading.remove_bad
+    desk.shell.engine.call(remove, np.array([slot]), np.array([generation]), "reader")
     assert desk.core.state.table.state[slot] == State.QUARANTINED
     core = desk.restart()
     assert core.state.table.state[slot] == State.FREE
@@ -394,7 +395,8 @@ def test_of_two_blocks_under_one_key_the_newer_is_taken() -> None:
     old = int(desk.put(keys(0))[0, 0])
     header = desk.headers[old].copy()
     generation = int(desk.core.state.table.generation[old])
-    desk.shell.engine.call(desk.core.reading.remove_bad, old, generation, "reader")
+    remove = desk.core.reading.remove_bad
+    desk.shell.engine.call(remove, np.array([old]), np.array([generation]), "reader")
     desk.take(1)
     new = int(desk.put(keys(0))[0, 0])
     assert new != old

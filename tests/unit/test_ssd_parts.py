@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
     assert found.add(keys, range(20_000))
     sizes = [len(part) for part in found._parts]
     assert sum(sizes) == len(found) == 20_000
-    assert max(sizes) < 2 * min(sizes)
+    assert max(sizes) < 0.01 * sum(sizes)
     assert dict(found.items()) == dict(zip(keys, range(20_000), strict=True))
     assert found.pop(keys[7]) == 7
     assert found.pop(keys[7]) == -1
@@ -109,6 +110,19 @@ def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
     assert found.find([b"third", b"fourth"]).tolist() == [-1, -1]
     found.put([b"third", b"fourth", b"third"], range(3))
     assert found.find([b"third", b"fourth"]).tolist() == [2, 1]
+
+
+def test_dicts_do_not_grow_at_the_same_time() -> None:
+    """Thirty-two dicts of one size all grew within a few calls, and each of those stood still."""
+    found, keys = KeyMap(), keys_of(range(400_000))
+    sizes, most = [0] * len(found._parts), 0
+    for start in range(0, len(keys), 1000):
+        assert found.add(keys[start : start + 1000], range(start, start + 1000))
+        now = [sys.getsizeof(part) for part in found._parts]
+        pairs = zip(found._parts, sizes, now, strict=True)
+        grown = sum(len(part) for part, before, after in pairs if after > before)
+        most, sizes = max(most, grown), now
+    assert most < 20_000
 
 
 def test_the_collector_does_not_go_through_keys() -> None:

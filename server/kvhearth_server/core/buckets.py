@@ -2,6 +2,12 @@
 
 See ``index`` for what it is for. Everything that a search, a growth or a removal needs of a key
 is in its cell: the bucket is made of the same 32 bits.
+
+The table grows by splitting buckets in their order, some at each call that adds keys (linear
+hashing). With ``size`` a power of two, the buckets before ``_split`` have been split: a key whose
+hash modulo ``size`` is below ``_split`` is at home in its hash modulo ``2 * size``. The memory for
+all buckets is reserved at once and is not resident until a bucket is used, so no call copies or
+frees a table.
 """
 
 from __future__ import annotations
@@ -21,8 +27,15 @@ Same = Callable[[I64, I64], Bools]
 """Positions among the keys asked for, and a head for each: is it the key's own?"""
 
 _CELLS = 8
-_BUCKETS_MIN = 8
-_LOAD_MAX = 0.5
+_BUCKETS_MIN = 1
+_LOAD_CELLS = 4
+"""Keys for each bucket at which splitting begins. One bucket is split for each further key, so all
+are at five keys for each, and no call that adds n keys splits many more than n buckets.
+"""
+_SPLIT_MIN, _SPLIT_PART = 64, 8
+"""Buckets that are split at once: so many cost hardly more than one. Of a small table it is this
+part.
+"""
 _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
@@ -56,9 +69,11 @@ def multipliers(seed: int) -> _U64:
     return np.array(numbers, np.uint64)
 
 
-def hash_words(words: _U64, by: _U64) -> Hashes:
-    """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``."""
-    mixed: Hashes = np.zeros(len(words), np.uint64)
+def hash_words(words: _U64, by: _U64, start: int = 0) -> Hashes:
+    """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``. Another
+    64-bit ``start`` gives other hashes.
+    """
+    mixed: Hashes = np.full(len(words), start, np.uint64)
     for column in range(words.shape[1]):
         mixed += words[:, column]
         mixed *= by[2 * column]
@@ -70,9 +85,9 @@ def hash_words(words: _U64, by: _U64) -> Hashes:
     return mixed
 
 
-def hash_one(key: bytes, by: list[int]) -> int:
+def hash_one(key: bytes, by: list[int], start: int = 0) -> int:
     """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
-    mixed = column = 0
+    mixed, column = start, 0
     for word in _WORDS[len(key) // 8](key):
         mixed = (mixed + word) * by[column] & _WORD
         mixed = (mixed ^ mixed >> 32) * by[column + 1] & _WORD
@@ -81,28 +96,42 @@ def hash_one(key: bytes, by: list[int]) -> int:
 
 
 class Buckets:
-    """One table; its hashes are ``hash_words`` of keys that are ``key_bytes`` long."""
+    """One table for at most ``keys_max`` keys; its hashes are from ``hash_words``."""
 
-    def __init__(self, key_bytes: int) -> None:
-        self.key_bytes = key_bytes
+    def __init__(self, keys_max: int) -> None:
         self._count = 0
-        self._make(_BUCKETS_MIN)
+        self.moved = 0
+        """Keys that growth has moved to another bucket so far."""
+        most = _BUCKETS_MIN
+        while most * _LOAD_CELLS < keys_max:
+            most *= 2
+        self._last = most - 1
+        self._stand_at(_BUCKETS_MIN, 0)
+        self._cells = np.zeros((most, _CELLS), np.uint64)
+        self._memory = self._cells.data
+        self._bytes = self._cells.reshape(-1).view(np.uint8).data
+        self._passed: U32 = np.zeros(most, np.uint32)
+        self._passes = self._passed.data
 
     def __len__(self) -> int:
         return self._count
 
-    def _make(self, buckets: int) -> None:
-        self._cells = np.zeros((buckets, _CELLS), np.uint64)
-        self._memory = self._cells.data
-        self._bytes = self._cells.reshape(-1).view(np.uint8).data
-        self._passed: U32 = np.zeros(buckets, np.uint32)
-        self._passes = self._passed.data
-        self._mask = buckets - 1
+    @property
+    def growing(self) -> bool:
+        """Some buckets are split, and some are not yet."""
+        return self._split > 0
 
     def _home(self, hashes: Hashes) -> I64:
         # The lowest bit is always set and tells nothing.
-        home: I64 = (hashes >> _ONE).view(np.int64) & self._mask
+        numbers = (hashes >> _ONE).view(np.int64)
+        home: I64 = numbers & (self._size - 1)
+        if self._split:
+            home = np.where(home < self._split, numbers & (2 * self._size - 1), home)
         return home
+
+    def _home_one(self, value: int) -> int:
+        home = (value >> 1) & (self._size - 1)
+        return home if home >= self._split else (value >> 1) & (2 * self._size - 1)
 
     def find(self, hashes: Hashes, same: Same) -> I64:
         """Heads of keys, shape (n,); -1 where there is none."""
@@ -122,9 +151,33 @@ class Buckets:
         if good.all():
             return heads
         heads[~good] = -1
-        # Few: what passed a full bucket, and other keys with the same 32 bits.
-        for position in np.flatnonzero(~good & (like | (self._passed[bucket] > 0))).tolist():
+        # Few: other keys with the same 32 bits, and what passed a full bucket.
+        for position in np.flatnonzero(~good & like).tolist():
             heads[position] = self._search(position, int(hashes[position]), same)
+        passed = np.flatnonzero(~like & (self._passed[bucket] > 0))
+        if len(passed):
+            heads[passed] = self._find_behind(passed, bucket[passed], hashes[passed], same)
+        return heads
+
+    def _find_behind(self, positions: I64, bucket: I64, hashes: Hashes, same: Same) -> I64:
+        """As ``find``, of keys that are not in these buckets, but may have passed them."""
+        heads = np.full(len(positions), -1, np.int64)
+        rest = np.arange(len(positions))
+        while len(rest):
+            bucket = (bucket + 1) & self._last
+            rows, values = self._cells[bucket], hashes[rest]
+            at = (rows >> _HIGH == values[:, None]).argmax(axis=1)
+            cells = rows[np.arange(len(rest)), at]
+            like = cells >> _HIGH == values
+            found = (cells & _LOW).view(np.int64) - 1
+            good = like.copy()
+            good[like] = same(positions[rest[like]], found[like])
+            heads[rest[good]] = found[good]
+            for row in np.flatnonzero(like & ~good).tolist():
+                value, position = int(values[row]), int(positions[rest[row]])
+                heads[rest[row]] = self._search(position, value, same)
+            on = ~like & (self._passed[bucket] > 0)
+            rest, bucket = rest[on], bucket[on]
         return heads
 
     def _search(self, position: int, value: int, same: Same) -> int:
@@ -134,7 +187,7 @@ class Buckets:
 
     def like(self, value: int) -> list[int]:
         """Heads of all keys with this hash."""
-        bucket = (value >> 1) & self._mask
+        bucket = self._home_one(value)
         heads: list[int] = []
         wanted = value.to_bytes(4, "little")
         while True:
@@ -145,30 +198,66 @@ class Buckets:
                 heads += [(cell & 0xFFFFFFFF) - 1 for cell in cells if cell >> 32 == value]
             if not self._passes[bucket]:
                 return heads
-            bucket = (bucket + 1) & self._mask
+            bucket = (bucket + 1) & self._last
 
     def add(self, hashes: Hashes, heads: I64) -> None:
         """Bind keys that are not bound."""
-        self._grow(len(heads))
+        if not self._count:
+            size = self._size
+            while size * _LOAD_CELLS < len(heads) and size <= self._last:
+                size *= 2
+            self._stand_at(size, 0)
+        self._count += len(heads)
+        self._grow()
         self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
 
     def add_one(self, value: int, head: int) -> None:
         """As ``add``, of one key whose hash is ``value``."""
-        if 2 * (self._count + 1) > (self._mask + 1) * _CELLS:  # as `_LOAD_MAX` has it
-            self._grow(1)
-        else:
-            self._count += 1
+        self._count += 1
+        if self._count >= self._due_at:
+            self._grow()
         self._place_one(value << 32 | head + 1)
 
-    def _grow(self, more: int) -> None:
-        self._count += more
-        buckets = self._mask + 1
-        while self._count > buckets * _CELLS * _LOAD_MAX:
-            buckets *= 2
-        if buckets > self._mask + 1:
-            old = self._cells[self._cells != 0]
-            self._make(buckets)
-            self._place(old)
+    def _grow(self) -> None:
+        """Split the buckets that are due; keys that were counted are about to be placed."""
+        while self._count >= self._due_at:
+            self._split_until(min(self._count - self._size * _LOAD_CELLS, self._size))
+
+    def _stand_at(self, size: int, split: int) -> None:
+        """Have so many buckets, of which those before ``split`` are split."""
+        self._size, self._split = size, split
+        step = min(_SPLIT_MIN, max(1, size // _SPLIT_PART))
+        self._due_at = size * _LOAD_CELLS + split + min(step, size - split)
+        if size > self._last:
+            self._due_at = _WORD  # more keys than buckets were made for never come
+
+    def _split_until(self, end: int) -> None:
+        """Split the buckets before ``end``, of which those before ``_split`` are done."""
+        first, size = self._split, self._size
+        reach = end
+        while self._passes[(reach - 1) & self._last]:
+            reach += 1
+        span = np.arange(first, reach) & self._last
+        cells = self._cells[span]
+        numbers = (cells >> _HIGH >> _ONE).view(np.int64)
+        home = numbers & (size - 1)
+        mine = (cells != 0) & (home >= first) & (home < end)
+        at_home = mine & (home == span[:, None])
+        # Few: keys that found their bucket full are placed anew.
+        strays = cells[mine & ~at_home]
+        self._take_out(strays)
+        goes = at_home[: end - first] & ((numbers[: end - first] & size) > 0)
+        moving = np.where(goes, cells[: end - first], np.uint64(0))
+        self._cells[first:end][goes] = 0
+        above = self._cells[first + size : end + size]
+        taken: Bools = (above != 0).any(axis=1)
+        if taken.any():
+            strays = np.concatenate([strays, moving[taken][goes[taken]]])
+            moving = np.where(taken[:, None], above, moving)
+        above[:] = moving
+        self.moved += int(np.count_nonzero(goes)) + len(strays)
+        self._stand_at(*((size, end) if end < size else (2 * size, 0)))
+        self._place(strays)
 
     def _place(self, cells: _U64) -> None:
         if len(cells) == 1:
@@ -185,10 +274,10 @@ class Buckets:
             self._cells[bucket[fits], column[fits]] = cells[fits]
             cells, bucket = cells[~fits], bucket[~fits]
             np.add.at(self._passed, bucket, np.uint32(1))
-            bucket = (bucket + 1) & self._mask
+            bucket = (bucket + 1) & self._last
 
     def _place_one(self, cell: int) -> None:
-        bucket = (cell >> 33) & self._mask
+        bucket = self._home_one(cell >> 32)
         while True:
             start = bucket * _ROW.size
             cells = _ROW.unpack_from(self._memory, start)
@@ -196,7 +285,7 @@ class Buckets:
                 _CELL.pack_into(self._memory, start + cells.index(0) * _CELL.size, cell)
                 return
             self._passes[bucket] += 1
-            bucket = (bucket + 1) & self._mask
+            bucket = (bucket + 1) & self._last
 
     def remove(self, hashes: Hashes, heads: I64) -> None:
         """Forget bound keys.
@@ -204,9 +293,11 @@ class Buckets:
         Raises:
             ValueError: one is not bound.
         """
-        wanted = hashes << _HIGH | (heads + 1).view(np.uint64)
-        bucket = self._home(hashes)
         self._count -= len(heads)
+        self._take_out(hashes << _HIGH | (heads + 1).view(np.uint64))
+
+    def _take_out(self, wanted: _U64) -> None:
+        bucket = self._home(wanted >> _HIGH)
         while len(wanted):
             match = self._cells[bucket] == wanted[:, None]
             there = match.any(axis=1)
@@ -215,29 +306,38 @@ class Buckets:
             if not (self._passed[bucket] > 0).all():
                 raise ValueError("a slot is not in the index")
             np.subtract.at(self._passed, bucket, np.uint32(1))
-            bucket = (bucket + 1) & self._mask
+            bucket = (bucket + 1) & self._last
 
     def heads(self) -> I64:
         """All bound heads."""
-        heads: I64 = (self._cells[self._cells != 0] & _LOW).view(np.int64) - 1
+        cells = self._used()
+        heads: I64 = (cells[cells != 0] & _LOW).view(np.int64) - 1
         return heads
+
+    def _used(self) -> _U64:
+        """Buckets that may have keys; to look at the others would make them resident."""
+        end = self._size + self._split
+        while end <= self._last and self._passes[end - 1]:
+            end += 1
+        return self._cells[:end]
 
     def check(self) -> None:
         """Raise ValueError unless the counts agree with the cells."""
-        full = self._cells != 0
+        cells = self._used()
+        full = cells != 0
         if int(full.sum()) != self._count:
             raise ValueError(f"{int(full.sum())} cells in use, {self._count} counted")
         at = np.nonzero(full)[0]
-        home = self._home(self._cells[full] >> _HIGH)
-        passed = np.zeros_like(self._passed)
+        home = self._home(cells[full] >> _HIGH)
+        passed = np.zeros(len(cells), np.uint32)
         while True:
             away = home != at
             if not away.any():
                 break
             home, at = home[away], at[away]
             np.add.at(passed, home, np.uint32(1))
-            home = (home + 1) & self._mask
-        if (passed != self._passed).any():
+            home = (home + 1) & self._last
+        if (passed != self._passed[: len(cells)]).any():
             raise ValueError("a bucket miscounts the keys that passed it")
 
 

@@ -141,12 +141,12 @@ class Group:
         """Slots that this group holds now, reserved or put aside."""
         if not self.handed:
             return np.zeros(0, np.int64)
-        slots = np.unique(np.concatenate(self.handed))
+        slots = np.concatenate(self.handed)
         state = table.state[slots]
         mine = (table.owner[slots] == self.number) & (
             (state == State.RESERVED) | (state == State.QUARANTINED)
         )
-        kept: I64 = slots[mine]
+        kept: I64 = np.unique(slots[mine])  # last: it takes ten times as long as to look
         self.handed = [kept]
         self.handed_count = len(kept)
         return kept

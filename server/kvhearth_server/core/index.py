@@ -1,11 +1,11 @@
 """The index: key to head slot, in arrays, so that thousands of keys cost a few numpy calls and no
 block costs a Python object.
 
-A key's bytes stand in a row per slot. For each (namespace, KV group) a hash table of buckets finds
-the slot: a bucket is a cache line of eight cells, a cell is 32 bits of the key's hash above the
-slot's number + 1, 0 is empty. A key that finds its bucket full goes to the next one, and each
-bucket counts the keys that passed it, so that a search knows when to stop and nothing is left
-behind by a removal.
+A key's bytes stand in a row per slot, and its space beside them: the namespace and KV group that it
+is bound in. One hash table of buckets finds the slots of all spaces: a bucket is a cache line of
+eight cells, a cell is 32 bits of the hash of space and key above the slot's number + 1, 0 is empty.
+A key that finds its bucket full goes to the next one, and each bucket counts the keys that passed
+it, so that a search knows when to stop and nothing is left behind by a removal.
 
 Keys mostly come in chain order, and the blocks of a chain mostly lie side by side. So a search
 looks for the first key, follows the chain as long as its next block is the next slot, and compares
@@ -15,6 +15,7 @@ the keys there; only what is left over is hashed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,19 @@ _RUN_MIN = 64
 """Keys found side by side that make it worth to look for another run behind them."""
 
 
+@dataclass(slots=True)
+class _Space:
+    """The bound keys of a namespace and KV group.
+
+    ``number`` stands in the row of each of their slots; ``start`` is where their hashes start.
+    """
+
+    number: int
+    start: int
+    key_bytes: int
+    count: int = 0
+
+
 class Index:
     """Which block has which head slot.
 
@@ -46,9 +60,11 @@ class Index:
     def __init__(self, slot_count: int, seed: int = 0, after: U32 | None = None) -> None:
         self._by = multipliers(seed)
         self._by_numbers = self._by.tolist()
-        self._tables: dict[tuple[int, int], Buckets] = {}
-        self._key_bytes = np.zeros(slot_count, np.uint8)
-        self._sizes = self._key_bytes.data
+        self._table = Buckets(slot_count)
+        self._spaces: dict[tuple[int, int], _Space] = {}
+        self._space = np.zeros(slot_count, np.uint32)
+        """By slot, the number of the space that it is bound in; 0 is none."""
+        self._space_places = self._space.data
         # By words of a key; most daemons see one width. Rows that no slot used take no memory.
         self._rows: dict[int, _U64] = {}
         # The same as bytes, by bytes of a row: for one key numpy costs more than the search.
@@ -56,16 +72,26 @@ class Index:
         self._after = after
 
     def __len__(self) -> int:
-        return sum(map(len, self._tables.values()))
+        return len(self._table)
+
+    @property
+    def moved(self) -> int:
+        """Keys that growth has moved so far; no call that binds n keys moves many more than n."""
+        return self._table.moved
+
+    @property
+    def growing(self) -> bool:
+        """A growth is under way: some of the table is split, and some is not yet."""
+        return self._table.growing
 
     def find(self, namespace: int, group: int, keys: Sequence[bytes]) -> I64:
         """Head slots of keys, shape (n,); -1 where there is none. Keys are of one length."""
-        table = self._tables.get((namespace, group))
-        if table is None or not keys or len(keys[0]) != table.key_bytes:
+        space = self._spaces.get((namespace, group))
+        if space is None or not keys or len(keys[0]) != space.key_bytes:
             return np.full(len(keys), -1, np.int64)
         if len(keys) <= _FEW:
-            return np.array([self._find_one(table, key) for key in keys], np.int64)
-        return self._find_runs(table, _words(keys))
+            return np.array([self._find_one(space, key) for key in keys], np.int64)
+        return self._find_runs(space, _words(keys))
 
     def find_rows(self, namespace: int, group: int, keys: Sequence[bytes]) -> Pick | None:
         """As ``find``, of at least one key, for those who want all or nothing: None if the first
@@ -75,54 +101,64 @@ class Index:
         that all of those slots hold blocks of this namespace and group: a slot keeps its last
         block's key.
         """
-        table = self._tables.get((namespace, group))
+        space = self._spaces.get((namespace, group))
         first = keys[0]
-        if table is None or len(first) != table.key_bytes:
+        if space is None or len(first) != space.key_bytes:
             return None
-        head = self._find_one(table, first)
+        head = self._find_one(space, first)
         if head < 0:
             return None
         rows = slice(head, head + len(keys))
-        if self._rows[_width(table.key_bytes)][rows].tobytes() == _packed(keys):
+        if self._rows[_width(space.key_bytes)][rows].tobytes() == _packed(keys):
             return rows
-        if len(last := keys[-1]) == len(first) and self._find_one(table, last) < 0:
+        if len(last := keys[-1]) == len(first) and self._find_one(space, last) < 0:
             return None
         return self.find(namespace, group, keys)
 
     def find_one(self, namespace: int, group: int, key: bytes) -> int:
         """As ``find``, of one key."""
-        table = self._tables.get((namespace, group))
-        if table is None or len(key) != table.key_bytes:
+        space = self._spaces.get((namespace, group))
+        if space is None or len(key) != space.key_bytes:
             return -1
-        return self._find_one(table, key)
+        return self._find_one(space, key)
 
-    def _find_one(self, table: Buckets, key: bytes) -> int:
+    def _find_one(self, space: _Space, key: bytes) -> int:
         padded = _padded(key) if len(key) % _WORD_BYTES else key
-        like = table.like(hash_one(padded, self._by_numbers))
-        return _among(like, self._blobs[len(padded)], padded) if like else -1
+        like = self._table.like(hash_one(padded, self._by_numbers, space.start))
+        return self._among(like, space, padded) if like else -1
 
-    def _find_runs(self, table: Buckets, words: _U64) -> I64:
+    def _among(self, heads: list[int], space: _Space, padded: bytes) -> int:
+        """The one of these heads that has the key in the space; -1 if none does."""
+        size = len(padded)
+        blob, spaces, number = self._blobs[size], self._space_places, space.number
+        for head in heads:
+            if spaces[head] == number and blob[head * size : (head + 1) * size] == padded:
+                return head
+        return -1
+
+    def _find_runs(self, space: _Space, words: _U64) -> I64:
         """Heads of keys; those of a chain whose blocks lie side by side are not hashed."""
         parts, done = list[I64](), 0
         while done < len(words):
-            run = self._run(table, words[done:])
+            run = self._run(space, words[done:])
             if run is not None:
                 parts.append(run)
                 done += len(run)
             if run is None or len(run) < _RUN_MIN:
                 if done < len(words):
                     rest = words[done:]
-                    parts.append(table.find(hash_words(rest, self._by), self._asked(rest)))
+                    hashes = hash_words(rest, self._by, space.start)
+                    parts.append(self._table.find(hashes, self._asked(space, rest)))
                 break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _run(self, table: Buckets, words: _U64) -> I64 | None:
+    def _run(self, space: _Space, words: _U64) -> I64 | None:
         """Heads of the first keys, as far as they follow each other in a chain and in memory; None
         if the first is not bound, or nothing is known of chains.
         """
         if self._after is None:
             return None
-        head = self._find_one(table, words[0].tobytes()[: table.key_bytes])
+        head = self._find_one(space, words[0].tobytes()[: space.key_bytes])
         if head < 0:
             return None
         # The slots of a block lie side by side too, so heads are as far apart as it has shards.
@@ -143,37 +179,42 @@ class Index:
         if not keys:
             return
         words = _words(keys)
-        table = self._table_for(namespace, group, len(keys[0]))
+        space = self._space_for(namespace, group, len(keys[0]))
         self._rows[words.shape[1]][heads] = words
-        self._key_bytes[heads] = len(keys[0])
-        table.add(self._hashes(words), heads)
+        self._space[heads] = space.number
+        space.count += len(keys)
+        self._table.add(self._hashes(space, words), heads)
 
     def bind_new(self, namespace: int, group: int, key: bytes, head: int) -> bool:
         """As ``bind``, of one key; False, with nothing changed, if it is bound already."""
-        table = self._tables.get((namespace, group))
-        if table is None or table.key_bytes != len(key):
-            table = self._table_for(namespace, group, len(key))
+        space = self._spaces.get((namespace, group))
+        if space is None or space.key_bytes != len(key):
+            space = self._space_for(namespace, group, len(key))
         padded = _padded(key) if len(key) % _WORD_BYTES else key
-        size, value = len(padded), hash_one(padded, self._by_numbers)
-        blob, like = self._blobs[size], table.like(value)
-        if like and _among(like, blob, padded) >= 0:
+        size, value = len(padded), hash_one(padded, self._by_numbers, space.start)
+        like = self._table.like(value)
+        if like and self._among(like, space, padded) >= 0:
             return False
-        blob[head * size : (head + 1) * size] = padded
-        self._sizes[head] = len(key)
-        table.add_one(value, head)
+        self._blobs[size][head * size : (head + 1) * size] = padded
+        self._space_places[head] = space.number
+        space.count += 1
+        self._table.add_one(value, head)
         return True
 
-    def _table_for(self, namespace: int, group: int, key_bytes: int) -> Buckets:
-        table = self._tables.get((namespace, group))
-        if table is None:
-            table = self._tables[namespace, group] = Buckets(key_bytes)
-        if table.key_bytes != key_bytes:
-            raise ValueError(f"a key of {key_bytes} bytes among keys of {table.key_bytes}")
+    def _space_for(self, namespace: int, group: int, key_bytes: int) -> _Space:
+        space = self._spaces.get((namespace, group))
+        if space is None:
+            number = (namespace << 8 | group) + 1
+            # Or a key that many spaces have would have as many blocks in one bucket.
+            start = hash_one(number.to_bytes(8, "little"), self._by_numbers)
+            space = self._spaces[namespace, group] = _Space(number, start, key_bytes)
+        if space.key_bytes != key_bytes:
+            raise ValueError(f"a key of {key_bytes} bytes among keys of {space.key_bytes}")
         width = _width(key_bytes)
         if width not in self._rows:
-            rows = self._rows[width] = np.zeros((len(self._key_bytes), width), np.uint64)
+            rows = self._rows[width] = np.zeros((len(self._space), width), np.uint64)
             self._blobs[width * _WORD_BYTES] = rows.reshape(-1).view(np.uint8).data
-        return table
+        return space
 
     def key(self, head: int) -> bytes:
         """The key of a bound head."""
@@ -184,31 +225,35 @@ class Index:
         """The keys of bound heads of one group."""
         if not len(heads):
             return []
-        size = int(self._key_bytes[heads[0]])
-        if not size or not (self._key_bytes[heads] == size).all():
+        numbers = self._space[heads]
+        number = int(numbers[0])
+        if not number or not (numbers == number).all():
             raise ValueError(f"a slot of {heads[:8].tolist()} is bound to no key of this group")
+        size = self._spaces[divmod(number - 1, 256)].key_bytes
         rows = self._rows[_width(size)][heads].view(np.uint8).reshape(len(heads), -1)
         blob = np.ascontiguousarray(rows[:, :size]).tobytes()
         return [blob[at : at + size] for at in range(0, len(blob), size)]
 
-    def unbind(self, namespace: int, group: int, heads: list[int]) -> list[bytes]:
+    def unbind(self, namespace: int, group: int, heads: I64) -> list[bytes]:
         """Forget bound heads of one group; returns their keys."""
-        slots = np.array(heads, np.int64)
-        if not len(slots):
+        if not len(heads):
             return []
-        keys = self.keys(slots)
-        table = self._tables[namespace, group]
-        words = self._rows[_width(table.key_bytes)][slots]
-        table.remove(self._hashes(words), slots)
-        self._key_bytes[slots] = 0
-        if not len(table):
-            del self._tables[namespace, group]
+        keys = self.keys(heads)
+        space = self._spaces[namespace, group]
+        words = self._rows[_width(space.key_bytes)][heads]
+        self._table.remove(self._hashes(space, words), heads)
+        self._space[heads] = 0
+        space.count -= len(heads)
+        if not space.count:
+            del self._spaces[namespace, group]
         return keys
 
     def spaces(self) -> Iterator[tuple[int, int, I64]]:
         """(namespace, group, bound heads in ascending order) of all that is bound."""
-        for (namespace, group), table in self._tables.items():
-            yield namespace, group, np.sort(table.heads())
+        heads = np.sort(self._table.heads())
+        numbers = self._space[heads]
+        for (namespace, group), space in self._spaces.items():
+            yield namespace, group, heads[numbers == space.number]
 
     def items(self) -> Iterator[tuple[int, int, dict[bytes, int]]]:
         """(namespace, group, head by key) of all that is bound: for tests and small cores."""
@@ -217,48 +262,44 @@ class Index:
 
     def check(self) -> None:
         """Raise ValueError unless every bound slot is found by its key, and nothing else is."""
+        self._table.check()
         bound = 0
-        for (namespace, group), table in self._tables.items():
-            heads = table.heads()
+        for namespace, group, heads in self.spaces():
+            space = self._spaces[namespace, group]
             bound += len(heads)
-            table.check()
-            if not (self._key_bytes[heads] == table.key_bytes).all():
-                raise ValueError(f"namespace {namespace}, group {group}: a slot has another key")
-            words = self._rows[_width(table.key_bytes)][heads]
-            found = table.find(hash_words(words, self._by), self._asked(words))
+            if len(heads) != space.count:
+                counts = f"{len(heads)} slots, {space.count} counted"
+                raise ValueError(f"namespace {namespace}, group {group}: {counts}")
+            words = self._rows[_width(space.key_bytes)][heads]
+            found = self._table.find(self._hashes(space, words), self._asked(space, words))
             if (found != heads).any():
                 raise ValueError(f"namespace {namespace}, group {group}: a slot is not found")
-        slots = int(np.count_nonzero(self._key_bytes))
-        if slots != bound:
+        slots = int(np.count_nonzero(self._space))
+        if not slots == bound == len(self._table):
             raise ValueError(f"{bound} slots in the index, {slots} with a key")
 
-    def _asked(self, words: _U64) -> Same:
-        """Whether slots have the keys that are asked for."""
-        rows = self._rows[words.shape[1]]
+    def _asked(self, space: _Space, words: _U64) -> Same:
+        """Whether slots have the keys that are asked for in a space."""
+        rows, spaces = self._rows[words.shape[1]], self._space
+        alone = len(self._spaces) == 1
 
         def same(some: I64, heads: I64) -> Bools:
             equal: Bools = (rows[heads] == words[some]).all(axis=1)
+            if not alone:
+                equal &= spaces[heads] == space.number
             return equal
 
         return same
 
-    def _hashes(self, words: _U64) -> Hashes:
+    def _hashes(self, space: _Space, words: _U64) -> Hashes:
         if len(words) <= _FEW:
-            return np.array([hash_one(row.tobytes(), self._by_numbers) for row in words], np.uint64)
-        return hash_words(words, self._by)
+            by, start = self._by_numbers, space.start
+            return np.array([hash_one(row.tobytes(), by, start) for row in words], np.uint64)
+        return hash_words(words, self._by, space.start)
 
 
 def _width(key_bytes: int) -> int:
     return -(-key_bytes // _WORD_BYTES)
-
-
-def _among(heads: list[int], blob: memoryview, padded: bytes) -> int:
-    """The one of these heads that has the key; -1 if none does."""
-    size = len(padded)
-    for head in heads:
-        if blob[head * size : (head + 1) * size].tobytes() == padded:
-            return head
-    return -1
 
 
 def _padded(key: bytes) -> bytes:

@@ -32,7 +32,7 @@ class PolicySet:
         if len(keys) == 1:
             policy.insert_one(int(heads[0]), hash(keys[0]) & 0xFFFFFFFF)
             return
-        marks = np.fromiter((hash(key) & 0xFFFFFFFF for key in keys), np.uint32, len(keys))
+        marks = np.fromiter(map(hash, keys), np.int64, len(keys)).astype(np.uint32)
         policy.insert(heads, marks)
 
     def insert_one(self, namespace: int, slot_bytes: int, head: int, key: bytes) -> None:

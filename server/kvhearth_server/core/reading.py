@@ -10,7 +10,7 @@ import numpy as np
 
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import EXTENT_DTYPE, I64, U8, Bools, Records, Tier
+from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools, Records, Tier
 from kvhearth_server.core.below import Wish
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holding import drop_lease, hold, hold_room, newly_held_bytes
@@ -228,35 +228,35 @@ class Reading:
             raise KVHearthError(Reason.UNKNOWN_LEASE, f"this group holds no lease {text}")
 
     def suspects(self, session: int, items: list[SlotsItem]) -> list[I64]:
-        """Blocks (all shards) of this session's tenant whose bytes a reader found wrong and that
-        still live.
+        """Blocks of this session's tenant whose bytes a reader found wrong and that still live,
+        each once; see ``SlotTable.blocks_of``.
 
         The shell sums them before it believes it, then calls ``remove_bad``.
         """
         table = self._state.table
         group = self._state.group_of(session)
-        blocks = []
+        parts = [np.zeros(0, np.int64)]
         for item in items:
             good = table.in_use(item.slots)
             slots = item.slots[good]
-            live = (table.generation[slots] == item.generations[good]) & (
-                table.state[slots] == State.SUMMED
-            )
-            for slot in slots[live].tolist():
-                link = int(table.head[slot])
-                head = link - 1 if link else slot
-                if int(table.namespace[head]) == group.namespace:
-                    blocks.append(np.array(table.shards_of(head), np.int64))
-        return blocks
+            live = table.generation[slots] == item.generations[good]
+            live &= table.state[slots] == _SUMMED
+            links = table.head[slots[live]].astype(np.int64)
+            parts.append(np.where(links > 0, links - 1, slots[live]))
+        heads = np.unique(np.concatenate(parts))
+        return table.blocks_of(heads[table.namespace[heads] == group.namespace])
 
-    def remove_bad(self, head: int, generation: int, source: str) -> bool:
-        """Remove a block whose bytes do not match its checksum; False if it was gone already."""
+    def remove_bad(self, heads: I64, generations: U32, source: str) -> int:
+        """Remove distinct blocks whose bytes do not match their checksums; those that were gone
+        already are passed over. Returns how many were removed.
+        """
         table = self._state.table
-        if int(table.generation[head]) != generation or table.state[head] != State.SUMMED:
-            return False
-        self._state.count("checksum_failures", 1, source)
-        remove_blocks(self._state, np.array([head], np.int64), "checksum")
-        return True
+        live = (table.generation[heads] == generations) & (table.state[heads] == _SUMMED)
+        removed = int(np.count_nonzero(live))
+        if removed:
+            self._state.count("checksum_failures", removed, source)
+            remove_blocks(self._state, heads[live], "checksum")
+        return removed
 
     def _resolve(
         self, session: int, epoch: int, items: list[KeysItem]

@@ -15,14 +15,13 @@ EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
 
 
 def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
-    """Remove bound blocks of any namespaces and groups; every extent of them becomes invalid at
-    once.
+    """Remove distinct bound blocks of any namespaces and groups; every extent of them becomes
+    invalid at once.
 
     What somebody still leases is quarantined until the lease ends, the rest becomes free. Pins end.
     """
     state.policies.remove(state.table, heads)
-    for head in heads.tolist():
-        state.chains.unlink(head)
+    state.chains.unlink_many(heads)
     forget_blocks(state, heads, cause)
 
 
@@ -40,7 +39,7 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     namespace = state.namespaces.get(number)
     spec = namespace.contract.groups[kv_group]
     segment = state.segment_of[namespace.tenant]
-    keys = state.index.unbind(number, kv_group, heads.tolist())
+    keys = state.index.unbind(number, kv_group, heads)
     sunk = (table.sunk[heads] == Sunk.SAVED) & (table.epoch[heads] == namespace.epoch)
     table.sunk[heads] = Sunk.NOT
     slots = flat(table.all_shards(heads, spec.shards))

@@ -222,10 +222,17 @@ class SlotTable:
         return slots
 
     def blocks_of(self, heads: I64) -> list[I64]:
-        """All slots of each block, in rank order; the blocks in any order."""
-        alone = self.sibling[heads] == 0
-        others = [np.array(self.shards_of(head), np.int64) for head in heads[~alone].tolist()]
-        return [*heads[alone].reshape(-1, 1), *others]
+        """All slots of each block in rank order: an array of shape (blocks, shards) for each number
+        of shards.
+        """
+        found, rows = list[I64](), heads.reshape(-1, 1)
+        while len(rows):
+            links = self.sibling[rows[:, -1]].astype(np.int64)
+            if len(whole := rows[links == 0]):
+                found.append(whole)
+            more = links > 0
+            rows = np.column_stack([rows[more], links[more] - 1])
+        return found
 
     def all_shards(self, heads: I64, shards: int) -> I64:
         """Slots of blocks, shape (n, shards), in rank order."""

@@ -27,6 +27,11 @@ _SUM_BYTES = 64 << 20
 fair.
 """
 
+_SUM_BLOCKS_MAX = 1024
+"""Blocks that one call to a thread sums: their sums are entered in one call on the loop."""
+_REMOVED_MAX = 256
+"""Blocks with wrong bytes that are removed in one call on the loop."""
+
 _SUM_AFTER_S = 0.001
 _WATCH_S = 0.05
 _IDLE_S = 1.0
@@ -92,7 +97,7 @@ class Background:
         engine = self._engine
         table = engine.core.state.table
         count, shards = action.slots.shape
-        step = max(1, _SUM_BYTES // max(1, self._block_bytes(action.slots[0])))
+        step = _blocks_at_once(self._block_bytes(action.slots[0]))
         for start in range(0, count, step):
             slots = action.slots[start : start + step]
             generations = action.generations[start : start + step]
@@ -133,17 +138,10 @@ class Background:
     # -- verification ------------------------------------------------------------------------------
 
     async def verify_blocks(self, blocks: list[I64], source: str) -> int:
-        """Sum blocks (arrays of all their shards) and remove those that do not match; returns how
-        many. Naming a block many times costs as much as once.
+        """Sum distinct blocks, as ``SlotTable.blocks_of`` has them, and remove those that do not
+        match; returns how many.
         """
-        by_shards: dict[int, dict[int, I64]] = {}
-        for slots in blocks:
-            by_shards.setdefault(len(slots), {})[int(slots[0])] = slots
-        removed = 0
-        for shards, found in by_shards.items():
-            slots = np.concatenate([*found.values()]).reshape(-1, shards)
-            removed += await self._verify_all(slots, source)
-        return removed
+        return sum([await self._verify_all(slots, source) for slots in blocks])
 
     async def _verify_all(self, slots: I64, source: str) -> int:
         """Sum distinct blocks, shape (n, shards), and remove those that do not match; returns how
@@ -155,7 +153,7 @@ class Background:
         table = self._engine.core.state.table
         generations = table.generation[slots]
         sizes = table.slot_bytes_of(slots).sum(axis=1)
-        step, removed = max(1, _SUM_BYTES // max(1, int(sizes.max(initial=0)))), 0
+        step, removed = _blocks_at_once(int(sizes.max(initial=0))), 0
         for start in range(0, len(slots), step):
             portion = slice(start, start + step)
             removed += await self._verify_portion(slots[portion], generations[portion], source)
@@ -179,17 +177,23 @@ class Background:
         same = table.generation[every] == generations.reshape(-1)
         table.flags[every[~wrong & same]] &= ~np.uint8(FLAG_VERIFY)
         bad = wrong.reshape(slots.shape).any(axis=1) & same.reshape(slots.shape).all(axis=1)
-        found = zip(slots[bad, 0].tolist(), generations[bad, 0].tolist(), strict=True)
-        return sum(self._remove(head, generation, source) for head, generation in found)
+        removed = 0
+        for start in range(0, np.count_nonzero(bad), _REMOVED_MAX):
+            if start:
+                await asyncio.sleep(0)
+            some = slice(start, start + _REMOVED_MAX)
+            removed += self._remove(slots[bad, 0][some], generations[bad, 0][some], source)
+        return removed
 
-    def _remove(self, head: int, generation: int, source: str) -> bool:
-        """Remove a block with wrong bytes; one that has a good copy below rises again."""
+    def _remove(self, heads: I64, generations: U32, source: str) -> int:
+        """Remove blocks with wrong bytes; those that have good copies below rise again."""
         engine = self._engine
         bring_back = None
-        current = engine.core.state.table.generation.item(head)
-        if engine.tiering is not None and current == generation:
-            bring_back = engine.tiering.repair(np.array([head], np.int64))
-        gone: bool = engine.call(engine.core.reading.remove_bad, head, generation, source)
+        if engine.tiering is not None:
+            current = engine.core.state.table.generation[heads] == generations
+            heads, generations = heads[current], generations[current]
+            bring_back = engine.tiering.repair(heads)
+        gone: int = engine.call(engine.core.reading.remove_bad, heads, generations, source)
         if gone and bring_back is not None:
             bring_back()
         return gone
@@ -200,7 +204,7 @@ class Background:
         table = engine.core.state.table
         while engine.to_verify:
             heads, generations = engine.to_verify[0]
-            step = max(1, _SUM_BYTES // max(1, self._block_bytes(heads[:1])))
+            step = _blocks_at_once(self._block_bytes(heads[:1]))
             for start in range(0, len(heads), step):
                 portion = heads[start : start + step]
                 same = table.generation[portion] == generations[start : start + step]
@@ -251,6 +255,11 @@ class Background:
                 engine.call(engine.core.climbing.free_strays)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)
+
+
+def _blocks_at_once(block_bytes: int) -> int:
+    """Blocks that one call to a thread sums."""
+    return min(max(1, _SUM_BYTES // max(1, block_bytes)), _SUM_BLOCKS_MAX)
 
 
 def _let_others_first() -> None:

@@ -11,8 +11,8 @@ from kvhearth_server.core.books import BooksError
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 
-EVICTED_MAX = 512
-"""Blocks of a portion; some milliseconds."""
+EVICTED_MAX = 128
+"""Blocks of a portion; some 10 microseconds each."""
 COPIES_MAX = 128
 """Copies on SSD of a portion: each costs some microseconds in three indexes."""
 WRITTEN_S = 2.0

@@ -108,9 +108,9 @@ class Scrub:
                 await asyncio.sleep(0)
             for heads in self._portions(slab):
                 blocks = table.blocks_of(heads[self._begin_blocks(heads)])
-                size = table.total_bytes(np.concatenate([np.zeros(0, np.int64), *blocks]))
+                size = sum(table.total_bytes(slots.reshape(-1)) for slots in blocks)
                 await self._verify(blocks, "scrub")
-                self._count(DRAM, len(blocks), size)
+                self._count(DRAM, sum(map(len, blocks)), size)
                 await pace.spend(size)
         self._engine.scrub_progress[DRAM] = 1.0
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvhearth.model import I64, Bools
 from kvhearth_server.core.below import Wish
 from kvhearth_server.core.core import Core
@@ -113,19 +115,23 @@ class Tiering:
     def repair(self, heads: I64) -> Callable[[], None]:
         """For blocks that are about to be removed as wrong: what brings them back from below."""
         state, wishes = self._core.state, list[Wish]()
-        for head in heads.tolist():
-            namespace = state.namespaces.get(int(state.table.namespace[head]))
-            kv_group = int(state.table.group[head])
-            key = state.index.key(head)
-            link = int(state.table.parent[head])
-            parent = state.index.key(link - 1) if link else b""
-            if int(state.table.epoch[head]) == namespace.epoch:
+        table = state.table
+        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
+        for pair in np.unique(pairs).tolist():
+            namespace, kv_group = state.namespaces.get(pair // 256), pair % 256
+            mine = heads[(pairs == pair) & (table.epoch[heads] == namespace.epoch)]
+            keys = state.index.keys(mine)
+            rows = np.flatnonzero(self.present(namespace, kv_group, keys))
+            links = table.parent[mine[rows]].astype(np.int64)
+            names = iter(state.index.keys(links[links > 0] - 1))
+            parents = [next(names) if link else b"" for link in links.tolist()]
+            if parents:
                 spec = namespace.contract.groups[kv_group]
-                if self.present(namespace, kv_group, [key])[0]:
-                    wishes.append(Wish(namespace, kv_group, spec, [key], [parent]))
+                below = [keys[row] for row in rows.tolist()]
+                wishes.append(Wish(namespace, kv_group, spec, below, parents))
 
         def bring_back() -> None:
-            state.count("repaired_blocks", len(wishes), "dram")
+            state.count("repaired_blocks", sum(len(wish.keys) for wish in wishes), "dram")
             self.raise_blocks(wishes)
 
         return bring_back
