@@ -26,8 +26,9 @@ from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
-from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
+from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
@@ -44,6 +45,7 @@ from kvhearth_server.values import HTTP_OFF
 if TYPE_CHECKING:
     from kvhearth_server.transport.web.server import WebServer
 
+_TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
@@ -87,13 +89,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
-    if tier is not None:
-        supervisor.spawn("recovery", partial(follow_recovery, tier))
-    if settings.scrub_rate:
-        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
-    if engine.tiering is not None:
-        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    _spawn(settings, engine, background, supervisor)
     await rpc.start(settings.grpc_socket)
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
@@ -155,10 +151,33 @@ async def _settled(engine: Engine, background: Background) -> None:
         await written(engine.tiering)  # memory may end with the process, or the machine
 
 
+def _spawn(
+    settings: Settings, engine: Engine, background: Background, supervisor: Supervisor
+) -> None:
+    """Start the tasks that not every daemon has."""
+    if engine.tier is not None:
+        supervisor.spawn("recovery", partial(follow_recovery, engine.tier))
+    if settings.scrub_rate:
+        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
+    if engine.tiering is not None:
+        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    if not engine.arena.trim():
+        supervisor.spawn("trim", partial(_trim, engine.arena))
+
+
+async def _trim(arena: Arena) -> None:
+    """Give back memory of a larger arena once no client of an earlier run maps it."""
+    while not arena.trim():
+        await asyncio.sleep(_TRIM_PAUSE_S)
+    _log.info("memory of the larger arena given back")
+
+
 def _plan(settings: Settings) -> ArenaPlan:
     tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
     geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
-    return ArenaPlan(geometry, settings.arena_dir, HugepagePolicy(settings.hugepages))
+    policy = HugepagePolicy(settings.hugepages)
+    return ArenaPlan(geometry, settings.arena_dir, policy, settings.discard_arena)
 
 
 def _tenancies(settings: Settings) -> list[Tenancy]:
