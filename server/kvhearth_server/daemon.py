@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import os
 import secrets
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config import Settings
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
 from kvhearth_server.descriptors import raise_limit
 from kvhearth_server.engine.background import Background
 from kvhearth_server.engine.degraded import DegradedLog
@@ -27,13 +22,18 @@ from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.memory.arena import Arena, open_arena
-from kvhearth_server.memory.pages import HugepagePolicy
-from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import StartBar
 from kvhearth_server.opening import follow_recovery, open_tier
+from kvhearth_server.preflight import (
+    arena_plan,
+    check,
+    lock_sockets,
+    socket_files,
+    socket_refusal,
+)
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import AttachServer
 from kvhearth_server.transport.calls import CallsServer
@@ -57,8 +57,9 @@ def run(settings: Settings) -> int:
     """
     sys.setswitchinterval(settings.switch_interval_s)
     raise_limit(settings)
+    check(settings)
     with StartBar("populating") as progress:
-        arena = open_arena(_plan(settings), progress.note)
+        arena = open_arena(arena_plan(settings), progress.note)
     try:
         tier = open_tier(settings, arena)
         try:
@@ -111,7 +112,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
         if not engine.tiering.tier.drain(settings.drain_timeout_s):
             _log.warning("the SSD tier did not come to rest in time")
         engine.tiering.turn()
-    for path in _files(settings):
+    for path in socket_files(settings):
         path.unlink(missing_ok=True)
     _log.info("stopped", boot_id=engine.boot_id)
     return 0
@@ -173,13 +174,6 @@ async def _trim(arena: Arena) -> None:
     _log.info("memory of the larger arena given back")
 
 
-def _plan(settings: Settings) -> ArenaPlan:
-    tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
-    geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
-    policy = HugepagePolicy(settings.hugepages)
-    return ArenaPlan(geometry, settings.arena_dir, policy, settings.discard_arena)
-
-
 def _tenancies(settings: Settings) -> list[Tenancy]:
     return [Tenancy(t.name, t.uids) for t in settings.effective_tenants(os.getuid())]
 
@@ -207,16 +201,6 @@ def _shell(settings: Settings) -> EngineLimits:
     )
 
 
-def _token_path(settings: Settings) -> Path:
-    return settings.socket_dir / ADMIN_TOKEN_FILE
-
-
-def _files(settings: Settings) -> list[Path]:
-    """What a daemon makes in its socket directory."""
-    sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
-    return [*sockets, _token_path(settings)]
-
-
 def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
     token.
@@ -227,18 +211,15 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     folder = settings.socket_dir
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        _lock_sockets(folder)
-        for path in _files(settings):
+        lock_sockets(folder)  # for as long as this process lives
+        *_, token = files = socket_files(settings)
+        for path in files:
             path.unlink(missing_ok=True)
-        path = _token_path(settings)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(admin_token)
     except OSError as error:
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE,
-            f"cannot use {folder}: {error.strerror}; choose another --socket-dir",
-        ) from None
+        raise socket_refusal(folder, error) from None
 
 
 def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
@@ -252,19 +233,6 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
     from kvhearth_server.transport.web.server import WebServer
 
     return WebServer(settings, engine, admin_token)
-
-
-def _lock_sockets(folder: Path) -> None:
-    """Take the directory for as long as this process lives, so that two daemons cannot race."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE,
-            f"another daemon serves {folder}; choose another --socket-dir",
-        ) from None
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
