@@ -164,13 +164,14 @@ def _spawn(
         degraded = DegradedLog(engine.tiering.tier.status.by_kind)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     if not engine.arena.trim():
-        supervisor.spawn("trim", partial(_trim, engine.arena))
+        supervisor.spawn("trim", partial(_trim, engine))
 
 
-async def _trim(arena: Arena) -> None:
+async def _trim(engine: Engine) -> None:
     """Give back memory of a larger arena once no client of an earlier run maps it."""
-    while not arena.trim():
+    while not engine.arena.trim():
         await asyncio.sleep(_TRIM_PAUSE_S)
+    engine.write_catalogue()  # the next run may give the arena more memory again
     _log.info("memory of the larger arena given back")
 
 

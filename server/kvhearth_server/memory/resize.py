@@ -84,7 +84,10 @@ def resize(
     """
     new = plan.geometry
     path = segment_path(folder, 0)
-    _cut_surplus(path, plan, catalogue, old)
+    if _cut_surplus(path, plan, catalogue, old) and "mapped_bytes" in catalogue:
+        # Before the file is made longer again: a crash in that is no client's mapping.
+        catalogue = {name: value for name, value in catalogue.items() if name != "mapped_bytes"}
+        blob.write(_encoded(catalogue))
     size = max(old.segment_bytes(0), new.segment_bytes(0))
     segment = open_segment(path, plan.hugepages, size_bytes=size, on_progress=progress)
     journal = None
@@ -113,20 +116,22 @@ def resize(
     return settle(folder, blob, resized), _told(moves, old, new)
 
 
-def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Geometry) -> None:
-    """Cut off the part of the file that a larger arena left, before it is used again."""
+def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Geometry) -> bool:
+    """Cut off the part of the file that a larger arena left; False while a client maps it."""
     if path.stat().st_size <= old.segment_bytes(0):
-        return
+        return True
     segment = open_segment(path, plan.hugepages, size_bytes=old.segment_bytes(0))
     try:
         if not segment.held_bytes():
             segment.trim()
-        elif plan.geometry.slab_count > old.slab_count and catalogue.get("mapped_bytes"):
+            return True
+        if plan.geometry.slab_count > old.slab_count and catalogue.get("mapped_bytes"):
             raise KVHearthError(
                 Reason.ARENA_BUSY,
                 f"clients of an earlier run still map {path} beyond its present end, where they "
                 "may write; end them before giving it more memory",
             )
+        return False
     finally:
         segment.close()
 

@@ -46,14 +46,14 @@ _SELDOM = (
 
 @functools.cache
 def daemon_points() -> tuple[str, ...]:
-    """Every fault point of the daemon's sources."""
+    """Every fault point of the daemon's sources that a world can come by."""
     folder = Path(kvhearth_server.__path__[0])
     texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     found = {name for text in texts for name in _HIT.findall(text)}
     # The driver of the disk makes the names of these; flushes are not among its jobs.
     jobs = (Op.READ, Op.WRITE)
     found |= {f"ssd.{when}_{op.name.lower()}" for when in ("before", "after") for op in jobs}
-    return tuple(sorted(found))
+    return tuple(sorted(name for name in found if not name.startswith(_OF_RESIZES)))
 
 
 @functools.cache
@@ -68,8 +68,7 @@ def in_reach(point: str, shape: Shape) -> bool:
     them, or ended with the daemon, for sure.
     """
     return (
-        not point.startswith(_OF_RESIZES)
-        and (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
+        (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
         and (shape.arena_stays or not point.startswith(_OF_ARENAS))
         and (shape.kind in (FLEETING, PRESSED) or not point.startswith(_OF_CLIMBS))
         and (shape.flush or not point.endswith("_sync"))
