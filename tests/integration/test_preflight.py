@@ -291,8 +291,11 @@ def test_the_pages_that_are_told_are_exactly_enough(
             # More memory, and less: a second journal for a moment, and every block is there.
             for memory in ("64MiB", "16MiB"):
                 daemon.settings["memory"] = memory
+                pool.resize(int(NR_HUGEPAGES.read_text()) - KernelMemory().pool(HUGE).free)
                 code, verdict = advised(daemon, capsys)
                 assert (code, happened(daemon)) == (3, 3)
+                pool.resize(number_told(verdict) - 1)
+                assert advised(daemon, capsys)[0] == happened(daemon) == 3
                 pool.resize(number_told(verdict))
                 assert advised(daemon, capsys)[0] == 0
                 daemon.start()
