@@ -20,7 +20,7 @@ from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll, SeenTwice
 from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
-from kvhearth_server.tiers.ssd.heads import HEAD_NAME, DirectoryError
+from kvhearth_server.tiers.ssd.heads import HEAD_NAME, DirectoryError, other_version
 from kvhearth_server.tiers.ssd.places import Asked
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -156,7 +156,7 @@ def check_ssd_interface(settings: Settings, tried: Probe) -> None:
 
 def unusable_ssd_dir(path: Path) -> str:
     """The reason why a directory of the SSD tier cannot be used; empty if there is none."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return _unmakeable(path)
     head = path / HEAD_NAME
     try:
@@ -176,14 +176,19 @@ def unusable_ssd_dir(path: Path) -> str:
     finally:
         os.close(lock.fd)
     if parse_directory_page(page) is Doubt.VERSION:
-        return f"{head} is of another version of KVHearth; use that version, or empty {path}"
+        return other_version(head)
     return ""
 
 
 def _unmakeable(path: Path) -> str:
     """The reason why the directory cannot be made; empty if there is none."""
-    if path.exists():
+    try:
+        path.stat()
         return f"--ssd-dir {path} is a file; name a directory"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return _not_made(path, error.strerror)
     if not path.parent.is_dir():
         return (
             f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"

@@ -75,7 +75,7 @@ def check(settings: Settings) -> None:
 
 
 def _arena(settings: Settings, kernel: KernelMemory) -> None:
-    if settings.arena_dir is not None and settings.arena_dir.is_dir():
+    if settings.arena_dir is not None and os.path.isdir(settings.arena_dir):
         check_lockable(settings.arena_dir)
     check_room(arena_plan(settings), kernel)
 
@@ -89,7 +89,7 @@ def _http(settings: Settings) -> None:
 
 def _sockets(settings: Settings) -> None:
     folder = settings.socket_dir
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     try:
         # Permissions alone do not tell: a root may not write to /proc or to a read-only mount.
         Path(tempfile.mkdtemp(prefix=".kvhearth-", dir=existing)).rmdir()

@@ -39,7 +39,8 @@ Prepare = Callable[[Daemon, Path, contextlib.ExitStack], None]
 
 def listing(*folders: Path | None) -> list[str]:
     """Every path below some directories."""
-    return sorted(str(path) for each in folders if each for path in each.rglob("*"))
+    found = [each for each in folders if each and os.path.isdir(each)]
+    return sorted(str(path) for each in found for path in each.rglob("*"))
 
 
 def advised(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -166,6 +167,7 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "an arena on tmpfs": (earlier_arena(), 0),
     "an arena directory that is not there": (arena_at("no", lambda path: None), 3),
     "an arena directory that is a file": (arena_at("file", Path.touch), 3),
+    "an arena directory of too long a name": (arena_at("x" * 300, lambda path: None), 3),
     "a hugetlbfs that is not mounted": (arena_at("huge", Path.mkdir), 3),
     "a read-only arena directory": (arena_mounted("tmpfs", "ro,size=64m"), 3),
     "a tmpfs without room for the catalogue": (arena_mounted("tmpfs", "size=30m"), 3),
@@ -182,6 +184,7 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "a good SSD directory": (ssd_at("drive/kv"), 0),
     "an SSD directory without a parent": (ssd_at("no/kv"), 3),
     "an SSD directory that is a file": (ssd_at("file"), 3),
+    "an SSD directory of too long a name": (ssd_at("x" * 300), 3),
     "one SSD directory of two": (ssd_at("no/kv", "drive/kv"), 0),
     "SSD directories that are one": (ssd_by_two_names, 2),
     "a drive with too little room": (ssd_mounted("size=16m"), 0),

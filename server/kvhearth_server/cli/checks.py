@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 
@@ -76,7 +77,7 @@ def memory_left(look: Look) -> Iterator[Finding]:
 
 def _arena_place(settings: Settings) -> Filesystem | None:
     """The file system of the arena's directory; None for an anonymous arena, or no directory."""
-    if settings.arena_dir is None or not settings.arena_dir.is_dir():
+    if settings.arena_dir is None or not os.path.isdir(settings.arena_dir):
         return None
     return filesystem_kind(settings.arena_dir)
 

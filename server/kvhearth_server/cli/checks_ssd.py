@@ -86,12 +86,12 @@ def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
 
 
 def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
-    existing = next(each for each in (place.path, *place.path.parents) if each.is_dir())
     if told := unusable_ssd_dir(place.path):
         # The tier works without it; if it is the only one, the start is refused (``problems``).
         found, _, fix = told.partition("; ")
         yield Finding(name, Grade.WARN, found, fix)
         return
+    existing = place.path if place.path.is_dir() else place.path.parent
     state = "is there" if existing == place.path else "is made at the start"
     yield Finding(name, Grade.OK, f"{place.path}: {state}")
     fix = f"move it to ext4 or xfs: --ssd-dir DIR={format_size(place.bytes)}"

@@ -116,7 +116,7 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
     """
     lock_fd = -1
     with contextlib.ExitStack() as undo:
-        if plan.folder is not None and plan.folder.is_dir():
+        if plan.folder is not None and os.path.isdir(plan.folder):
             lock_fd = lock_directory(plan.folder)
             undo.callback(os.close, lock_fd)
             _remove_unfinished(plan.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
     if plan.folder is None:
         _check_anonymous(plan, kernel)
         return Found(Step.COLD)
-    if not plan.folder.is_dir():
+    if not os.path.isdir(plan.folder):
         raise KVHearthError(
             Reason.ARENA_UNUSABLE,
             f"arena_dir {plan.folder} is no directory; create it or mount it",
