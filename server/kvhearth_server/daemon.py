@@ -169,7 +169,7 @@ def _spawn(
 
 async def _trim(engine: Engine) -> None:
     """Give back memory of a larger arena once no client of an earlier run maps it."""
-    while not engine.arena.trim():
+    while not engine.arena.trim([each.lock_byte for each in engine.sessions if not each.ghost]):
         await asyncio.sleep(_TRIM_PAUSE_S)
     engine.write_catalogue()  # the next run may give the arena more memory again
     _log.info("memory of the larger arena given back")

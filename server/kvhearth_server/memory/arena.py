@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ class Arena:
     _blob: DurableBlob | None = None
     _journal_file: Segment | None = None
     _lock_fd: int = -1
-    _surplus: list[tuple[Segment, list[int]]] = field(default_factory=list)
+    _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
 
     @property
     def durable(self) -> bool:
@@ -84,12 +84,16 @@ class Arena:
         self._blob.write(json.dumps(full, separators=(",", ":")).encode())
         hit("catalogue.after")
 
-    def trim(self) -> bool:
+    def trim(self, ours: Collection[int] = ()) -> bool:
         """Give back memory of an earlier, larger arena that no client maps any more; True if none
         is left.
+
+        ``ours``: client bytes of this run's sessions. Such a byte was free when it was given out,
+        so that its holder of an earlier run has let go.
         """
         for segment, held in list(self._surplus):
-            if not set(held) & set(segment.held_bytes()):
+            held.intersection_update(set(segment.held_bytes()) - set(ours))
+            if not held:
                 segment.trim()
                 self._surplus.remove((segment, held))
         return not self._surplus
@@ -164,7 +168,7 @@ def _open_folder(
             arena = Arena(plan, segments, generations, old, [], blob, journal)
             for segment in segments:
                 if segment.surplus_bytes:
-                    arena._surplus.append((segment, segment.held_bytes()))
+                    arena._surplus.append((segment, set(segment.held_bytes())))
             arena.trim()
         arena.notes = notes + _notes(arena.segments)
         undo.pop_all()

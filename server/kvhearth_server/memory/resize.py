@@ -90,9 +90,11 @@ def resize(
         blob.write(_encoded(catalogue))
     size = max(old.segment_bytes(0), new.segment_bytes(0))
     segment = open_segment(path, plan.hugepages, size_bytes=size, on_progress=progress)
-    journal = None
+    journal = fresh = None
     try:
         journal = open_segment(journal_path(folder))
+        # Made before anything is evicted: without room for it the old arena stays as it is.
+        fresh = _new_journal(folder, new)
         words, headers = tables(journal.view, old)
         moves = _moves(words, headers, old, new)
         _evict(words, headers, old, moves.evicted)
@@ -101,12 +103,11 @@ def resize(
             if slab != place:
                 _slab(segment, old, place)[:] = _slab(segment, old, slab)
         hit("resize.copied")
-        _write_journal(folder, words, headers, moves, old, new)
+        _fill_journal(fresh, words, headers, moves, old, new)
         hit("resize.journal_written")
     finally:
-        segment.close()
-        if journal is not None:
-            journal.close()
+        for each in filter(None, (segment, journal, fresh)):
+            each.close()
     resized = {**catalogue, "geometry": describe(new), "journal": RESIZED_NAME}
     if new.slab_count < old.slab_count:
         resized["mapped_bytes"] = max(size, catalogue.get("mapped_bytes", 0))
@@ -204,24 +205,27 @@ def _slab(segment: Segment, geometry: Geometry, slab: int) -> npt.NDArray[np.uin
     return segment.view[slab * geometry.slab_bytes : (slab + 1) * geometry.slab_bytes]
 
 
-def _write_journal(
-    folder: Path,
+def _new_journal(folder: Path, new: Geometry) -> Segment:
+    path = folder / RESIZED_NAME
+    path.unlink(missing_ok=True)
+    size = room_of(new, filesystem_kind(folder)).journal
+    return create_segment(size, HugepagePolicy.PREFER, path=path)
+
+
+def _fill_journal(
+    fresh: Segment,
     words: npt.NDArray[np.uint64],
     headers: Records,
     moves: _Moves,
     old: Geometry,
     new: Geometry,
 ) -> None:
-    size = room_of(new, filesystem_kind(folder)).journal
-    (folder / RESIZED_NAME).unlink(missing_ok=True)
-    fresh = create_segment(size, HugepagePolicy.PREFER, path=folder / RESIZED_NAME)
     new_words, new_headers = tables(fresh.view, new)
     new_words[moves.places] = words[moves.kept]
     rows = new_headers.reshape(new.slab_count, new.stride)
     before = headers.reshape(old.slab_count, old.stride)
     for slab, place in zip(moves.kept.tolist(), moves.places.tolist(), strict=True):
         rows[place] = before[slab]
-    fresh.close()
 
 
 def _told(moves: _Moves, old: Geometry, new: Geometry) -> str:
