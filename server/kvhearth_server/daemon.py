@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import os
 import secrets
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config import Settings
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
 from kvhearth_server.descriptors import raise_limit
 from kvhearth_server.engine.background import Background
 from kvhearth_server.engine.degraded import DegradedLog
@@ -29,13 +24,19 @@ from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
-from kvhearth_server.memory.arena import Arena, ArenaPlan, open_arena
-from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import StartBar
 from kvhearth_server.opening import follow_recovery, open_tier
+from kvhearth_server.preflight import (
+    arena_plan,
+    check,
+    lock_sockets,
+    socket_files,
+    socket_refusal,
+)
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import AttachServer
 from kvhearth_server.transport.calls import CallsServer
@@ -52,6 +53,7 @@ _SUMMED = (
     *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
 )
 """Counters that the last line of a run tells."""
+_TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
@@ -64,8 +66,9 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGHUP, _tell_hangup)
     sys.setswitchinterval(settings.switch_interval_s)
     raise_limit(settings)
+    check(settings)
     with StartBar("populating") as progress:
-        arena = open_arena(_plan(settings), progress.note)
+        arena = open_arena(arena_plan(settings), progress.note)
     try:
         tier = open_tier(settings, arena)
         try:
@@ -99,13 +102,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
-    if tier is not None:
-        supervisor.spawn("recovery", partial(follow_recovery, tier))
-    if settings.scrub_rate:
-        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
-    if engine.tiering is not None:
-        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    _spawn(settings, engine, background, supervisor)
     await rpc.start(settings.grpc_socket)
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
@@ -128,7 +125,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
         if not engine.tiering.tier.drain(settings.drain_timeout_s):
             _log.warning("the SSD tier did not come to rest in time")
         engine.tiering.turn()
-    for path in _files(settings):
+    for path in socket_files(settings):
         path.unlink(missing_ok=True)
     _log.info("daemon.stopped", **_summary(engine))
     return 0
@@ -193,10 +190,27 @@ async def _settled(engine: Engine, background: Background) -> None:
         await written(engine.tiering)  # memory may end with the process, or the machine
 
 
-def _plan(settings: Settings) -> ArenaPlan:
-    tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
-    geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
-    return ArenaPlan(geometry, settings.arena_dir, HugepagePolicy(settings.hugepages))
+def _spawn(
+    settings: Settings, engine: Engine, background: Background, supervisor: Supervisor
+) -> None:
+    """Start the tasks that not every daemon has."""
+    if engine.tier is not None:
+        supervisor.spawn("recovery", partial(follow_recovery, engine.tier))
+    if settings.scrub_rate:
+        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
+    if engine.tiering is not None:
+        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    if not engine.arena.trim():
+        supervisor.spawn("trim", partial(_trim, engine))
+
+
+async def _trim(engine: Engine) -> None:
+    """Give back memory of a larger arena once no client of an earlier run maps it."""
+    while not engine.arena.trim([each.lock_byte for each in engine.sessions if not each.ghost]):
+        await asyncio.sleep(_TRIM_PAUSE_S)
+    engine.write_catalogue()  # the next run may give the arena more memory again
+    _log.info("memory of the larger arena given back")
 
 
 def _tenancies(settings: Settings) -> list[Tenancy]:
@@ -226,16 +240,6 @@ def _shell(settings: Settings) -> EngineLimits:
     )
 
 
-def _token_path(settings: Settings) -> Path:
-    return settings.socket_dir / ADMIN_TOKEN_FILE
-
-
-def _files(settings: Settings) -> list[Path]:
-    """What a daemon makes in its socket directory."""
-    sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
-    return [*sockets, _token_path(settings)]
-
-
 def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
     token.
@@ -246,18 +250,15 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     folder = settings.socket_dir
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        _lock_sockets(folder)
-        for path in _files(settings):
+        lock_sockets(folder)  # for as long as this process lives
+        *_, token = files = socket_files(settings)
+        for path in files:
             path.unlink(missing_ok=True)
-        path = _token_path(settings)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(admin_token)
     except OSError as error:
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE,
-            f"cannot use {folder}: {error.strerror}; choose another --socket-dir",
-        ) from None
+        raise socket_refusal(folder, error) from None
 
 
 def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
@@ -271,19 +272,6 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
     from kvhearth_server.transport.web.server import WebServer
 
     return WebServer(settings, engine, admin_token)
-
-
-def _lock_sockets(folder: Path) -> None:
-    """Take the directory for as long as this process lives, so that two daemons cannot race."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE,
-            f"another daemon serves {folder}; choose another --socket-dir",
-        ) from None
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

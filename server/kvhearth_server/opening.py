@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +17,16 @@ from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.progress import StartBar
 from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll, SeenTwice
-from kvhearth_server.tiers.ssd.heads import DirectoryError
+from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
+from kvhearth_server.tiers.ssd.files import Busy, Files
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
+from kvhearth_server.tiers.ssd.heads import HEAD_NAME, DirectoryError, other_version
 from kvhearth_server.tiers.ssd.places import Asked
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
+
+Probe = Callable[[str, int], Verdict]
+"""Tries an interface for disk I/O at a depth."""
 
 _LOOK_S = 0.1
 _TELL_S = 5.0
@@ -37,7 +46,7 @@ def open_tier(settings: Settings, arena: Arena) -> SsdTier | None:
     """
     if not settings.ssd_dirs:
         return None
-    unmade = _make_all([each.path for each in settings.ssd_dirs])
+    unmade = _ask_all([each.path for each in settings.ssd_dirs], _make)
     for told in unmade.values():
         _log.warning("an SSD directory cannot be made", reason=told)
     if len(unmade) == len(settings.ssd_dirs):
@@ -50,11 +59,7 @@ def open_tier(settings: Settings, arena: Arena) -> SsdTier | None:
     except DirectoryError as error:
         raise KVHearthError(Reason.SSD_UNUSABLE, str(error)) from None
     except OSError as error:
-        raise KVHearthError(
-            Reason.SSD_UNUSABLE,
-            f"no disk I/O with --ssd-interface {settings.ssd_interface} ({error.strerror}); use "
-            "auto, and see kvhearth doctor",
-        ) from None
+        raise _no_interface(settings, error) from None
     _log.info(
         "SSD tier",
         directories=[str(each) for each in settings.ssd_dirs],
@@ -117,20 +122,108 @@ def _progress(tier: SsdTier) -> dict[str, int]:
     return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
 
 
-def _make_all(paths: list[Path]) -> dict[Path, str]:
-    """Make those that are not there; why not, of those that cannot be made or do not answer."""
+def check_ssd_dirs(settings: Settings) -> None:
+    """Refuse directories of which none can be used; nothing is made.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``, ``config_invalid``.
+    """
+    paths = [each.path for each in settings.ssd_dirs]
+    if not paths:
+        return
+    unusable = _ask_all(paths, unusable_ssd_dir)
+    if len(unusable) == len(paths):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unusable.values()))
+    try:
+        tier_settings(settings)
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+
+
+def check_ssd_interface(settings: Settings, tried: Probe) -> None:
+    """Refuse an interface for disk I/O that does not work here.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``.
+    """
+    if not settings.ssd_dirs:
+        return
+    try:
+        choose(settings.ssd_interface, settings.ssd_depth, tried)
+    except OSError as error:
+        raise _no_interface(settings, error) from None
+
+
+def unusable_ssd_dir(path: Path) -> str:
+    """The reason why a directory of the SSD tier cannot be used; empty if there is none."""
+    if not os.path.isdir(path):
+        return _unmakeable(path)
+    head = path / HEAD_NAME
+    try:
+        lock = Files().open(head)
+    except FileNotFoundError:
+        if os.access(path, os.W_OK | os.X_OK) or any(path.glob("*.segment")):
+            return ""
+        return f"cannot use {path} ({os.strerror(errno.EACCES)}); name a directory for the daemon"
+    except Busy:
+        return f"{path} is used by another daemon; stop it, or give this one another"
+    except OSError as error:
+        return f"cannot use {path} ({error.strerror}); name a directory for the daemon"
+    try:
+        page = head.read_bytes()[:PAGE_BYTES]
+    except OSError:
+        page = b""  # the tier makes the file again
+    finally:
+        os.close(lock.fd)
+    if parse_directory_page(page) is Doubt.VERSION:
+        return other_version(head)
+    return ""
+
+
+def _unmakeable(path: Path) -> str:
+    """The reason why the directory cannot be made; empty if there is none."""
+    try:
+        path.stat()
+        return f"--ssd-dir {path} is a file; name a directory"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return _not_made(path, error.strerror)
+    if not path.parent.is_dir():
+        return (
+            f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return _not_made(path, os.strerror(errno.EACCES))
+    return ""
+
+
+def _not_made(path: Path, why: str | None) -> str:
+    return f"--ssd-dir {path} cannot be made ({why}); name a directory where the daemon may write"
+
+
+def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
+    return KVHearthError(
+        Reason.SSD_UNUSABLE,
+        f"no disk I/O with --ssd-interface {settings.ssd_interface} ({error.strerror}); use "
+        "auto, and see kvhearth doctor",
+    )
+
+
+def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
+    """The answers of ``ask`` that are not empty; a drive that hangs holds up nobody for long."""
     patience_s = SsdSettings.open_s
     end = time.monotonic() + patience_s
-    asked = {path: Asked(str(path), partial(_make, path), lambda _: None) for path in paths}
-    unmade = dict[Path, str]()
+    asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}
+    found = dict[Path, str]()
     for path, each in asked.items():
         try:
             told = each.answer(end, patience_s)
         except DirectoryError as error:
             told = f"--ssd-dir {error}"
         if told:
-            unmade[path] = told
-    return unmade
+            found[path] = told
+    return found
 
 
 def _make(path: Path) -> str:
@@ -141,15 +234,8 @@ def _make(path: Path) -> str:
     try:
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)
-    except FileNotFoundError:
-        return (
-            f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
-        )
-    except FileExistsError:
-        return f"--ssd-dir {path} is a file; name a directory"
+    except (FileNotFoundError, FileExistsError):
+        return _unmakeable(path)
     except OSError as error:
-        return (
-            f"--ssd-dir {path} cannot be made ({error.strerror}); name a directory where the "
-            "daemon may write"
-        )
+        return _not_made(path, error.strerror)
     return ""

@@ -60,8 +60,15 @@ class Settings(BaseSettings):
         description="Directory on hugetlbfs or tmpfs for the arena's files: the cache survives a "
         "restart of the daemon. Without it the memory is anonymous.",
     )
+    discard_arena: bool = Field(
+        False,
+        description="Delete an arena in arena_dir that these settings cannot take over; without "
+        "it such a start is refused.",
+    )
     hugepages: Literal["require", "prefer", "off"] = Field(
-        "prefer", description="2 MiB pages: refuse to start without, step down, or do not use them."
+        "prefer",
+        description="Huge pages: refuse to start without, step down, or do not use them. An "
+        "arena_dir on hugetlbfs has no other pages to step down to.",
     )
     slab_bytes: Size = Field(64 << 20, description="What is given to one slot size at a time.")
     slot_bytes_min: Size = Field(16 << 10, description="Smallest slot; a power of two.")

@@ -132,26 +132,6 @@ def test_what_was_given_back_does_not_come_back() -> None:
         assert (again.bad, again.right) == ([], left.right)
 
 
-@pytest.mark.parametrize(
-    "change", [{"memory": "32MiB"}, {"slot_bytes_min": "64KiB"}, {"slab_bytes": "4MiB"}]
-)
-def test_another_geometry_starts_cold_and_says_so(change: dict[str, str]) -> None:
-    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
-        keys = new_keys(10)
-        assert engine.store(keys).bound == keys
-        boot_id = engine.client.boot_id
-        daemon.kill()
-        daemon.settings.update(change)
-        daemon.start()
-        (line,) = until(lambda: logged(daemon, "starting cold"), "it says so")
-        assert '"warning"' in line
-        assert "restore the old settings" in line
-        back(engine, boot_id)
-        assert served(engine, keys) == 0
-        assert engine.store(keys).bound == keys
-        assert served(engine, keys) == 10
-
-
 # -- bytes that changed while nobody looked --------------------------------------------------------
 
 

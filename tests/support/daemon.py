@@ -94,7 +94,7 @@ class Daemon:
                 self.process = nursery().birth(
                     "support.nursery_main:serve_daemon",
                     [log.fileno()],
-                    arguments=self._flags(),
+                    arguments=self.flags(),
                     fault=fault,
                 )
         return self.process
@@ -104,7 +104,7 @@ class Daemon:
         environment |= self.environment
         if fault:
             environment[ENVIRONMENT_NAME] = fault
-        words = [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *self._flags()]
+        words = [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *self.flags()]
         return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
     def start(self, fault: str = "") -> bool:
@@ -147,7 +147,8 @@ class Daemon:
         """Of the last process; None while it runs."""
         return None if self.process is None else self.process.poll()
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """Its settings and directories as the command line has them."""
         values = {**self.settings, "socket_dir": self.socket_dir}
         if self.arena_dir is not None:
             values["arena_dir"] = self.arena_dir

@@ -8,11 +8,21 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 
+from kvhearth.errors import KVHearthError
 from kvhearth_server.cli.checks_ssd import SSD_CHECKS
 from kvhearth_server.cli.findings import Finding, Grade, Look, graded
 from kvhearth_server.cli.output import size
 from kvhearth_server.descriptors import needed, ssd_files
-from kvhearth_server.memory.pages import MIB, THP_FIX, FilesystemKind, filesystem_kind
+from kvhearth_server.memory.pages import (
+    MIB,
+    THP_FIX,
+    Filesystem,
+    FilesystemKind,
+    filesystem_kind,
+)
+from kvhearth_server.memory.room import room_of
+from kvhearth_server.preflight import arena_plan, problems
+from kvhearth_server.settings import Settings
 
 HUGE = 2 * MIB
 CUDA_12_BRANCH = 525
@@ -20,42 +30,56 @@ CUDA_12_BRANCH = 525
 REGISTERED_AT_ONCE_MAX = 512 << 30
 
 
-def examine(look: Look) -> list[Finding]:
-    """Every check, in the order of the table."""
-    return [finding for check in CHECKS for finding in check(look)]
+def examine(look: Look) -> tuple[list[Finding], KVHearthError | None]:
+    """Every check, in the order of the table, and the error with which a start would end."""
+    found = {each.check: each for check in CHECKS for each in check(look)}
+    errors = list(problems(look.settings, look.machine.memory, look.machine.disk_interface))
+    for name, error in errors:
+        if name not in found or found[name].grade is not Grade.FAIL:
+            told, _, fix = error.message.partition("; ")
+            found[name] = Finding(name, Grade.FAIL, told, fix)
+    return list(found.values()), errors[0][1] if errors else None
 
 
 def hugepages(look: Look) -> Iterator[Finding]:
-    """Enough free 2 MiB pages for the arena, in all and by NUMA node."""
-    memory, policy = look.machine.memory, look.settings.hugepages
-    needed = -(-look.settings.memory_bytes // HUGE)
-    pool = memory.pool(HUGE)
-    found = f"{pool.free} of {pool.total} pages of 2 MiB are free, the arena takes {needed}"
-    if policy == "off":
+    """Enough free huge pages for the arena, in all and by NUMA node."""
+    memory, settings = look.machine.memory, look.settings
+    place = _arena_place(settings)
+    page_bytes = place.page_bytes if place and place.kind is FilesystemKind.HUGETLBFS else HUGE
+    room = room_of(arena_plan(settings).geometry, place)
+    needed, pool = -(-room.bytes // page_bytes), memory.pool(page_bytes)
+    found = f"{pool.free} of {pool.total} pages of {size(page_bytes)} are free, "
+    found += f"the arena takes {needed} ({room})"
+    if settings.hugepages == "off":
         yield Finding("hugepages", Grade.OK, f"{found}; they are off")
+    elif place and place.kind is FilesystemKind.TMPFS:
+        yield Finding("hugepages", Grade.OK, f"none are taken: {settings.arena_dir} is on tmpfs")
     else:
-        fix = pool.fix(needed, is_default=memory.default_hugepage_bytes() == HUGE)
-        bad = Grade.FAIL if policy == "require" else Grade.WARN
-        yield graded(pool.free >= needed, "hugepages", found, fix, bad)
+        fix = pool.fix(needed, is_default=memory.default_hugepage_bytes() == page_bytes)
+        # Pages that an earlier run's files have are not free, and the arena has them already.
+        good = pool.free >= needed or place is not None
+        yield graded(good, "hugepages", found, fix)
     for node, part in look.machine.node_pools().items():
         found = f"{part.free} of {part.total} pages of 2 MiB are free"
         folder = f"/sys/devices/system/node/{node}/hugepages/hugepages-2048kB"
         fix = f"run: echo {needed} > {folder}/nr_hugepages"
-        good = part.free or policy == "off"
-        yield graded(good, f"hugepages.{node}", found, fix)
+        there = part.free or settings.hugepages == "off"
+        yield graded(there, f"hugepages.{node}", found, fix)
 
 
 def memory_left(look: Look) -> Iterator[Finding]:
-    """Enough memory where there are not enough huge pages."""
-    memory, wanted = look.machine.memory, look.settings.memory_bytes
-    huge_free = memory.pool(HUGE).free * HUGE if look.settings.hugepages != "off" else 0
-    left = memory.available_bytes()
-    if left is None:
-        yield Finding("memory", Grade.OK, "what is available is not known")
-        return
-    found = f"{size(left)} are available, the arena takes {size(wanted)}"
-    fix = f"set a smaller memory: kvhearth serve --memory {max(left * 3 // 4 // MIB, 64)}MiB"
-    yield graded(max(left, huge_free) >= wanted, "memory", found, fix, Grade.FAIL)
+    """The memory that is available, beside what the arena takes."""
+    wanted = room_of(arena_plan(look.settings).geometry, _arena_place(look.settings)).bytes
+    left = look.machine.memory.available_bytes()
+    known = "what is available is not known" if left is None else f"{size(left)} are available"
+    yield Finding("memory", Grade.OK, f"{known}, the arena takes {size(wanted)}")
+
+
+def _arena_place(settings: Settings) -> Filesystem | None:
+    """The file system of the arena's directory; None for an anonymous arena, or no directory."""
+    if settings.arena_dir is None or not os.path.isdir(settings.arena_dir):
+        return None
+    return filesystem_kind(settings.arena_dir)
 
 
 def transparent(look: Look) -> Iterator[Finding]:
@@ -63,17 +87,6 @@ def transparent(look: Look) -> Iterator[Finding]:
     setting = look.machine.memory.shmem_thp() or "not there"
     allowed = look.machine.memory.memfd_thp_allowed()
     yield graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
-
-
-def memlock(look: Look) -> Iterator[Finding]:
-    """May the arena be locked (mlock, RDMA, registered buffers of io_uring)?"""
-    limit = look.machine.limit(resource.RLIMIT_MEMLOCK)
-    found = "no limit" if limit < 0 else f"at most {size(limit)} may be locked"
-    fix = (
-        "systemd: LimitMEMLOCK=infinity; docker run: --ulimit memlock=-1; "
-        "shell: ulimit -l unlimited"
-    )
-    yield graded(limit < 0 or limit >= look.settings.memory_bytes, "memlock", found, fix)
 
 
 def descriptors(look: Look) -> Iterator[Finding]:
@@ -133,24 +146,17 @@ def gpu_driver(look: Look) -> Iterator[Finding]:
 
 
 def directories(look: Look) -> Iterator[Finding]:
-    """Where sockets and arena go."""
-    place = look.settings.socket_dir
-    existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    writable = os.access(existing, os.W_OK | os.X_OK)
-    state = "writable" if writable else f"{existing} is not writable for user {os.getuid()}"
-    fix = f"run: install -d -o {os.getuid()} -m 750 {place}"
-    yield graded(writable, "socket_dir", f"{place}: {state}", fix, Grade.FAIL)
+    """The places of sockets, HTTP and arena; ``problems`` tells what is wrong with them."""
+    yield Finding("socket_dir", Grade.OK, f"{look.settings.socket_dir}: can be used")
+    yield Finding("http", Grade.OK, f"{look.settings.http}: can be used")
     arena = look.settings.arena_dir
-    fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
     if arena is None:
+        fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
         found = "none: a restart of the daemon starts with a cold cache"
         yield Finding("arena_dir", Grade.WARN, found, fix)
         return
-    existing = next(folder for folder in (arena, *arena.parents) if folder.exists())
-    kind = filesystem_kind(existing).kind
-    good = kind is not FilesystemKind.OTHER and os.access(existing, os.W_OK | os.X_OK)
-    told = f"{arena}: on {kind}, writable" if good else f"{arena}: no writable hugetlbfs or tmpfs"
-    yield graded(good, "arena_dir", told, fix, Grade.FAIL)
+    place = _arena_place(look.settings)
+    yield Finding("arena_dir", Grade.OK, f"{arena}: on {place.kind if place else 'nothing'}")
 
 
 def versions(look: Look) -> Iterator[Finding]:
@@ -165,7 +171,6 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     hugepages,
     memory_left,
     transparent,
-    memlock,
     descriptors,
     kernel,
     *SSD_CHECKS,

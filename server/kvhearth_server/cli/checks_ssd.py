@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from kvhearth_server.cli.devices import Drive
 from kvhearth_server.cli.findings import Finding, Grade, Look, graded
 from kvhearth_server.cli.output import size
 from kvhearth_server.config import SsdDir
+from kvhearth_server.opening import unusable_ssd_dir
 from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 from kvhearth_server.units import format_size
@@ -86,18 +86,14 @@ def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
 
 
 def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
-    existing = next(each for each in (place.path, *place.path.parents) if each.is_dir())
-    if existing not in (place.path, place.path.parent):
-        fix = f"mount its drive at {place.path.parent}, or run: mkdir -p {place.path.parent}"
-        yield Finding(name, Grade.FAIL, f"{place.path}: {place.path.parent} does not exist", fix)
+    if told := unusable_ssd_dir(place.path):
+        # The tier works without it; if it is the only one, the start is refused (``problems``).
+        found, _, fix = told.partition("; ")
+        yield Finding(name, Grade.WARN, found, fix)
         return
-    writable = os.access(existing, os.W_OK | os.X_OK)
+    existing = place.path if place.path.is_dir() else place.path.parent
     state = "is there" if existing == place.path else "is made at the start"
-    told = state if writable else f"{existing} is not writable for user {os.getuid()}"
-    fix = f"run: install -d -o {os.getuid()} -m 700 {place.path}"
-    yield graded(writable, name, f"{place.path}: {told}", fix, Grade.FAIL)
-    if not writable:
-        return
+    yield Finding(name, Grade.OK, f"{place.path}: {state}")
     fix = f"move it to ext4 or xfs: --ssd-dir DIR={format_size(place.bytes)}"
     yield _direct(look, f"{name}.o_direct", existing, fix)
     yield _filesystem(look, f"{name}.filesystem", existing, fix)

@@ -10,28 +10,22 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from kvhearth_server.cli.app import exit_code
 from kvhearth_server.cli.checks import examine
 from kvhearth_server.cli.findings import Finding, Grade, Look
-from kvhearth_server.cli.options import AsJson, Config
+from kvhearth_server.cli.options import AsJson
 from kvhearth_server.cli.output import console, say_json, waiting
 from kvhearth_server.cli.probes import Machine
-from kvhearth_server.config import load_settings
+from kvhearth_server.cli.serve import given, with_flags_of
+from kvhearth_server.config import Settings, load_settings
 
-EPILOG = "Example: kvhearth doctor --memory 64GiB --dir /var/lib/kvhearth"
+EPILOG = "Example: kvhearth doctor --memory 64GiB --arena-dir /dev/hugepages/kvhearth"
 _COLOURS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
 
 
+@with_flags_of(Settings)
 def doctor(
-    config: Config = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            help="Look for so much. Default: as the settings say.",
-            metavar="SIZE",
-            show_default=False,
-        ),
-    ] = None,
+    config: Path | None = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -43,22 +37,32 @@ def doctor(
         ),
     ] = None,
     as_json: AsJson = False,
+    **flags: object,
 ) -> None:
-    """Check this machine for a daemon with the settings of environment and file.
+    """Check whether kvhearth serve starts here with the same flags, environment and file.
 
-    Each finding that is not ok comes with the line that fixes it. Exits with 1 if one of them
-    keeps the daemon from starting. Run it as the daemon's user, before the daemon has its memory.
+    Each finding that is not ok comes with the line that fixes it. The last line is the verdict.
+    The exit code is the one that kvhearth serve would end with, 0 if it would serve. Run it as
+    the daemon's user, and while the daemon is stopped: a running one has its memory and sockets.
     """
-    settings = load_settings({} if memory is None else {"memory": memory}, config)
+    settings = load_settings(given(flags), config)
     with waiting("looking"):
-        found = examine(Look(Machine(), settings, folder or _temporary()))
-    bad = any(finding.grade is Grade.FAIL for finding in found)
+        found, error = examine(Look(Machine(), settings, folder or _temporary()))
+    failed = [finding for finding in found if finding.grade is Grade.FAIL]
+    code = exit_code(error) if error is not None else int(bool(failed))
+    verdict = "ready: kvhearth serve starts with these settings"
+    if failed:
+        why = error.message if error is not None else f"{failed[0].check}: {failed[0].found}"
+        verdict = f"not ready, kvhearth serve would end with {code}: {why}"
     if as_json:
-        say_json({"ready": not bad, "findings": [dataclasses.asdict(finding) for finding in found]})
+        findings = [dataclasses.asdict(finding) for finding in found]
+        report = {"ready": not failed, "exit_code": code, "verdict": verdict}
+        say_json({**report, "findings": findings})
     else:
         _print(found)
-    if bad:
-        raise typer.Exit(1)
+        console().print(escape(verdict), soft_wrap=True)
+    if code:
+        raise typer.Exit(code)
 
 
 def _temporary() -> Path:

@@ -104,6 +104,10 @@ class Machine:
         """Each kernel interface for disk I/O, tried with a read; best first."""
         return [probe(name, depth) for name in NAMES]
 
+    def disk_interface(self, name: str, depth: int) -> Verdict:
+        """One of the ``disk_interfaces``."""
+        return next(each for each in self.disk_interfaces(depth) if each.name == name)
+
     def mount_of(self, folder: Path) -> Mount | None:
         """The file system that holds ``folder``; None where the kernel does not tell."""
         place, found = folder.resolve(), None

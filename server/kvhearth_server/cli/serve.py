@@ -72,8 +72,10 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
-def _with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``."""
+def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``;
+    further parameters of its own stay.
+    """
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         config = inspect.Parameter(
@@ -84,12 +86,23 @@ def _with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Cal
                 Path | None, typer.Option("--config", help=_CONFIG_HELP, metavar="FILE")
             ],
         )
-        parameters = [config, *(_flag(name, field) for name, field in model.model_fields.items())]
+        own = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for each in inspect.signature(function, eval_str=True).parameters.values()
+            if each.name != "config" and each.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        flags = [_flag(name, field) for name, field in model.model_fields.items()]
+        parameters = [config, *own, *flags]
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         function.__annotations__ = {each.name: each.annotation for each in parameters}
         return function
 
     return wrap
+
+
+def given(flags: dict[str, object]) -> dict[str, object]:
+    """The flags that were written on the command line."""
+    return {name: value for name, value in flags.items() if value is not None and value != []}
 
 
 def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
@@ -102,8 +115,7 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
     Raises:
         KVHearthError: ``CONFIG_INVALID``.
     """
-    given = {name: value for name, value in flags.items() if value is not None and value != []}
-    settings = load_settings(given, config)
+    settings = load_settings(given(flags), config)
     logs.configure(settings.log_level, settings.log_format)
     log = logs.get_logger("kvhearth.serve")
     log.info(
@@ -121,7 +133,7 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
     return settings
 
 
-@_with_flags_of(Settings)
+@with_flags_of(Settings)
 def serve(config: Path | None = None, **flags: object) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT.
 

@@ -16,6 +16,7 @@ from kvhearth_server.core.adoption import AdoptedBlocks, Adoption
 from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.table import KERNEL, Geometry, State
 from kvhearth_server.memory.journal import (
+    BOUND_WORDS,
     HEADER_BYTES,
     HEADER_DTYPE,
     MAGIC,
@@ -30,7 +31,6 @@ from kvhearth_server.memory.journal import (
 
 _CHUNK_ROWS = 1 << 15
 _DENSE_ROWS = 1 << 12
-_BOUND = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
 _KEY_AT = HEADER_DTYPE.fields["key"][1]  # type: ignore[index]
 _SUM_AT = HEADER_DTYPE.fields["checksum"][1]  # type: ignore[index]
 _BUSY = (STATE_WORDS[State.RESERVED], STATE_WORDS[State.LOADING])
@@ -185,7 +185,7 @@ class _Reader:
     def sort_out(self, rows: Records, slots: I64, sizes: I64) -> None:
         """Headers that are not free, their slots and the sizes of these."""
         found, words = self._found, rows["state"]
-        bound = np.isin(words, _BOUND)
+        bound = np.isin(words, BOUND_WORDS)
         if not bound.all():
             aside = words == STATE_WORDS[State.QUARANTINED]
             # An owner that was damaged may look like a group that is drained already: wait for all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,31 +13,29 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
-from kvhearth_server.core.table import Geometry, SlotTable
+from kvhearth_server.core.table import SlotTable
 from kvhearth_server.memory.dirlock import lock_directory
 from kvhearth_server.memory.durable import DurableBlob
 from kvhearth_server.memory.generations import Generations
-from kvhearth_server.memory.journal import Journal, journal_bytes, journal_path
-from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.memory.journal import VERSION, Journal, journal_path
+from kvhearth_server.memory.pages import HugepagePolicy, KernelMemory, filesystem_kind
+from kvhearth_server.memory.plan import (
+    CATALOGUE_BYTES_MAX,
+    CATALOGUE_FORMAT,
+    CATALOGUE_NAME,
+    RESIZED_NAME,
+    ArenaPlan,
+    Found,
+    Step,
+    describe,
+    segment_path,
+)
+from kvhearth_server.memory.resize import resize, settle
+from kvhearth_server.memory.room import check_room, room_of
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
-
-CATALOGUE_FORMAT = 2
-CATALOGUE_NAME = "catalogue"
-CATALOGUE_BYTES_MAX = 12 << 20
-"""Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
-_PAGE_ROUND = 2 << 20
 
 Progress = Callable[[str, int, int], None]
 """Told (what, done bytes, total bytes) while memory is populated."""
-
-
-@dataclass(frozen=True)
-class ArenaPlan:
-    """What is wanted: tenants with whole slabs of bytes, and where."""
-
-    geometry: Geometry
-    folder: Path | None
-    hugepages: HugepagePolicy
 
 
 @dataclass
@@ -52,6 +50,7 @@ class Arena:
     _blob: DurableBlob | None = None
     _journal_file: Segment | None = None
     _lock_fd: int = -1
+    _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
 
     @property
     def durable(self) -> bool:
@@ -73,9 +72,31 @@ class Arena:
         if self._blob is None:
             return
         hit("catalogue.before")
-        full = {"format": CATALOGUE_FORMAT, "geometry": describe(self.plan.geometry), **content}
+        full = {
+            "format": CATALOGUE_FORMAT,
+            "journal_version": VERSION,
+            "geometry": describe(self.plan.geometry),
+            **content,
+        }
+        if self._surplus:
+            (segment, _), *_ = self._surplus
+            full["mapped_bytes"] = segment.bytes + segment.surplus_bytes
         self._blob.write(json.dumps(full, separators=(",", ":")).encode())
         hit("catalogue.after")
+
+    def trim(self, ours: Collection[int] = ()) -> bool:
+        """Give back memory of an earlier, larger arena that no client maps any more; True if none
+        is left.
+
+        ``ours``: client bytes of this run's sessions. Such a byte was free when it was given out,
+        so that its holder of an earlier run has let go.
+        """
+        for segment, held in list(self._surplus):
+            held.intersection_update(set(segment.held_bytes()) - set(ours))
+            if not held:
+                segment.trim()
+                self._surplus.remove((segment, held))
+        return not self._surplus
 
     def close(self) -> None:
         """Unmap everything; files stay for a successor."""
@@ -90,30 +111,28 @@ class Arena:
             os.close(self._lock_fd)
 
 
-def describe(geometry: Geometry) -> dict[str, Any]:
-    """The geometry as JSON: what must be equal for an arena to be adopted."""
-    return {
-        "slab_bytes": geometry.slab_bytes,
-        "slot_bytes_min": geometry.slot_bytes_min,
-        "segments": [[s.tenant, s.slabs] for s in geometry.segments],
-    }
-
-
 def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
-    """Make an arena, or map the one that an earlier run left in ``plan.folder``.
+    """Make an arena, or take over the one that an earlier run left in ``plan.folder``.
 
     Raises:
         KVHearthError: ``arena_busy``, ``arena_unusable``, ``memory_unavailable``,
             ``hugepages_unavailable``.
     """
+    lock_fd = -1
     with contextlib.ExitStack() as undo:
+        if plan.folder is not None and os.path.isdir(plan.folder):
+            lock_fd = lock_directory(plan.folder)
+            undo.callback(os.close, lock_fd)
+            _remove_unfinished(plan.folder)
+        found = check_room(plan, KernelMemory())
         generations = _generations(plan)
         undo.callback(generations.close)
         if plan.folder is None:
             segments = _create_segments(plan, progress)
             arena = Arena(plan, segments, generations, notes=_notes(segments))
         else:
-            arena = _open_folder(plan, plan.folder, generations, progress)
+            arena = _open_folder(plan, plan.folder, found, generations, progress)
+            arena._lock_fd = lock_fd
         undo.pop_all()
         return arena
 
@@ -130,67 +149,40 @@ def _generations(plan: ArenaPlan) -> Generations:
 
 
 def _open_folder(
-    plan: ArenaPlan, folder: Path, generations: Generations, progress: Progress
+    plan: ArenaPlan, folder: Path, found: Found, generations: Generations, progress: Progress
 ) -> Arena:
-    if not folder.is_dir():
-        raise KVHearthError(
-            Reason.ARENA_UNUSABLE, f"arena_dir {folder} is no directory; create it or mount it"
-        )
     with contextlib.ExitStack() as undo:
-        lock_fd = lock_directory(folder)
-        undo.callback(os.close, lock_fd)
         blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
-        old, notes = _catalogue(blob, plan, folder)
-        if old is None:
+        undo.callback(blob.close)
+        notes = list(found.notes)
+        if found.catalogue is None or found.geometry is None:
             arena = _cold(plan, folder, generations, blob, progress)
         else:
+            old = settle(folder, blob, found.catalogue)
+            if found.step is Step.RESIZE:
+                grown = partial(progress, plan.geometry.segments[0].tenant)
+                old, told = resize(plan, folder, blob, old, found.geometry, grown)
+                notes.append(told)
             segments = _open_segments(plan, folder, progress)
             journal = open_segment(journal_path(folder))
             arena = Arena(plan, segments, generations, old, [], blob, journal)
+            for segment in segments:
+                if segment.surplus_bytes:
+                    arena._surplus.append((segment, set(segment.held_bytes())))
+            arena.trim()
         arena.notes = notes + _notes(arena.segments)
-        arena._lock_fd = lock_fd
         undo.pop_all()
         return arena
 
 
+def _remove_unfinished(folder: Path) -> None:
+    """Remove files that a killed daemon had begun to make."""
+    for path in folder.glob("*.new"):
+        path.unlink(missing_ok=True)
+
+
 def _numbers(plan: ArenaPlan) -> range:
     return range(len(plan.geometry.segments))
-
-
-def _segment_path(folder: Path, index: int) -> Path:
-    return folder / f"segment-{index}"
-
-
-def _catalogue(
-    blob: DurableBlob, plan: ArenaPlan, folder: Path
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """The earlier run's catalogue if its arena can be adopted, else why not."""
-    data = blob.read()
-    if data is None:
-        made = journal_path(folder).exists()
-        return None, [f"the catalogue in {folder} is damaged: starting cold"] if made else []
-    try:
-        old = json.loads(data)
-        shape, form = old["geometry"], old["format"]
-    except (ValueError, KeyError, TypeError):
-        return None, [f"the catalogue in {folder} is damaged: starting cold"]
-    if form != CATALOGUE_FORMAT:
-        return None, [
-            f"the arena in {folder} has format {form}, not {CATALOGUE_FORMAT}: starting cold"
-        ]
-    if not old.get("complete"):
-        return None, [f"the arena in {folder} was never finished: starting cold"]
-    if shape != describe(plan.geometry):
-        return None, [
-            f"the arena in {folder} was made with {shape}, wanted is {describe(plan.geometry)}: "
-            "starting cold; restore the old settings to keep the cache"
-        ]
-    wanted = {_segment_path(folder, i): plan.geometry.segment_bytes(i) for i in _numbers(plan)}
-    wanted[journal_path(folder)] = journal_bytes(plan.geometry, _PAGE_ROUND)
-    for path, size in wanted.items():
-        if not path.exists() or path.stat().st_size < size:
-            return None, [f"{path} is missing or too short: starting cold"]
-    return old, []
 
 
 def _cold(
@@ -200,10 +192,10 @@ def _cold(
     goes on writing to memory that nobody reads.
     """
     blob.write(json.dumps({"format": CATALOGUE_FORMAT, "geometry": None}).encode())
-    for path in [*folder.glob("segment-*"), journal_path(folder)]:
+    for path in [*folder.glob("segment-*"), journal_path(folder), folder / RESIZED_NAME]:
         path.unlink(missing_ok=True)
     segments = _create_segments(plan, progress, folder)
-    size = journal_bytes(plan.geometry, _PAGE_ROUND)
+    size = room_of(plan.geometry, filesystem_kind(folder)).journal
     journal = create_segment(
         size,
         HugepagePolicy.PREFER,
@@ -216,8 +208,9 @@ def _cold(
 def _open_segments(plan: ArenaPlan, folder: Path, progress: Progress) -> list[Segment]:
     return [
         open_segment(
-            _segment_path(folder, index),
+            segment_path(folder, index),
             plan.hugepages,
+            size_bytes=plan.geometry.segment_bytes(index),
             on_progress=partial(progress, plan.geometry.segments[index].tenant),
         )
         for index in _numbers(plan)
@@ -234,7 +227,7 @@ def _create_segments(
             segment = create_segment(
                 plan.geometry.segment_bytes(index),
                 plan.hugepages,
-                path=_segment_path(folder, index) if folder else None,
+                path=segment_path(folder, index) if folder else None,
                 on_progress=partial(progress, name),
             )
             undo.callback(segment.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -35,21 +36,51 @@ def lock_directory(path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(path / LOCK_FILE_NAME, flags, 0o600)
     except OSError as error:
-        raise KVHearthError(
-            Reason.ARENA_UNUSABLE,
-            f"cannot open {path / LOCK_FILE_NAME} ({error.strerror}); "
-            "give a directory that exists and that the daemon may write to",
-        ) from error
+        raise _unusable(path, error.strerror) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _park(lock)
     except BlockingIOError:
-        raise KVHearthError(
-            Reason.ARENA_BUSY,
-            f"another daemon uses the arena directory {path}; stop it, or give this one another",
-        ) from None
+        raise _busy(path) from None
     finally:
         os.close(lock)
+
+
+def check_lockable(path: Path) -> None:
+    """Refuse a directory that ``lock_directory`` would refuse now; nothing is made or kept.
+
+    Raises:
+        KVHearthError: as ``lock_directory``.
+    """
+    try:
+        lock = os.open(path / LOCK_FILE_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise _unusable(path, os.strerror(errno.EACCES)) from None
+        return
+    except OSError as error:
+        raise _unusable(path, error.strerror) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _busy(path) from None
+    finally:
+        os.close(lock)
+
+
+def _unusable(path: Path, why: str | None) -> KVHearthError:
+    return KVHearthError(
+        Reason.ARENA_UNUSABLE,
+        f"cannot open {path / LOCK_FILE_NAME} ({why}); "
+        "give a directory that exists and that the daemon may write to",
+    )
+
+
+def _busy(path: Path) -> KVHearthError:
+    return KVHearthError(
+        Reason.ARENA_BUSY,
+        f"another daemon uses the arena directory {path}; stop it, or give this one another",
+    )
 
 
 def _park(descriptor: int) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvhearth import faults
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.mapping import closed_on_failure, map_shared, populate
-from kvhearth_server.memory.pages import FilesystemKind, filesystem_kind
+from kvhearth_server.memory.pages import Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.units import format_size
 
 _MAGIC = b"KVHBLOB1"
@@ -156,12 +156,7 @@ class DurableBlob:
             return self.read()
 
     def _file_bytes(self) -> int:
-        unit = max(self._filesystem.page_bytes, mmap.PAGESIZE)
-        # Halves of whole pages, so that a sync of one half never writes the other; a huge page
-        # holds both, because there no sync is needed.
-        if self._filesystem.kind is not FilesystemKind.HUGETLBFS:
-            unit *= 2
-        return -(-2 * (HEADER_BYTES + self.capacity_bytes) // unit) * unit
+        return file_bytes(self.capacity_bytes, self._filesystem)
 
     @property
     def _on_disk(self) -> bool:
@@ -185,13 +180,40 @@ class DurableBlob:
         return KVHearthError(Reason.MEMORY_UNAVAILABLE, f"{what}; make room on its file system")
 
 
+def file_bytes(capacity_bytes: int, filesystem: Filesystem) -> int:
+    """Size of the file of a blob with this capacity."""
+    unit = max(filesystem.page_bytes, mmap.PAGESIZE)
+    # Halves of whole pages, so that a sync of one half never writes the other; a huge page holds
+    # both, because there no sync is needed.
+    if filesystem.kind is not FilesystemKind.HUGETLBFS:
+        unit *= 2
+    return -(-2 * (HEADER_BYTES + capacity_bytes) // unit) * unit
+
+
+def peek(path: Path) -> bytes | None:
+    """The newest whole value of a blob's file, which is not changed; None if there is none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    half = len(data) // 2
+    if half < HEADER_BYTES:
+        return None
+    found = [value for start in (0, half) if (value := _parse(data, start, half))]
+    return max(found, key=lambda value: value[0])[1] if found else None
+
+
 def _header(sequence: int, data: bytes) -> bytes:
     fields = _FIELDS.pack(_MAGIC, _VERSION, 0, sequence, len(data))
     crc = zlib.crc32(fields, zlib.crc32(data))
     return (fields + _CRC.pack(crc)).ljust(HEADER_BYTES, b"\0")
 
 
-def _parse(mapping: mmap.mmap, start: int, half_bytes: int) -> tuple[int, bytes] | None:
+def _parse(mapping: mmap.mmap | bytes, start: int, half_bytes: int) -> tuple[int, bytes] | None:
     """(sequence, value) of the half at ``start``, or None if it is not whole."""
     header = mapping[start : start + HEADER_BYTES]
     magic, version, _, sequence, length = _FIELDS.unpack_from(header)

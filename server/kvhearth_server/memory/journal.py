@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.faults import hit
-from kvhearth.model import CHECKSUM_BYTES, I64, U32, Records
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Records
 from kvhearth_server.core.actions import Bind, BindOne, Mark, SlabSized, Summed
 from kvhearth_server.core.state import flat
 from kvhearth_server.core.table import Geometry, SlotTable, State
@@ -76,6 +76,9 @@ STATE_WORDS: dict[State, int] = {
     State.LOADING: 0xF1D6_9ED6,
 }
 """How states are written; a new file is all zeros, so FREE is zero."""
+
+BOUND_WORDS = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
+"""States of slots that hold a shard of a block."""
 
 READERS = 0xFFFF_FFFF
 """The owner of a slot that only readers keep from reuse; a group's number is many bits away."""
@@ -157,6 +160,21 @@ def slab_word(slot_bytes: int) -> int:
     return slot_bytes | (~slot_bytes & 0xFFFF_FFFF) << 32 if slot_bytes else 0
 
 
+def tables(view: U8, geometry: Geometry) -> tuple[npt.NDArray[np.uint64], Records]:
+    """The slab words and the slot headers in a journal's bytes."""
+    slabs = geometry.slab_count * 8
+    end = slabs + geometry.slot_count * HEADER_BYTES
+    return view[:slabs].view(np.uint64), view[slabs:end].view(HEADER_DTYPE)
+
+
+def slab_sizes(slab_words: npt.NDArray[np.uint64]) -> list[int]:
+    """The slot size of each slab: 0 for none, -1 where the word is damaged."""
+    found = slab_words.tolist()
+    sizes = [word & 0xFFFF_FFFF for word in found]
+    pairs = zip(sizes, map(slab_word, sizes), found, strict=True)
+    return [size if right == word else -1 for size, right, word in pairs]
+
+
 class Journal:
     """Slot headers on a mapped file: slab sizes first, then a header for each slot number."""
 
@@ -165,11 +183,8 @@ class Journal:
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"the journal {segment.path} is too short")
         self._segment = segment
         self._table = table
-        slabs = geometry.slab_count * 8
-        self.slab_words = segment.view[:slabs].view(np.uint64)
-        end = slabs + geometry.slot_count * HEADER_BYTES
-        self.headers: Records = segment.view[slabs:end].view(HEADER_DTYPE)
-        self._bytes = segment.view[slabs:end].data
+        self.slab_words, self.headers = tables(segment.view, geometry)
+        self._bytes = self.headers.view(np.uint8).data
         self._halves = self._bytes.cast("I")
         """Of words: stores into it are whole, as a state's must be."""
 
@@ -305,10 +320,7 @@ class Journal:
 
     def slab_sizes(self) -> list[int]:
         """The slot size of each slab: 0 for none, -1 where the word is damaged."""
-        sizes = [word & 0xFFFF_FFFF for word in self.slab_words.tolist()]
-        words = map(slab_word, sizes)
-        pairs = zip(sizes, words, self.slab_words.tolist(), strict=True)
-        return [size if right == word else -1 for size, right, word in pairs]
+        return slab_sizes(self.slab_words)
 
     def close(self) -> None:
         """Unmap the file."""

@@ -90,6 +90,27 @@ class Segment:
         answer = fcntl.fcntl(self.fd, _F_OFD_GETLK, _byte_lock(index))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
+    def held_bytes(self) -> list[int]:
+        """The client bytes that any process still holds or maps, ascending."""
+        found: list[int] = []
+        while True:
+            start = found[-1] + 1 if found else 0
+            # A length of zero stands for everything from ``start`` on.
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 0, 0)
+            kind, _, first, _, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, _F_OFD_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                return found
+            found.append(max(first, start))
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes of the file beyond the mapping, left over from a larger arena."""
+        return os.fstat(self.fd).st_size - self.bytes
+
+    def trim(self) -> None:
+        """Give the surplus back. Whoever still maps that part gets a SIGBUS when it touches it."""
+        os.ftruncate(self.fd, self.bytes)
+
     def close(self) -> None:
         """Unmap and close; a file stays. Closing twice does nothing.
 

@@ -7,6 +7,7 @@ touch can end in a SIGBUS or in the OOM killer.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -39,7 +40,8 @@ from kvhearth_server.units import format_size
 
 __all__ = ["Segment", "create_segment", "open_segment"]
 
-_HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
+HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
+"""Sizes of hugetlb pages, best first."""
 _MFD_HUGE_SHIFT = 26
 _MFD_NOEXEC_SEAL = 0x0008
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT})
@@ -78,12 +80,15 @@ def open_segment(
     path: Path,
     policy: HugepagePolicy = HugepagePolicy.PREFER,
     *,
+    size_bytes: int | None = None,
     on_progress: Progress | None = None,
     kernel: KernelMemory | None = None,
 ) -> Segment:
     """Map an existing segment file and fault it in; its contents do not change.
 
-    ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is what was found.
+    ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is what was found. Of a
+    file longer than ``size_bytes`` the first part is mapped; a shorter one is made longer, or left
+    as it was if that fails. By default all of it is mapped.
 
     Raises:
         KVHearthError: ``ARENA_UNUSABLE`` (no such file, not a segment's file or file system),
@@ -99,8 +104,65 @@ def open_segment(
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"{path} is no segment; remove it")
-        maker = _Maker(facts.st_size, policy, on_progress, kernel or KernelMemory())
-        return maker.adopt(fd, path, filesystem, facts.st_blocks * 512)
+        wanted = size_bytes or facts.st_size
+        maker = _Maker(wanted, policy, on_progress, kernel or KernelMemory())
+        with contextlib.ExitStack() as undo:
+            if wanted > facts.st_size:
+                undo.callback(os.ftruncate, fd, facts.st_size)
+            segment = maker.adopt(fd, path, filesystem, facts)
+            undo.pop_all()
+            return segment
+
+
+def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) -> None:
+    """Refuse a directory that is no place for an arena, or contradicts the policy.
+
+    Raises:
+        KVHearthError: ``ARENA_UNUSABLE``, ``HUGEPAGES_UNAVAILABLE``.
+    """
+    if filesystem.kind is FilesystemKind.OTHER:
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            f"{folder} is neither on hugetlbfs nor on tmpfs, and the arena is memory; "
+            "give a directory such as /dev/hugepages/kvhearth or /dev/shm/kvhearth",
+        )
+    if filesystem.kind is FilesystemKind.TMPFS:
+        if policy is HugepagePolicy.REQUIRE:
+            raise KVHearthError(
+                Reason.HUGEPAGES_UNAVAILABLE,
+                f"huge pages are required, but {folder} is on tmpfs; "
+                "give a directory on hugetlbfs, such as /dev/hugepages/kvhearth",
+            )
+        return
+    if filesystem.page_bytes not in HUGE_BYTES.values():
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            f"{folder} has pages of {format_size(filesystem.page_bytes)}; "
+            "mount a hugetlbfs with pagesize=2M or pagesize=1G",
+        )
+    if policy is HugepagePolicy.OFF:
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            f"{folder} is on hugetlbfs, but huge pages are off; "
+            "give a directory on tmpfs, or turn them on",
+        )
+
+
+def check_memory(kernel: KernelMemory, needed_bytes: int, told: str = "") -> None:
+    """Refuse what the available memory cannot hold; ``told`` ends the message.
+
+    Raises:
+        KVHearthError: ``MEMORY_UNAVAILABLE``.
+    """
+    available = kernel.available_bytes()
+    if available is not None and needed_bytes > available:
+        raise KVHearthError(
+            Reason.MEMORY_UNAVAILABLE,
+            f"{format_size(needed_bytes)} of memory are asked for, {available // MIB}MiB are "
+            f"available; ask for less or raise the limit{told}",
+            needed_bytes=str(needed_bytes),
+            available_bytes=str(available),
+        )
 
 
 class _Maker:
@@ -122,7 +184,7 @@ class _Maker:
     def memfd(self) -> Segment:
         self._check_size(BASE_PAGE_BYTES if self._off else 2 * MIB)
         if not self._off:
-            for kind, page_bytes in _HUGE_BYTES.items():
+            for kind, page_bytes in HUGE_BYTES.items():
                 if self._bytes % page_bytes == 0 and (found := self._hugetlb_memfd(kind)):
                     return found
         if self._policy is HugepagePolicy.REQUIRE:
@@ -158,9 +220,11 @@ class _Maker:
             fresh.rename(path)
             return segment
 
-    def adopt(self, fd: int, path: Path, filesystem: Filesystem, present_bytes: int) -> Segment:
+    def adopt(self, fd: int, path: Path, filesystem: Filesystem, facts: os.stat_result) -> Segment:
         self._check_size(filesystem.page_bytes)
-        self._check_place(path, filesystem, max(self._bytes - present_bytes, 0))
+        self._check_place(path, filesystem, max(self._bytes - facts.st_blocks * 512, 0))
+        if self._bytes > facts.st_size:
+            os.ftruncate(fd, self._bytes)
         return self._fill(fd, path, filesystem)
 
     @property
@@ -192,7 +256,7 @@ class _Maker:
         return allowed
 
     def _hugetlb_memfd(self, kind: PageKind) -> Segment | None:
-        page_bytes = _HUGE_BYTES[kind]
+        page_bytes = HUGE_BYTES[kind]
         try:
             # OSError also from a kernel without pages of this size, or without hugetlb.
             fd = _memfd(os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT)
@@ -207,7 +271,7 @@ class _Maker:
         return None
 
     def _hugetlb(self, fd: int, kind: PageKind, path: Path | None) -> Segment:
-        page_bytes = _HUGE_BYTES[kind]
+        page_bytes = HUGE_BYTES[kind]
         mapping = map_shared(fd, self._bytes)
         try:
             populate(mapping, page_bytes, self._on_progress)
@@ -261,52 +325,17 @@ class _Maker:
                 f"give a multiple of {format_size(page_bytes)}",
             )
 
-    def _check_filesystem(self, path: Path, filesystem: Filesystem) -> None:
-        if filesystem.kind is FilesystemKind.OTHER:
-            raise KVHearthError(
-                Reason.ARENA_UNUSABLE,
-                f"{path.parent} is neither on hugetlbfs nor on tmpfs, and the arena is memory; "
-                "give a directory such as /dev/hugepages/kvhearth or /dev/shm/kvhearth",
-            )
-        hugetlb = filesystem.kind is FilesystemKind.HUGETLBFS
-        if hugetlb and filesystem.page_bytes not in _HUGE_BYTES.values():
-            raise KVHearthError(
-                Reason.ARENA_UNUSABLE,
-                f"{path.parent} has pages of {format_size(filesystem.page_bytes)}; "
-                "mount a hugetlbfs with pagesize=2M or pagesize=1G",
-            )
-
     def _check_place(self, path: Path, filesystem: Filesystem, missing_bytes: int) -> None:
         """Refuse what cannot work or contradicts the policy, before a page is taken."""
-        self._check_filesystem(path, filesystem)
+        check_place(path.parent, filesystem, self._policy)
         if filesystem.kind is FilesystemKind.HUGETLBFS:
-            if self._off:
-                raise KVHearthError(
-                    Reason.ARENA_UNUSABLE,
-                    f"{path.parent} is on hugetlbfs, but huge pages are off; "
-                    "give a directory on tmpfs, or turn them on",
-                )
             return
-        if self._policy is HugepagePolicy.REQUIRE:
-            raise KVHearthError(
-                Reason.HUGEPAGES_UNAVAILABLE,
-                f"huge pages are required, but {path.parent} is on tmpfs; "
-                "give a directory on hugetlbfs, such as /dev/hugepages/kvhearth",
-            )
         self._check_memory(missing_bytes)
         if filesystem.total_bytes and missing_bytes > filesystem.free_bytes:
             raise self._no_memory(path, None)
 
     def _check_memory(self, needed_bytes: int) -> None:
-        available = self._kernel.available_bytes()
-        if available is not None and needed_bytes > available:
-            raise KVHearthError(
-                Reason.MEMORY_UNAVAILABLE,
-                f"{format_size(needed_bytes)} of memory are asked for, {available // MIB}MiB are "
-                "available; ask for less or raise the limit" + self._told(),
-                needed_bytes=str(needed_bytes),
-                available_bytes=str(available),
-            )
+        check_memory(self._kernel, needed_bytes, self._told())
 
     def _no_memory(self, path: Path | None, error: OSError | None) -> KVHearthError:
         why = error.strerror if error is not None and error.strerror else "it does not fit"

@@ -94,10 +94,7 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
     try:
         head, error = _read(files, lock.fd)
         if head is Doubt.VERSION:
-            raise DirectoryError(
-                f"{path} is of another version of KVHearth and cannot be understood; use that "
-                "version, or remove the directory's content to begin anew"
-            )
+            raise DirectoryError(other_version(path))
         if isinstance(head, DirectoryHead):
             return Ownership(lock, head)
         said = _said_by(files, segments)
@@ -116,6 +113,14 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
             # The segments will say it again the next time.
             found.told.append(f"{path} cannot be written anew ({error.strerror})")
     return found
+
+
+def other_version(path: Path) -> str:
+    """The error of a directory whose file another version has written."""
+    return (
+        f"{path} is of another version of KVHearth and cannot be understood; use that version, or "
+        "remove the directory's content to begin anew"
+    )
 
 
 def _read(files: Files, fd: int) -> tuple[DirectoryHead | Doubt, OSError | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvhearth_server.engine.ssd_catalogue import FILE_NAME
-from kvhearth_server.memory.arena import CATALOGUE_NAME
+from kvhearth_server.memory.plan import CATALOGUE_NAME
 from kvhearth_server.torture import damage
 from kvhearth_server.torture.faults.base import Fault, Parameters
 from kvhearth_server.torture.shape import Shape

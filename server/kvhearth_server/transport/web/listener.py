@@ -27,6 +27,27 @@ _TICK_S = 1.0
 _LIMITED = LimitedRecords()
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address.
+
+    Raises:
+        KVHearthError: ``socket_unusable``: another process has it, or it is not this host's.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(CONNECTIONS_MAX)
+    except OSError as error:
+        found.close()
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE,
+            f"cannot serve HTTP on {_text(host, port)}: {error.strerror}; "
+            "choose another --http HOST:PORT, or --http off",
+        ) from None
+    return found
+
+
 class Listener:
     """Serves an application at an address. ``bind``, then ``start``; ``stop`` ends it.
 
@@ -47,23 +68,10 @@ class Listener:
         """Take the address, which with port 0 is only known then; returns it as ``HOST:PORT``.
 
         Raises:
-            KVHearthError: ``socket_unusable``: another process has it, or it is not this host's.
+            KVHearthError: as ``listening``.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._host, self._port))
-            listening.listen(CONNECTIONS_MAX)
-        except OSError as error:
-            listening.close()
-            raise KVHearthError(
-                Reason.SOCKET_UNUSABLE,
-                f"cannot serve HTTP on {_text(self._host, self._port)}: {error.strerror}; "
-                "choose another --http HOST:PORT, or --http off",
-            ) from None
-        self._socket = listening
-        host, port = listening.getsockname()[:2]
+        self._socket = listening(self._host, self._port)
+        host, port = self._socket.getsockname()[:2]
         return _text(host, port)
 
     async def start(self, app: ASGIApp) -> None:

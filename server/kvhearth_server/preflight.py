@@ -1,0 +1,127 @@
+"""The conditions under which the daemon starts, checked before it takes anything.
+
+``serve`` goes by them and ``doctor`` reports them, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.url import ADMIN_TOKEN_FILE
+from kvhearth_server.config import Settings
+from kvhearth_server.core.table import Geometry
+from kvhearth_server.memory.dirlock import check_lockable
+from kvhearth_server.memory.pages import HugepagePolicy, KernelMemory
+from kvhearth_server.memory.plan import ArenaPlan
+from kvhearth_server.memory.room import check_room
+from kvhearth_server.opening import Probe, check_ssd_dirs, check_ssd_interface
+from kvhearth_server.tiers.ssd.disk.choose import probe
+
+_MEMORY = {Reason.MEMORY_UNAVAILABLE: "memory", Reason.HUGEPAGES_UNAVAILABLE: "hugepages"}
+
+
+def arena_plan(settings: Settings) -> ArenaPlan:
+    """The arena that the settings ask for."""
+    tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
+    geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
+    policy = HugepagePolicy(settings.hugepages)
+    return ArenaPlan(geometry, settings.arena_dir, policy, settings.discard_arena)
+
+
+def socket_files(settings: Settings) -> list[Path]:
+    """The files that a daemon makes in its socket directory."""
+    sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
+    return [*sockets, settings.socket_dir / ADMIN_TOKEN_FILE]
+
+
+def problems(
+    settings: Settings, kernel: KernelMemory | None = None, tried: Probe = probe
+) -> Iterator[tuple[str, KVHearthError]]:
+    """Names of checks with the errors that keep a daemon with these settings from starting; it
+    ends with the first.
+
+    Args:
+        kernel: where memory is looked up.
+        tried: tries an interface for disk I/O.
+    """
+    checks: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("arena_dir", lambda: _arena(settings, kernel or KernelMemory())),
+        ("ssd_dirs", lambda: check_ssd_dirs(settings)),
+        ("ssd_interface", lambda: check_ssd_interface(settings, tried)),
+        ("http", lambda: _http(settings)),
+        ("socket_dir", lambda: _sockets(settings)),
+    )
+    for name, check in checks:
+        try:
+            check()
+        except KVHearthError as error:
+            yield _MEMORY.get(error.reason, name), error
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings with which the daemon cannot start.
+
+    Raises:
+        KVHearthError: the first of the ``problems``.
+    """
+    for _, error in problems(settings):
+        raise error
+
+
+def _arena(settings: Settings, kernel: KernelMemory) -> None:
+    if settings.arena_dir is not None and os.path.isdir(settings.arena_dir):
+        check_lockable(settings.arena_dir)
+    check_room(arena_plan(settings), kernel)
+
+
+def _http(settings: Settings) -> None:
+    if settings.http_address is not None:
+        from kvhearth_server.transport.web.listener import listening
+
+        listening(*settings.http_address).close()
+
+
+def _sockets(settings: Settings) -> None:
+    folder = settings.socket_dir
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    try:
+        # Permissions alone do not tell: a root may not write to /proc or to a read-only mount.
+        Path(tempfile.mkdtemp(prefix=".kvhearth-", dir=existing)).rmdir()
+        for path in socket_files(settings):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise socket_refusal(folder, error) from None
+    if existing == folder:
+        os.close(lock_sockets(folder, fcntl.LOCK_SH))
+
+
+def socket_refusal(folder: Path, error: OSError) -> KVHearthError:
+    """The error of a socket directory that cannot be used."""
+    told = f"cannot use {folder}: {error.strerror}; choose another --socket-dir"
+    return KVHearthError(Reason.SOCKET_UNUSABLE, told)
+
+
+def lock_sockets(folder: Path, how: int = fcntl.LOCK_EX) -> int:
+    """Lock a socket directory until the returned descriptor is closed, so that two daemons cannot
+    race.
+
+    Raises:
+        KVHearthError: ``socket_unusable``: another daemon has it.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE, f"another daemon serves {folder}; choose another --socket-dir"
+        ) from None
+    return descriptor

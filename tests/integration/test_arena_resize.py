@@ -1,0 +1,345 @@
+"""Settings that changed between two starts on one arena directory: blocks move, or nothing does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, running_daemon, until
+from support.engine import Engine, contract_of, engine_of
+
+import kvhearth_server
+from kvhearth.proto.v1 import admin_pb2
+
+MIB = 1 << 20
+PAGE = 64 << 10
+CONTRACT = contract_of(PAGE)
+A_SLAB = 2 * MIB // PAGE
+"""Blocks in one slab of the daemon of these tests, whose 16 MiB are 8 slabs."""
+A_LOAD = 16
+EXIT_S = 30.0
+_RESIZE = Path(kvhearth_server.__path__[0]) / "memory" / "resize.py"
+POINTS = sorted(set(re.findall(r'\bhit\("(resize\.[a-z_]+)"\)', _RESIZE.read_text())))
+
+
+def named(count: int, first: int = 0) -> list[bytes]:
+    """Keys that differ."""
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+def stored(engine: Engine, keys: list[bytes]) -> None:
+    """Store chains of 32 blocks each."""
+    for start in range(0, len(keys), A_SLAB):
+        part = keys[start : start + A_SLAB]
+        assert engine.store(part).bound == part
+
+
+def served(engine: Engine, keys: list[bytes]) -> list[bytes]:
+    """The keys that are served; a wrong byte fails.
+
+    A small arena leases few blocks at once, and leases come back a moment after a load, so blocks
+    that are there and got no lease are asked for again.
+    """
+    right: set[bytes] = set()
+    absent: set[bytes] = set()
+
+    def settled() -> bool:
+        left = [key for key in keys if key not in right and key not in absent]
+        for start in range(0, len(left), A_LOAD):
+            seen = engine.check(left[start : start + A_LOAD])
+            assert seen.bad == []
+            right.update(seen.right)
+            absent.update(seen.absent)
+        return len(right) + len(absent) == len(keys)
+
+    until(settled, "every block is served or absent")
+    return [key for key in keys if key in right]
+
+
+def changed(daemon: Daemon, engine: Engine, end: str, fault: str = "", **settings: str) -> bool:
+    """Ends the daemon and starts it with other settings; waits until the engine is attached."""
+    boot_id = engine.client.boot_id
+    if end == "SIGTERM":
+        assert daemon.terminate() == 0
+    else:
+        daemon.kill()
+    daemon.settings.update(settings)
+    if not daemon.start(fault):
+        return False
+    until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine attaches again")
+    return True
+
+
+def refused(daemon: Daemon) -> str:
+    """The last words of a start that is refused because of the arena."""
+    assert daemon.launch().wait(EXIT_S) == 3, daemon.log_tail()
+    assert "Traceback" not in daemon.log_text()
+    return daemon.log_text().splitlines()[-1]
+
+
+def arena_files(daemon: Daemon) -> dict[str, int]:
+    """Names and sizes of the arena's files."""
+    assert daemon.arena_dir is not None
+    return {path.name: path.stat().st_size for path in daemon.arena_dir.iterdir()}
+
+
+def keep(daemon: Daemon, count: int) -> None:
+    """Evict all but ``count`` blocks."""
+    spaces = daemon.admin(
+        lambda stub, metadata: stub.ListNamespaces(
+            admin_pb2.ListNamespacesRequest(), metadata=metadata
+        )
+    )
+    digest = spaces.namespaces[0].namespace
+    request = admin_pb2.EvictRequest(namespace=digest, keep_bytes=count * PAGE)
+    daemon.admin(lambda stub, metadata: stub.Evict(request, metadata=metadata))
+
+
+@pytest.fixture(params=["kill -9", "SIGTERM"])
+def end(request: pytest.FixtureRequest) -> str:
+    """How the first daemon ends."""
+    return str(request.param)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_more_memory_keeps_every_block(end: str) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = named(6 * A_SLAB)
+        stored(engine, keys)
+        assert changed(daemon, engine, end, memory="32MiB")
+        assert served(engine, keys) == keys
+        more = named(8 * A_SLAB, 10_000)
+        stored(engine, more)
+        assert served(engine, keys + more) == keys + more
+        (part,) = daemon.stats().segments
+        assert part.bytes == 32 * MIB
+        assert changed(daemon, engine, end)
+        assert served(engine, keys + more) == keys + more
+
+
+def test_less_memory_keeps_every_block_where_all_fit(end: str) -> None:
+    """The blocks that are left lie at the arena's end, so they have to move."""
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        stored(engine, named(5 * A_SLAB))
+        keys = named(2 * A_SLAB, 10_000)
+        stored(engine, keys)
+        keep(daemon, 2 * A_SLAB)
+        assert served(engine, keys) == keys
+        assert changed(daemon, engine, end, memory="6MiB")
+        assert served(engine, keys) == keys
+        until(lambda: arena_files(daemon)["segment-0"] == 6 * MIB, "the memory is given back")
+        assert changed(daemon, engine, end)
+        assert served(engine, keys) == keys
+        assert daemon.stats().blocks == len(keys)
+
+
+def test_less_memory_evicts_only_what_has_no_room(end: str) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = named(7 * A_SLAB)
+        stored(engine, keys)
+        assert changed(daemon, engine, end, memory="8MiB")
+        left = served(engine, keys)
+        assert left == keys[-4 * A_SLAB :], "the newest chains stay, whole"
+        (line,) = [line for line in daemon.log_text().splitlines() if "evicted to fit" in line]
+        assert f"{3 * A_SLAB} of {7 * A_SLAB}" in line
+        more = named(A_SLAB, 10_000)
+        stored(engine, more)
+        assert served(engine, more) == more
+        daemon.stats()
+
+
+def test_a_chain_keeps_its_root() -> None:
+    """A chain that grew lately is worth keeping from its root on: without it nothing is a hit."""
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        root, leaf = named(A_SLAB), named(A_SLAB, 10_000)
+        stored(engine, root)
+        stored(engine, named(2 * A_SLAB, 20_000))
+        assert engine.store(leaf, parent=root[-1]).bound == leaf
+        assert changed(daemon, engine, "kill -9", memory="4MiB")
+        assert served(engine, root + leaf) == root + leaf
+
+
+def test_blocks_of_several_shards_and_sizes_move_whole() -> None:
+    small, wide = contract_of(16 << 10, model="small"), contract_of(PAGE, shards=2)
+    with (
+        running_daemon() as daemon,
+        engine_of(daemon.url(), small, "small") as first,
+        engine_of(daemon.url(), wide, "wide") as second,
+    ):
+        stored(second, named(2 * A_SLAB))
+        stored(first, named(64))
+        boot_id = first.client.boot_id
+        assert changed(daemon, second, "kill -9", memory="10MiB")
+        until(lambda: first.ready and first.client.boot_id != boot_id, "it attaches again")
+        assert served(second, named(2 * A_SLAB)) == named(2 * A_SLAB)
+        assert served(first, named(64)) == named(64)
+        until(lambda: arena_files(daemon)["segment-0"] == 10 * MIB, "the memory is given back")
+        assert changed(daemon, second, "kill -9", memory="64MiB")
+        until(lambda: first.ready, "it attaches again")
+        assert served(second, named(2 * A_SLAB)) == named(2 * A_SLAB)
+
+
+@pytest.mark.parametrize("memory", ["6MiB", "32MiB"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_death_in_the_middle_loses_nothing_that_fits(point: str, memory: str) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        stored(engine, named(4 * A_SLAB))
+        keys = named(2 * A_SLAB, 10_000)
+        stored(engine, keys)
+        keep(daemon, 2 * A_SLAB)
+        boot_id = engine.client.boot_id
+        assert not changed(daemon, engine, "kill -9", f"{point}:1", memory=memory)
+        assert daemon.exit_code == -signal.SIGKILL
+        assert daemon.start()
+        until(lambda: engine.ready and engine.client.boot_id != boot_id, "it attaches again")
+        assert served(engine, keys) == keys
+        names = {"arena.lock", "catalogue", "journal", "segment-0"}
+        until(lambda: set(arena_files(daemon)) == names, "nothing is left lying about")
+        assert daemon.stats().segments[0].bytes == int(memory[:-3]) * MIB
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_death_in_the_middle_does_not_bind_the_operator(point: str) -> None:
+    """After it, the old size is as good as the new one."""
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = named(2 * A_SLAB)
+        stored(engine, keys)
+        boot_id = engine.client.boot_id
+        assert not changed(daemon, engine, "kill -9", f"{point}:1", memory="32MiB")
+        daemon.settings["memory"] = "16MiB"
+        assert daemon.start()
+        until(lambda: engine.ready and engine.client.boot_id != boot_id, "it attaches again")
+        assert served(engine, keys) == keys
+
+
+def test_memory_that_an_old_client_maps_is_kept_until_it_lets_go() -> None:
+    """Cutting a file under a client's mapping would end its process with SIGBUS."""
+    with running_daemon() as daemon:
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            stored(engine, named(A_SLAB))
+        assert daemon.arena_dir is not None
+        held = os.open(daemon.arena_dir / "segment-0", os.O_RDWR)
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 777, 1, 0)
+        fcntl.fcntl(held, 37, lock)  # F_OFD_SETLK, as a client's descriptor has it
+        daemon.kill()
+        daemon.settings["memory"] = "8MiB"
+        daemon.start()
+        assert arena_files(daemon)["segment-0"] == 16 * MIB
+        # It may still write where the arena ended: that part is nobody's until it is gone.
+        daemon.kill()
+        daemon.settings["memory"] = "32MiB"
+        assert "still map" in refused(daemon)
+        daemon.settings["memory"] = "8MiB"
+        daemon.start()
+        os.close(held)
+        until(lambda: arena_files(daemon)["segment-0"] == 8 * MIB, "the memory is given back")
+        daemon.kill()
+        daemon.settings["memory"] = "32MiB"
+        daemon.start()
+        with engine_of(daemon.url(), CONTRACT) as engine:
+            assert served(engine, named(A_SLAB)) == named(A_SLAB)
+
+
+def test_memory_that_is_not_there_leaves_the_arena_as_it_was() -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = named(2 * A_SLAB)
+        stored(engine, keys)
+        daemon.kill()
+        before = arena_files(daemon)
+        daemon.settings["memory"] = "900TiB"
+        daemon.settings["slab_bytes"] = "2MiB"
+        assert "less" in refused(daemon)
+        assert arena_files(daemon) == before
+        assert changed(daemon, engine, "kill -9", memory="16MiB")
+        assert served(engine, keys) == keys
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
+    """Stores, evictions, kills (some in the middle of a resize) and sizes, in any order."""
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    small = contract_of(48 << 10, model="small")
+    with (
+        running_daemon() as daemon,
+        engine_of(daemon.url(), CONTRACT, "wide") as wide,
+        engine_of(daemon.url(), small, "small") as narrow,
+    ):
+        mebibytes, known = 16, dict[str, list[bytes]](wide=[], narrow=[])
+        for turn in range(8):
+            for name, engine in (("wide", wide), ("narrow", narrow)):
+                fresh = named(dice.randint(1, 60), 1000 * (turn + 1))
+                known[name] += engine.store(fresh).bound
+            if dice.random() < 0.4:
+                keep(daemon, dice.randint(0, 60))
+            before = [served(wide, known["wide"]), served(narrow, known["narrow"])]
+            boots = {wide.client.boot_id}
+            wanted = dice.choice([4, 8, 12, 16, 24, 32])
+            for fault in (f"{dice.choice(POINTS)}:1" if dice.random() < 0.5 else "", ""):
+                changed(daemon, wide, "kill -9", fault, memory=f"{wanted}MiB")
+            until(lambda b=boots: narrow.ready and narrow.client.boot_id not in b, "it attaches")
+            after = [served(wide, known["wide"]), served(narrow, known["narrow"])]
+            assert all(set(new) <= set(old) for new, old in zip(after, before, strict=True))
+            if wanted >= mebibytes:
+                assert after == before, "nothing is lost for more memory"
+            assert daemon.stats().segments[0].bytes == wanted * MIB
+            for engine in (wide, narrow):
+                engine.scheduler.copier()  # which lets go of the arena before
+            until(lambda w=wanted: arena_files(daemon)["segment-0"] == w * MIB, "it is cut")
+            mebibytes = wanted
+
+
+# -- what cannot be taken over ---------------------------------------------------------------------
+
+CHANGES: list[dict[str, object]] = [
+    {"slot_bytes_min": "64KiB"},
+    {"slab_bytes": "4MiB"},
+    {"tenants": f"a={os.getuid()}:8MiB"},
+    {"tenants": f"default={os.getuid()}:8MiB b=4242:8MiB"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_an_arena_is_discarded_only_if_that_is_asked_for(change: dict[str, object]) -> None:
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys = named(A_SLAB)
+        stored(engine, keys)
+        old = dict(daemon.settings)
+        daemon.kill()
+        before = arena_files(daemon)
+        daemon.settings.update(change)
+        words = refused(daemon)
+        assert "--discard-arena" in words
+        assert "16MiB" in words, "the settings it was made with"
+        assert arena_files(daemon) == before
+        daemon.settings = old
+        assert changed(daemon, engine, "kill -9")
+        assert served(engine, keys) == keys
+        assert changed(daemon, engine, "kill -9", discard_arena=True, **change)  # type: ignore[arg-type]
+        assert [line for line in daemon.own_lines() if "discard" in line and "warning" in line]
+        assert served(engine, keys) == []
+        stored(engine, keys)
+        # With the flag left in a unit's file a restart keeps what fits its settings.
+        assert changed(daemon, engine, "kill -9")
+        assert served(engine, keys) == keys
+
+
+def test_an_arena_of_another_version_is_refused() -> None:
+    from kvhearth_server.memory.durable import DurableBlob
+
+    with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        stored(engine, named(A_SLAB))
+        daemon.kill()
+        assert daemon.arena_dir is not None
+        blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
+        blob.write((blob.read() or b"").replace(b'"journal_version":2', b'"journal_version":9'))
+        blob.close()
+        assert "--discard-arena" in refused(daemon)

@@ -1,0 +1,328 @@
+"""``kvhearth doctor`` says what ``kvhearth serve`` does with the same flags."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
+from support.engine import contract_of, engine_of
+from support.memory_places import mounted, tmpfs_directory
+
+from kvhearth_server.cli import app
+from kvhearth_server.config import Settings
+from kvhearth_server.memory.pages import (
+    Filesystem,
+    FilesystemKind,
+    KernelMemory,
+    filesystem_kind,
+)
+from kvhearth_server.memory.room import room_of
+from kvhearth_server.preflight import arena_plan
+from kvhearth_server.units import parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+HUGE = 2 * MIB
+EXIT_S = 30.0
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+Prepare = Callable[[Daemon, Path, contextlib.ExitStack], None]
+
+
+def listing(*folders: Path | None) -> list[str]:
+    """Every path below some directories."""
+    found = [each for each in folders if each and os.path.isdir(each)]
+    return sorted(str(path) for each in found for path in each.rglob("*"))
+
+
+def advised(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and the verdict of ``doctor``, which leaves nothing behind."""
+    before = listing(daemon.socket_dir, daemon.arena_dir)
+    capsys.readouterr()
+    code = app.run(["doctor", "--json", *daemon.flags()])
+    out = capsys.readouterr()
+    assert listing(daemon.socket_dir, daemon.arena_dir) == before
+    if code == app.EXIT_CONFIG and not out.out:
+        return code, out.err
+    report = json.loads(out.out)
+    assert report["exit_code"] == code
+    assert report["ready"] == (code == 0)
+    assert code == 0 or [one for one in report["findings"] if one["grade"] == "fail"]
+    return code, report["verdict"]
+
+
+def happened(daemon: Daemon) -> int:
+    """The exit code of ``serve``, 0 if it becomes ready."""
+    process = daemon.launch()
+    until(
+        lambda: process.poll() is not None or any('"ready"' in each for each in daemon.own_lines()),
+        "it is ready or ends",
+        EXIT_S,
+    )
+    code = process.poll()
+    daemon.kill()
+    return 0 if code is None else code
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def as_it_is(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    """Nothing is in the way."""
+
+
+def setting(**values: object) -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        daemon.settings.update(values)
+
+    return prepare
+
+
+def arena_at(name: str, make: Callable[[Path], object], **values: object) -> Prepare:
+    """An arena directory below the test's own."""
+
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        make(folder / name)
+        daemon.arena_dir = folder / name
+        daemon.settings.update(values)
+
+    return prepare
+
+
+def arena_mounted(kind: str, options: str, **values: object) -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        daemon.arena_dir = undo.enter_context(mounted(kind, options, folder / "mount"))
+        daemon.settings.update(values)
+
+    return prepare
+
+
+def ssd_at(*names: str, size: str = "300MiB") -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        (folder / "drive").mkdir(exist_ok=True)
+        (folder / "file").touch()
+        daemon.settings["ssd_dirs"] = [f"{folder / name}={size}" for name in names]
+
+    return prepare
+
+
+def ssd_mounted(options: str) -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        place = undo.enter_context(mounted("tmpfs", options, folder / "mount"))
+        daemon.settings["ssd_dirs"] = [f"{place}=300MiB"]
+
+    return prepare
+
+
+def ssd_by_two_names(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    (folder / "kv").mkdir()
+    (folder / "other").symlink_to(folder / "kv")
+    daemon.settings["ssd_dirs"] = [f"{folder / name}=300MiB" for name in ("kv", "other")]
+
+
+def http_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    taken = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+    daemon.settings["http"] = f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def sockets_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.socket_dir = undo.enter_context(running_daemon(arena=False)).socket_dir
+
+
+def sockets_at(path: Path) -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        daemon.socket_dir = path
+
+    return prepare
+
+
+def socket_is_a_directory(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    (daemon.socket_dir / "attach.sock").mkdir(parents=True)
+
+
+def arena_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.arena_dir = undo.enter_context(running_daemon()).arena_dir
+
+
+def earlier_arena(**values: object) -> Prepare:
+    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        daemon.arena_dir = undo.enter_context(tmpfs_directory())
+        daemon.start()
+        daemon.kill()
+        daemon.settings.update(values)
+
+    return prepare
+
+
+CASES: dict[str, tuple[Prepare, int]] = {
+    "nothing is wrong": (as_it_is, 0),
+    "an arena on tmpfs": (earlier_arena(), 0),
+    "an arena directory that is not there": (arena_at("no", lambda path: None), 3),
+    "an arena directory that is a file": (arena_at("file", Path.touch), 3),
+    "an arena directory of too long a name": (arena_at("x" * 300, lambda path: None), 3),
+    "a hugetlbfs that is not mounted": (arena_at("huge", Path.mkdir), 3),
+    "a read-only arena directory": (arena_mounted("tmpfs", "ro,size=64m"), 3),
+    "a tmpfs without room for the catalogue": (arena_mounted("tmpfs", "size=30m"), 3),
+    "a tmpfs with room for all": (arena_mounted("tmpfs", "size=64m"), 0),
+    "hugetlbfs without a page": (arena_mounted("hugetlbfs", "pagesize=2M", hugepages="prefer"), 3),
+    "hugetlbfs with huge pages off": (arena_mounted("hugetlbfs", "pagesize=2M"), 3),
+    "required huge pages that are not there": (setting(hugepages="require"), 3),
+    "required huge pages on tmpfs": (earlier_arena(hugepages="require"), 3),
+    "more memory than there is": (setting(memory="64TiB", slab_bytes="64MiB"), 3),
+    "an arena of less memory": (earlier_arena(memory="32MiB"), 0),
+    "an arena of another geometry": (earlier_arena(slab_bytes="4MiB"), 3),
+    "discarding an arena": (earlier_arena(slab_bytes="4MiB", discard_arena=True), 0),
+    "an arena that is in use": (arena_in_use, 3),
+    "a good SSD directory": (ssd_at("drive/kv"), 0),
+    "an SSD directory without a parent": (ssd_at("no/kv"), 3),
+    "an SSD directory that is a file": (ssd_at("file"), 3),
+    "an SSD directory of too long a name": (ssd_at("x" * 300), 3),
+    "one SSD directory of two": (ssd_at("no/kv", "drive/kv"), 0),
+    "SSD directories that are one": (ssd_by_two_names, 2),
+    "a drive with too little room": (ssd_mounted("size=16m"), 0),
+    "a read-only drive": (ssd_mounted("ro,size=128m"), 3),
+    "an HTTP port that is in use": (http_in_use, 1),
+    "sockets that are in use": (sockets_in_use, 1),
+    "sockets where nothing can be made": (sockets_at(Path("/proc/kvhearth")), 1),
+    "a socket's name that is a directory": (socket_is_a_directory, 1),
+    "sockets with a path that is too long": (sockets_at(Path("/tmp") / ("x" * 120)), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_doctor_says_what_serve_does(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare, expected = CASES[name]
+    if "required huge" in name and KernelMemory().pool(HUGE).free:
+        pytest.skip("this machine has huge pages")
+    if "not mounted" in name and filesystem_kind(tmp_path).kind is not FilesystemKind.OTHER:
+        pytest.skip("the temporary directory is memory")
+    with contextlib.ExitStack() as undo, stopped_daemon(arena=False) as daemon:
+        prepare(daemon, tmp_path, undo)
+        code, verdict = advised(daemon, capsys)
+        assert (code, happened(daemon)) == (expected, expected), daemon.log_tail()
+        if code:
+            told = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
+            # But for how much memory is available just now.
+            assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", verdict), "the same words"
+
+
+def test_the_verdict_is_the_last_line(tmp_path: Path) -> None:
+    with stopped_daemon(arena=False) as daemon:
+        daemon.arena_dir = tmp_path / "no"
+        words = [ROOT / ".venv/bin/kvhearth", "doctor", *daemon.flags()]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("not ready, kvhearth serve would end with 3: arena_dir")
+
+
+# -- huge pages ------------------------------------------------------------------------------------
+
+
+class Pool:
+    """The machine's pool of 2 MiB pages, which nobody else uses."""
+
+    def resize(self, pages: int) -> None:
+        """Give it so many pages."""
+        NR_HUGEPAGES.write_text(str(pages))
+        if int(NR_HUGEPAGES.read_text()) != pages:
+            pytest.skip(f"this machine cannot make {pages} huge pages now")
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """An empty pool, empty again at the end."""
+    if os.geteuid() != 0 or not os.access(NR_HUGEPAGES, os.W_OK):
+        pytest.skip("needs root, to change vm.nr_hugepages")
+    if int(NR_HUGEPAGES.read_text()) or KernelMemory().default_hugepage_bytes() != HUGE:
+        pytest.skip("needs a machine without huge pages so far, of 2 MiB by default")
+    try:
+        yield Pool()
+    finally:
+        NR_HUGEPAGES.write_text("0")
+
+
+def on_hugetlbfs(settings: Settings) -> int:
+    """The pages that the one sizing function counts."""
+    place = Filesystem(FilesystemKind.HUGETLBFS, HUGE, 0, 0)
+    return room_of(arena_plan(settings).geometry, place).bytes // HUGE
+
+
+def number_told(text: str) -> int:
+    """The ``vm.nr_hugepages`` of a message."""
+    found = re.search(r"sysctl -w vm\.nr_hugepages=(\d+)", text)
+    assert found, text
+    return int(found[1])
+
+
+def test_the_pages_that_are_told_are_exactly_enough(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contract = contract_of(64 << 10)
+    keys = [number.to_bytes(32, "big") for number in range(60)]
+    with (
+        mounted("hugetlbfs", "pagesize=2M", tmp_path / "huge") as place,
+        directories(arena=False) as (folder, _),
+    ):
+        daemon = Daemon(folder, place, hugepages="prefer", memory="32MiB")
+        try:
+            _, verdict = advised(daemon, capsys)
+            wanted = number_told(verdict)
+            assert wanted == on_hugetlbfs(Settings(memory="32MiB", slab_bytes="2MiB"))  # type: ignore[arg-type]
+            pool.resize(wanted - 1)
+            assert advised(daemon, capsys)[0] == happened(daemon) == 3
+            words = daemon.log_text().splitlines()[-1]
+            assert f"{wanted - 1} of {wanted} pages of 2MiB are free" in words
+            assert number_told(words) == wanted
+            pool.resize(wanted)
+            assert advised(daemon, capsys)[0] == 0
+            daemon.start()
+            with engine_of(daemon.url(), contract) as engine:
+                assert engine.store(keys).bound == keys
+            assert daemon.restart(), "its files have the pages already"
+            daemon.kill()
+            # More memory, and less: a second journal for a moment, and every block is there.
+            for memory in ("64MiB", "16MiB"):
+                daemon.settings["memory"] = memory
+                pool.resize(int(NR_HUGEPAGES.read_text()) - KernelMemory().pool(HUGE).free)
+                code, verdict = advised(daemon, capsys)
+                assert (code, happened(daemon)) == (3, 3)
+                pool.resize(number_told(verdict) - 1)
+                assert advised(daemon, capsys)[0] == happened(daemon) == 3
+                pool.resize(number_told(verdict))
+                assert advised(daemon, capsys)[0] == 0
+                daemon.start()
+                with engine_of(daemon.url(), contract) as engine:
+                    seen = engine.check(keys)
+                    assert (seen.bad, seen.right) == ([], keys)
+                daemon.kill()
+        finally:
+            daemon.kill()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/operations.md"])
+def test_the_pages_that_documents_tell_are_the_ones_it_takes(name: str) -> None:
+    text = (ROOT / name).read_text()
+    told = {int(each) for each in re.findall(r"vm\.nr_hugepages=(\d+)", text)}
+    sizes = re.findall(r"kvhearth serve --memory (\w+)[^`]*?--arena-dir /(?:dev/huge|arena)", text)
+    assert sizes
+    assert on_hugetlbfs(Settings(memory=parse_size(sizes[0]))) in told
+
+
+def test_the_sidecars_memory_leaves_room_for_catalogue_and_journal() -> None:
+    (daemon,) = yaml.safe_load((ROOT / "deploy/kubernetes/sidecar.yaml").read_text())["spec"][
+        "initContainers"
+    ]
+    values = {one["name"]: one.get("value") for one in daemon["env"]}
+    limit = parse_size(daemon["resources"]["limits"]["hugepages-2Mi"])
+    assert on_hugetlbfs(Settings(memory=parse_size(values["KVHEARTH_MEMORY"]))) * HUGE <= limit
