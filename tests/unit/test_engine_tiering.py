@@ -320,6 +320,25 @@ def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
     assert rig.in_memory(session, keys(1)) == [True]
 
 
+def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.tier.held = True
+    space = rig.state.namespaces.get(1)
+    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_below(wish, lambda parts: None)
+    head = rig.head(session, key(1))
+    rig.view(head, 4096)[0] ^= 1
+    bring_back = rig.tiering.repair(np.array([head]))
+    generation = int(rig.state.table.generation[head])
+    assert rig.call(rig.core.reading.remove_bad, head, generation, "scrub")
+    bring_back()
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(1)) == [True]
+
+
 def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:
     rig = TierRig()
     session = rig.attach()

@@ -85,7 +85,7 @@ class Bench:
 
     def read(self, path: Path) -> Recovered:
         segment = self.segments[path]
-        found = read_segment(segment, Reader(self._memory))
+        found = read_segment(segment, Reader(self._memory, Files()))
         self.directory.close_segment(segment)
         assert found.failed is None
         return found

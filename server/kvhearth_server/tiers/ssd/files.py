@@ -137,6 +137,14 @@ class Files:
             count = os.preadv(fd, [page], offset)
             return page[:count]
 
+    def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
+        """Read aligned bytes into aligned memory; how many, fewer at the end of the file.
+
+        Raises:
+            OSError: the device failed.
+        """
+        return os.preadv(fd, [memory], offset)
+
     def write_page(self, fd: int, offset: int, content: bytes) -> None:
         """Write one page and flush it.
 

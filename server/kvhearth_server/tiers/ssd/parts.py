@@ -121,7 +121,9 @@ def build(
     for segment in segments:
         segment.number = log.new_number()
     event_fd = driver.event_fd
-    adopter = Adopter(segments, index, log, counts, event_fd=event_fd, on_progress=on_progress)
+    adopter = Adopter(
+        segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
+    )
     return Parts(
         settings,
         counts,

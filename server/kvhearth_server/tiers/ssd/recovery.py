@@ -19,7 +19,7 @@ import numpy as np
 from kvhearth.model import U8, Records
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.disk.kernel import signal_event
-from kvhearth_server.tiers.ssd.files import Busy
+from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     Doubt,
@@ -44,10 +44,11 @@ _AHEAD = 4
 class Recovery:
     """The thread, from ``start`` until its queue is empty and ``done`` is true."""
 
-    def __init__(self, segments: list[Segment], event_fd: int) -> None:
+    def __init__(self, segments: list[Segment], files: Files, event_fd: int) -> None:
         self.total = len(segments)
         self.read = 0
         self._segments = segments
+        self._files = files
         self._event_fd = event_fd
         self._ready: queue.Queue[Recovered] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
@@ -78,7 +79,7 @@ class Recovery:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        reader = Reader(mmap.mmap(-1, SCAN_BYTES))
+        reader = Reader(mmap.mmap(-1, SCAN_BYTES), self._files)
         for segment in self._segments:
             found = read_segment(segment, reader, self._stop.is_set)
             found.sort_out()
