@@ -154,6 +154,7 @@ class SlowReadBack(Fault):
 
     name = "slow_read_back"
     help = "kill -9 with much unwritten; the log is read back for seconds while clients store"
+    weight = 2
 
     def fits(self, shape: Shape) -> bool:
         return shape.kind in (SINKING, FLEETING)
