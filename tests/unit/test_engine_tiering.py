@@ -12,7 +12,7 @@ from support.tier_rig import TierRig
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.below import Wish
 from kvhearth_server.core.table import State, Sunk
-from kvhearth_server.engine.lowering import PATIENCE_S
+from kvhearth_server.engine.lowering import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
 
 TURN_SLOTS = 256
@@ -84,6 +84,48 @@ def test_progress_is_waited_for_as_long_as_it_takes() -> None:
         rig.turn()
     assert rig.count_of("demotion_refused", "slow") == 0
     assert rig.tier.keys() == set(keys(*range(32)))
+
+
+def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("recovering", 0.1)
+    rig.tier.status.recovering = True
+    rig.put(session, keys(*range(32)))
+    for _ in range(3):
+        assert not gets_room(rig, session, READ_BACK_PATIENCE_S * 0.9)
+        rig.tier.progress += 1
+    assert rig.count_of("demotion_refused", "slow") == 0
+    assert gets_room(rig, session, READ_BACK_PATIENCE_S * 1.1)
+    assert rig.count_of("demotion_refused", "slow") > 0
+
+
+def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(*range(32)))
+    for _ in range(8):
+        assert not gets_room(rig, session, PATIENCE_S * 0.9)
+        rig.tier.progress += 1
+    assert rig.count_of("demotion_refused", "slow") == 0
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(32)))
+
+
+def test_a_process_that_was_stopped_gives_nothing_up() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("full", 0.02)
+    rig.put(session, keys(*range(32)))
+    assert not gets_room(rig, session, 0.5)
+    rig.now += 3600
+    rig.turn()
+    rig.tier.refuse_stores = None
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(32)))
+    assert rig.count_of("demotion_refused", "slow") == 0
 
 
 @pytest.mark.parametrize("how", ["batches", "blocks"])

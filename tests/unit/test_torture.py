@@ -395,4 +395,3 @@ def test_a_slow_drive_excuses_nothing(tmp_path: Path) -> None:
         failures(world, said)
     assert report.found == {LOST: 3}
     assert report.figures["bursts_to_a_slow_drive"] == 1
-

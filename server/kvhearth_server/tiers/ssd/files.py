@@ -44,7 +44,13 @@ def _locked(path: Path, found: OpenFile) -> OpenFile:
 
 
 class Files:
-    """The real one; tests hand in one that refuses things."""
+    """The real one; tests hand in one that refuses things.
+
+    Attributes:
+        steps: changes with each piece of a file that was read back or prewritten.
+    """
+
+    steps = 0
 
     def open(self, path: Path, *, create: bool = False) -> OpenFile:
         """Open and lock a file, directly if the file system allows it.
@@ -117,6 +123,7 @@ class Files:
                 if written <= 0 or written % PAGE_BYTES:
                     raise OSError(errno.EIO, "a short write")
                 done += written
+                self.steps += 1
 
     def allocated_bytes(self, path: Path) -> int:
         """What all of a directory takes by the file system's own count, itself included; but for
@@ -143,7 +150,9 @@ class Files:
         Raises:
             OSError: the device failed.
         """
-        return os.preadv(fd, [memory], offset)
+        count = os.preadv(fd, [memory], offset)
+        self.steps += 1
+        return count
 
     def write_page(self, fd: int, offset: int, content: bytes) -> None:
         """Write one page and flush it.

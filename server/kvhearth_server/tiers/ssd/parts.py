@@ -46,6 +46,7 @@ class Parts:
     settings: SsdSettings
     counts: Counts
     clock: Callable[[], float]
+    files: Files
     failed_places: dict[Place, str]
     verdicts: list[Verdict]
     interface: str
@@ -128,6 +129,7 @@ def build(
         settings,
         counts,
         clock,
+        files,
         failed,
         verdicts,
         queue.name,
