@@ -177,8 +177,10 @@ def test_a_drive_that_hangs(rig: Rig) -> None:
 
 
 def test_a_request_that_waited_long_for_its_turn_is_not_stuck() -> None:
-    health = DirectoryHealth("drive")
-    directory = SimpleNamespace(health=health)
+    class Drive:
+        health = DirectoryHealth("drive")
+
+    health, directory = Drive.health, Drive()
     log: Any = SimpleNamespace(
         lanes=[SimpleNamespace(directory=directory)],
         segments={1: SimpleNamespace(fd=3, directory=directory)},
