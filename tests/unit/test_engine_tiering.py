@@ -100,6 +100,22 @@ def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
     assert rig.count_of("demotion_refused", "slow") > 0
 
 
+def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.status.recovering = True
+    rig.put(session, keys(*range(32)))
+    rig.now += 1
+    rig.turn(5)
+    assert not rig.tier.keys(), "they may be in a part that is not read back yet"
+    assert 0 < rig.tiering.pause_s() <= 0.1
+    assert gets_room(rig, session, PATIENCE_S)
+    assert rig.count_of("demotion_refused", "slow") == 0
+    rig.tier.status.recovering = False
+    rig.now += 1
+    rig.settle()
+
+
 def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
     rig = TierRig(slabs=2)
     session = rig.attach()

@@ -99,6 +99,9 @@ class Lowering:
         if offers.closed and now >= self._open_at:
             offers.closed = ""
         left = self._slots_max
+        if self._tier.status.recovering and not offers.pressed:
+            # What waits may lie in a part of the log that is not read back yet.
+            self._again_at = now + _PAUSE_MAX_S
         while offers.waiting and left > 0 and now >= self._again_at:
             portion = self._portion(left)
             if portion is None:

@@ -65,6 +65,7 @@ class Adopter:
                 self._report()
         if self._current is not None:
             self._go_on(self._current)
+            self._let_write()
             return True
         if self._recovery is not None and self._recovery.done:
             if unread := self._recovery.unread:
@@ -73,12 +74,20 @@ class Adopter:
             self._recovery, self._retried = None, []
             if self.recovering:
                 self.recovering = False
-                self._log.begin()
+                if self._log.paused:
+                    self._log.begin()
         if self._recovery is None and self._locked and now >= self._retry_at:
             self._retry_at = now + _RETRY_S
             self._retried, self._locked = self._locked, []
             self._recovery = Recovery(self._retried, self._files, self._event_fd)
         return False
+
+    def _let_write(self) -> None:
+        """Begin to write as soon as there is a place, although older segments are not read yet."""
+        if self._log.paused and self._recovery is not None and self._log.has_place:
+            youngest = self._recovery.youngest
+            if youngest is not None:
+                self._log.begin(youngest)
 
     def _pass_over(self, unread: list[Segment]) -> None:
         """The reader failed over the first of these, by a bug: go on with the others."""

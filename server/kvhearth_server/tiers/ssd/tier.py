@@ -200,7 +200,7 @@ class SsdTier:
     def _refusal(self) -> Throttled | None:
         if self._parts.log.draining:
             return Throttled("draining")
-        if self._parts.adopter.recovering:
+        if self._parts.log.paused:
             return Throttled("recovering", 0.1)
         if not self._parts.driver.alive or self._parts.driver.broken:
             return Throttled("degraded", 60.0)
@@ -240,7 +240,8 @@ class SsdTier:
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
             return Throttled("degraded", max(0.1, min(waits, default=60.0)))
-        return Throttled("full", 0.02)
+        # Nothing is reclaimed before all that is stored is known.
+        return Throttled("recovering", 0.1) if self.status.recovering else Throttled("full", 0.02)
 
     # -- what is there -----------------------------------------------------------------------------
 
