@@ -105,13 +105,7 @@ def build(
         for each in directories
     ]
     index = SsdIndex()
-    log = Log(
-        lanes,
-        driver,
-        counts,
-        settings=settings,
-        clock=clock,
-    )
+    log = Log(lanes, driver, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
     reclaimer = Reclaimer(index, log, counts, clock)
     every_region = [*regions, reclaimer.buffer.bytes]
