@@ -52,7 +52,9 @@ class Drive:
 
 
 @contextmanager
-def faulty_drive(folder: Path, *, size: str = "64MiB", **first: object) -> Iterator[tuple[Daemon, Drive]]:
+def faulty_drive(
+    folder: Path, *, size: str = "64MiB", **first: object
+) -> Iterator[tuple[Daemon, Drive]]:
     """A daemon whose drive can be told to misbehave, from the start or later."""
     orders = folder / "orders.json"
     drive = Drive(orders, **first)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from support.core_kit import contract, full, key, keys
+from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
@@ -108,6 +108,17 @@ def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
     rig.turn(5)
     assert not rig.tier.keys(), "they may be in a part that is not read back yet"
     assert 0 < rig.tiering.pause_s() <= 0.1
+    rig.tier.held = True
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+    rig.now += 0.2
+    rig.turn()
+    written = rig.tier.submitted["store"]
+    assert 0 < written < 32
+    rig.tier.held = False
+    rig.now += 1
+    rig.turn(5)
+    assert rig.tier.submitted["store"] == written, "nobody wanted more room"
     assert gets_room(rig, session, PATIENCE_S)
     assert rig.count_of("demotion_refused", "slow") == 0
     rig.tier.status.recovering = False

@@ -98,8 +98,8 @@ class Lowering:
         offers, now = self._core.state.offers, self._now()
         if offers.closed and now >= self._open_at:
             offers.closed = ""
-        left = self._slots_max
-        if self._tier.status.recovering and not offers.pressed:
+        left, recovering = self._slots_max, self._tier.status.recovering
+        if recovering and not offers.pressed:
             # What waits may lie in a part of the log that is not read back yet.
             self._again_at = now + _PAUSE_MAX_S
         while offers.waiting and left > 0 and now >= self._again_at:
@@ -116,6 +116,8 @@ class Lowering:
                 break
             self._stores[ticket] = portion
             hit("demote.submitted")
+            if recovering:
+                offers.pressed = False  # no more than is wanted: it may be written a second time
         self._wait(now)
 
     def _wait(self, now: float) -> None:
