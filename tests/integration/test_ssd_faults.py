@@ -31,6 +31,9 @@ from support.tiers import spoil
 from kvhearth.contract import namespace_digest
 from kvhearth.faults import DISK_ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2
+from kvhearth_server.engine.lowering import PATIENCE_S
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+from kvhearth_server.torture import damage
 
 EIO, ENOSPC, EROFS = 5, 28, 30
 
@@ -51,11 +54,13 @@ class Drive:
 
 
 @contextmanager
-def faulty_drive(folder: Path, **first: object) -> Iterator[tuple[Daemon, Drive]]:
+def faulty_drive(
+    folder: Path, *, size: str = "64MiB", **first: object
+) -> Iterator[tuple[Daemon, Drive]]:
     """A daemon whose drive can be told to misbehave, from the start or later."""
     orders = folder / "orders.json"
     drive = Drive(orders, **first)
-    with stopped_daemon(command=True, **SSD, ssd_dirs=[f"{folder}/ssd=64MiB"]) as daemon:
+    with stopped_daemon(command=True, **SSD, ssd_dirs=[f"{folder}/ssd={size}"]) as daemon:
         daemon.environment[DISK_ENVIRONMENT_NAME] = str(orders)
         daemon.start()
         yield daemon, drive
@@ -368,3 +373,36 @@ def test_two_directories_of_which_one_is_lost(tmp_path: Path) -> None:
             assert 0 < right_ones(engine, keys) < len(keys)
             store_all(engine, keys)
             daemon.stats()
+
+
+def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path) -> None:
+    with (
+        faulty_drive(tmp_path, size="256MiB") as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        keys = new_keys(200)
+        store_paced(engine, daemon, keys)
+        drive.order(held=["write"])
+        unwritten = new_keys(30)
+        store_all(engine, unwritten)
+        keys += unwritten
+        boot_id = engine.client.boot_id
+        daemon.kill()
+        for path in damage.footers(tmp_path / "ssd"):
+            damage.zero(path, path.stat().st_size - PAGE_BYTES, PAGE_BYTES)
+        reads = 3 * len(damage.segment_files(tmp_path / "ssd"))
+        drive.order(read_back_s=2 * PATIENCE_S / reads)
+        daemon.start()
+        until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine is back")
+        refused = 0
+        while not daemon.read_back:
+            if len(keys) > 1000:  # the drive has room for all of them
+                time.sleep(0.01)
+                continue
+            stored = engine.store(new_keys(8))
+            keys += stored.bound
+            refused += not stored.bound
+        until(lambda: not daemon.stats().ssd.demoting_blocks, "everything is written")
+        assert refused, "engines wanted more room than there was"
+        assert count(daemon, "demotion_refused") == 0
+        assert sorted(fetch_all(engine, keys)) == sorted(keys)

@@ -383,6 +383,16 @@ def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
         assert found_of(report) == {}, report.texts
 
 
+@pytest.mark.parametrize("footers", [False, True])
+def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: bool) -> None:
+    memory = 10 * MIB
+    with a_world(tmp_path, SINKING, memory=memory, ssd=128 * MIB, blocks=1500) as (world, report):
+        until_sealed(world, 600)
+        TABLE["slow_read_back"].run(world, {"for_s": 4.0, "footers": footers})
+        check(world)
+        assert found_of(report) == {}, report.texts
+
+
 def until_sunk(world: World) -> None:
     """Wait until all that is sealed is on the drive."""
     end = time.monotonic() + 20

@@ -69,6 +69,7 @@ class FakeStatus:
 
     def __init__(self) -> None:
         self.locked_files = self.unusable_places = 0
+        self.recovering = False
 
     def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
         """A millisecond a block, and as much for what waits."""
@@ -85,6 +86,7 @@ class FakeTier(DramTier):
         spoil: an outcome for one block of a store (false) or a load, None for the true one.
         under_way: batches that have not ended, oldest first.
         submitted: blocks of all batches that were taken, by ``store`` and ``load``.
+        progress: changes with each step towards room for stores.
     """
 
     def __init__(self, regions: Sequence[U8], capacity_bytes: int, **options: Any) -> None:
@@ -97,6 +99,7 @@ class FakeTier(DramTier):
         self.spoil: Callable[[bool, bytes], Outcome | None] = lambda load, key: None
         self.under_way: list[Batch] = []
         self.submitted: Counter[str] = Counter()
+        self.progress = 0
         self._cancelled: set[int] = set()
         self._let_go = 0
 

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from support.core_kit import contract, full, key, keys
+from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.below import Wish
 from kvhearth_server.core.table import State, Sunk
-from kvhearth_server.engine.lowering import PATIENCE_S
+from kvhearth_server.engine.lowering import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
 
 TURN_SLOTS = 256
@@ -84,6 +84,74 @@ def test_progress_is_waited_for_as_long_as_it_takes() -> None:
         rig.turn()
     assert rig.count_of("demotion_refused", "slow") == 0
     assert rig.tier.keys() == set(keys(*range(32)))
+
+
+def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("recovering", 0.1)
+    rig.tier.status.recovering = True
+    rig.put(session, keys(*range(32)))
+    for _ in range(3):
+        assert not gets_room(rig, session, READ_BACK_PATIENCE_S * 0.9)
+        rig.tier.progress += 1
+    assert rig.count_of("demotion_refused", "slow") == 0
+    assert gets_room(rig, session, READ_BACK_PATIENCE_S * 1.1)
+    assert rig.count_of("demotion_refused", "slow") > 0
+
+
+def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.status.recovering = True
+    rig.put(session, keys(*range(32)))
+    rig.turn(5)
+    assert not rig.tier.keys(), "they may be in a part that is not read back yet"
+    assert 0 < rig.tiering.pause_s() <= 0.1
+    rig.tier.held = True
+    with refused(Reason.NO_SPACE):
+        rig.reserve(session, 1)
+    rig.now += 0.2
+    rig.turn()
+    written = rig.tier.submitted["store"]
+    assert 0 < written < 32
+    rig.tier.held = False
+    rig.now += 1
+    rig.turn(5)
+    assert rig.tier.submitted["store"] == written, "nobody wanted more room"
+    assert gets_room(rig, session, PATIENCE_S)
+    assert rig.count_of("demotion_refused", "slow") == 0
+    rig.tier.status.recovering = False
+    rig.now += 1
+    rig.settle()
+
+
+def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.held = True
+    rig.put(session, keys(*range(32)))
+    for _ in range(8):
+        assert not gets_room(rig, session, PATIENCE_S * 0.9)
+        rig.tier.progress += 1
+    assert rig.count_of("demotion_refused", "slow") == 0
+    rig.tier.held = False
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(32)))
+
+
+def test_a_process_that_was_stopped_gives_nothing_up() -> None:
+    rig = TierRig(slabs=2)
+    session = rig.attach()
+    rig.tier.refuse_stores = Throttled("full", 0.02)
+    rig.put(session, keys(*range(32)))
+    assert not gets_room(rig, session, 0.5)
+    rig.now += 3600
+    rig.turn()
+    rig.tier.refuse_stores = None
+    rig.settle()
+    assert rig.tier.keys() == set(keys(*range(32)))
+    assert rig.count_of("demotion_refused", "slow") == 0
 
 
 @pytest.mark.parametrize("how", ["batches", "blocks"])
@@ -315,6 +383,25 @@ def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
     wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
     assert rig.tiering.verify_below(wish, lambda parts: None)
     rig.want(session, keys(1))
+    rig.tier.held = False
+    rig.settle()
+    assert rig.in_memory(session, keys(1)) == [True]
+
+
+def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
+    rig = TierRig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.tier.held = True
+    space = rig.state.namespaces.get(1)
+    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_below(wish, lambda parts: None)
+    head = rig.head(session, key(1))
+    rig.view(head, 4096)[0] ^= 1
+    bring_back = rig.tiering.repair(np.array([head]))
+    generation = int(rig.state.table.generation[head])
+    assert rig.call(rig.core.reading.remove_bad, head, generation, "scrub")
+    bring_back()
     rig.tier.held = False
     rig.settle()
     assert rig.in_memory(session, keys(1)) == [True]

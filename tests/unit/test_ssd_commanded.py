@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -104,6 +105,16 @@ def test_what_is_held_comes_later(rig: Rig) -> None:
     rig.obeys()
     assert rig.end(tag) == Reaped(tag, SIZE)
     assert rig.queue.in_flight == 0
+
+
+def test_a_slow_read_back(rig: Rig) -> None:
+    rig.obeys(read_back_s=0.2)
+    files = rig.commander.files()
+    with mmap.mmap(-1, SIZE) as memory, memoryview(memory) as view:
+        begin = time.monotonic()
+        assert files.read_into(rig.fd, view, 0) == SIZE
+        assert time.monotonic() - begin >= 0.2
+        assert bytes(view) == b"x" * SIZE
 
 
 def test_a_slow_drive(rig: Rig) -> None:

@@ -263,7 +263,7 @@ def test_files_that_were_never_used_are_not_read_through(
     made = directory.create_segment(1, prewrite=written, flush=False)
     directory.close_segment(made)
     (segment,) = directory.list_segments()
-    reader = Counting(mmap.mmap(-1, SCAN_BYTES))
+    reader = Counting(mmap.mmap(-1, SCAN_BYTES), Files())
     found = read_segment(segment, reader)
     assert found.empty
     assert not found.doubts

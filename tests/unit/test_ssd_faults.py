@@ -9,7 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from support.memory_places import mounted
 from support.tiers import (
@@ -24,7 +27,15 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, StoreBatch, Throttled
+from kvhearth_server.tiers.base import (
+    Corrupt,
+    Counts,
+    Done,
+    Failed,
+    Missing,
+    StoreBatch,
+    Throttled,
+)
 from kvhearth_server.tiers.ssd.admission import SeenTwice
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op, Request
@@ -32,8 +43,11 @@ from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
 from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.heads import DirectoryError
+from kvhearth_server.tiers.ssd.health import DirectoryHealth
+from kvhearth_server.tiers.ssd.job import Job
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.watch import Watch
 
 STUCK_S = 600.0
 """Nothing hangs so long that is not held: tests put the clock forward."""
@@ -160,6 +174,24 @@ def test_a_drive_that_hangs(rig: Rig) -> None:
     done = rig.desk.wait(ticket)
     assert len(done.rows(Done)) == 4
     rig.until(lambda: "is slow" in rig.reasons(), "a slow request is told")
+
+
+def test_a_request_that_waited_long_for_its_turn_is_not_stuck() -> None:
+    class Drive:
+        health = DirectoryHealth("drive")
+
+    health, directory = Drive.health, Drive()
+    log: Any = SimpleNamespace(
+        lanes=[SimpleNamespace(directory=directory)],
+        segments={1: SimpleNamespace(fd=3, directory=directory)},
+    )
+    job = Job(Op.WRITE, 3, 0, (), 0, (), lambda _: None, queued_at=1.0, begun_at=8.0)
+    task: Any = SimpleNamespace(ticket=1, jobs={job}, out=np.arange(1))
+    watch = Watch(log, Counts(), slow_s=1.0, stuck_s=5.0)
+    watch.look([task], 9.0)
+    assert health.may_write(9.0), "a queue that is long, but moves, makes no drive stuck"
+    watch.look([task], 14.0)
+    assert not health.may_write(14.0)
 
 
 def test_closing_while_a_drive_hangs_returns(tmp_path: Path) -> None:

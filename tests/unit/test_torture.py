@@ -23,7 +23,7 @@ from kvhearth_server.cli import app
 from kvhearth_server.cli.torture import shown
 from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
 from kvhearth_server.torture import damage, worker
-from kvhearth_server.torture.claims import claimed, look_at_drive
+from kvhearth_server.torture.claims import IMPATIENT, claimed, failures, look_at_drive
 from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
 from kvhearth_server.torture.decks import Deck, Decks
 from kvhearth_server.torture.engine import Seen
@@ -378,19 +378,20 @@ def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_pa
     assert report.found == {CAUGHT: 1, LOST: 3}
 
 
-def test_a_slow_drive_excuses_nothing_unless_the_daemon_gave_up(tmp_path: Path) -> None:
+def test_a_slow_drive_excuses_nothing(tmp_path: Path) -> None:
     [plan] = plans(tmp_path, 1)
     assert plan.shape.kind == SINKING
-    how = {"for_s": 0.1, "kill": False, "orders": {"delay_s": 1.5}}
+    report, how = Report(), {"for_s": 0.1, "kill": False, "orders": {"delay_s": 1.5}}
     with places(Roots(tmp_path, tmp_path), []) as where:
-        world = World(plan, where, Report(), Stalls())
-        said = admin_pb2.StatsResponse()
-        world.daemon.stats = lambda **_: said  # type: ignore[assignment]
+        world = World(plan, where, report, Stalls())
+        said = admin_pb2.StatsResponse(counters={IMPATIENT: 3})
         TABLE["slow_drive"].run(world, how)
         assert world.oracle.keeps
         assert not world.drive_is_suspect
-        said.counters["demotion_refused{slow}"] = 3
-        TABLE["slow_drive"].run(world, how)
-        assert world.drive_is_suspect
-        assert not world.oracle.keeps
-    assert world.report.figures["bursts_to_a_slow_drive"] == 1
+        failures(world, said)
+        assert report.found == {LOST: 3}, "a daemon must wait for a drive that makes progress"
+        world.drive_faulted()
+        said.counters[IMPATIENT] = 5
+        failures(world, said)
+    assert report.found == {LOST: 3}
+    assert report.figures["bursts_to_a_slow_drive"] == 1

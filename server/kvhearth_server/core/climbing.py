@@ -23,6 +23,9 @@ Asker = tuple[int, int]
 
 NOBODY: Asker = (0, 0)
 """Asks for what nobody can call off."""
+VERIFIER: Asker = (0, 1)
+"""Reads copies below to verify them, and keeps none: the only asker that does not want the blocks.
+"""
 ASKERS_MAX = 256
 """Of one climb; with more it is not called off any more."""
 

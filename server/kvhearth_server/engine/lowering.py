@@ -18,7 +18,14 @@ from kvhearth_server.tiers.base import Completion, Corrupt, Done, Failed, StoreB
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 PATIENCE_S = 2.0
-"""So long the tier may make no progress while somebody needs room; then what waits is given up."""
+"""If the tier makes no progress for this long while room is wanted, pending writes are given up."""
+READ_BACK_PATIENCE_S = 60.0
+"""The same while the log is read back. A store can do nothing but wait then, and a healthy drive
+that engines load their weights from may take long for one read; the kernel itself aborts a read
+after 30 s.
+"""
+_TURN_S_MAX = 0.5
+"""Most that one turn adds to the wait: a process that was stopped made no progress either."""
 
 _SLOTS_PER_TURN = 256
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
@@ -51,7 +58,8 @@ class Lowering:
         self._call = call
         self._now = now
         self._stores: dict[int, Portion] = {}
-        self._progress_at = now()
+        self._progress = tier.progress
+        self._waited_s, self._turn_at = 0.0, now()
         self._open_at = 0.0
         self._again_at = 0.0
         # Half of what the tier takes at once, or a portion would wait until it is idle.
@@ -90,7 +98,10 @@ class Lowering:
         offers, now = self._core.state.offers, self._now()
         if offers.closed and now >= self._open_at:
             offers.closed = ""
-        left = self._slots_max
+        left, recovering = self._slots_max, self._tier.status.recovering
+        if recovering and not offers.pressed:
+            # What waits may lie in a part of the log that is not read back yet.
+            self._again_at = now + _PAUSE_MAX_S
         while offers.waiting and left > 0 and now >= self._again_at:
             portion = self._portion(left)
             if portion is None:
@@ -105,11 +116,21 @@ class Lowering:
                 break
             self._stores[ticket] = portion
             hit("demote.submitted")
-        if not offers.waiting or not offers.pressed:
-            offers.pressed = False
-            if not (offers.waiting or self._stores):
-                self._progress_at = now
-        elif now - self._progress_at > PATIENCE_S:
+            if recovering:
+                offers.pressed = False  # no more than is wanted: it may be written a second time
+        self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        """Give up what waits if the tier makes no progress for too long while room is wanted."""
+        offers = self._core.state.offers
+        turn_s, self._turn_at = min(now - self._turn_at, _TURN_S_MAX), now
+        offers.pressed = offers.pressed and offers.waiting > 0
+        if self._tier.progress != self._progress or not (offers.waiting or self._stores):
+            self._progress, self._waited_s = self._tier.progress, 0.0
+        elif offers.pressed:
+            self._waited_s += turn_s
+        recovering = self._tier.status.recovering
+        if offers.pressed and self._waited_s > (READ_BACK_PATIENCE_S if recovering else PATIENCE_S):
             self._close("slow", PATIENCE_S, now)
 
     def _portion(self, slots_max: int) -> Portion | None:
@@ -171,7 +192,7 @@ class Lowering:
         if not again:
             self._again_at = 0.0
         if sum(map(len, again)) < len(portion.keys):
-            self._progress_at = now
+            self._waited_s = 0.0
         hit("demote.done")
         self._call(
             self._core.sinking.settle,

@@ -11,7 +11,7 @@ import numpy as np
 from kvhearth.faults import hit
 from kvhearth.model import I64, Records
 from kvhearth_server.core.below import Wish
-from kvhearth_server.core.climbing import NOBODY, Asker, Climb
+from kvhearth_server.core.climbing import VERIFIER, Asker, Climb
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.tier_names import TierNames
@@ -176,7 +176,7 @@ class Raising:
         """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
         row of what was read. False if there is no room for it now.
         """
-        return self._load(wish, NOBODY, keep=False, ended=ended)
+        return self._load(wish, VERIFIER, keep=False, ended=ended)
 
     def completed(self, completion: Completion) -> bool:
         """Take an end of a load; false if it is none."""
@@ -229,7 +229,7 @@ class Raising:
         if not load.keep:
             called_off = [np.arange(len(wish.keys))]
         for asker in load.climb.askers if called_off else ():
-            if load.keep or asker != NOBODY:
+            if load.keep or asker != VERIFIER:
                 self._ask_again(some(wish, np.concatenate(called_off)), asker)
 
     def _ask_again(self, wish: Wish, asker: Asker) -> None:

@@ -18,6 +18,9 @@ from kvhearth_server.torture.shape import PRESSED
 if TYPE_CHECKING:
     from kvhearth_server.torture.scene import Scene
 
+IMPATIENT = "demotion_refused{slow}"
+"""The daemon's counter of blocks that it gave up unwritten because the tier made no progress."""
+
 _QUIET_S = 2.0
 _POLL_S = 0.05
 
@@ -38,6 +41,10 @@ def failures(scene: Scene, said: admin_pb2.StatsResponse) -> None:
             scene.report.figures["checksum_failures_counted"] += more
             if not scene.explains_checksum(name):
                 scene.report.find(CAUGHT, f"{more} {name}", scene.where)
+        elif name == IMPATIENT and not scene.drive_is_suspect:
+            # Also where no sealed block is missing yet: they may be evicted at any moment.
+            text = f"{more} blocks were given up unwritten, though no fault stopped the drive"
+            scene.report.find(LOST, text, scene.where, more)
 
 
 def look_at_drive(scene: Scene) -> None:
@@ -69,30 +76,13 @@ def claimed(scene: Scene) -> int:
         return 0
 
 
-def gave_up(scene: Scene) -> bool:
-    """Whether the daemon may have evicted what it had not written: it has said so since its start,
-    or says nothing, or still writes. Clients must pause, and the drive be well again.
-    """
+def given_up(scene: Scene) -> int:
+    """Blocks that the daemon has given up unwritten since its start; -1 without an answer."""
     try:
-        said = _calm(scene)
+        said = scene.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
-        return True
-    return _busy(said) or _refused(said)
-
-
-def refused(scene: Scene) -> bool:
-    """Whether the daemon has said since its start that it gave up blocks which it had not written,
-    or says nothing.
-    """
-    try:
-        return _refused(scene.daemon.stats(check_books=False))
-    except (grpc.RpcError, OSError):
-        return True
-
-
-def _refused(said: admin_pb2.StatsResponse) -> bool:
-    gave_up = ("demotion_refused", "demotion_failed")
-    return any(name.startswith(gave_up) for name in said.counters)
+        return -1
+    return said.counters.get(IMPATIENT, 0)
 
 
 def judge(scene: Scene, claims: int, there: int) -> None:

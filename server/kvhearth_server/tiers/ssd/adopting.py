@@ -9,6 +9,7 @@ import numpy as np
 from kvhearth.model import U32, Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
+from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import Doubt
 from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import Log
@@ -32,13 +33,14 @@ class Adopter:
         log: Log,
         counts: Counts,
         *,
+        files: Files,
         event_fd: int,
         on_progress: Progress | None,
     ) -> None:
         self._index, self._log, self._counts = index, log, counts
-        self._event_fd = event_fd
+        self._files, self._event_fd = files, event_fd
         self._on_progress = on_progress
-        self._recovery: Recovery | None = Recovery(segments, event_fd)
+        self._recovery: Recovery | None = Recovery(segments, files, event_fd)
         self._current: Recovered | None = None
         self._at = 0
         self._locked: list[Segment] = []
@@ -63,6 +65,7 @@ class Adopter:
                 self._report()
         if self._current is not None:
             self._go_on(self._current)
+            self._let_write()
             return True
         if self._recovery is not None and self._recovery.done:
             if unread := self._recovery.unread:
@@ -71,19 +74,27 @@ class Adopter:
             self._recovery, self._retried = None, []
             if self.recovering:
                 self.recovering = False
-                self._log.begin()
+                if self._log.paused:
+                    self._log.begin()
         if self._recovery is None and self._locked and now >= self._retry_at:
             self._retry_at = now + _RETRY_S
             self._retried, self._locked = self._locked, []
-            self._recovery = Recovery(self._retried, self._event_fd)
+            self._recovery = Recovery(self._retried, self._files, self._event_fd)
         return False
+
+    def _let_write(self) -> None:
+        """Begin to write as soon as there is a place, although older segments are not read yet."""
+        if self._log.paused and self._recovery is not None and self._log.has_place:
+            youngest = self._recovery.youngest
+            if youngest is not None:
+                self._log.begin(youngest)
 
     def _pass_over(self, unread: list[Segment]) -> None:
         """The reader failed over the first of these, by a bug: go on with the others."""
         lost = Recovered(unread[0], failed=OSError("the reader failed"))
         self._counts.add("recovery_failures")
         self._end(lost)
-        self._recovery = Recovery(unread[1:], self._event_fd)
+        self._recovery = Recovery(unread[1:], self._files, self._event_fd)
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""

@@ -44,7 +44,13 @@ def _locked(path: Path, found: OpenFile) -> OpenFile:
 
 
 class Files:
-    """The real one; tests hand in one that refuses things."""
+    """The real one; tests hand in one that refuses things.
+
+    Attributes:
+        steps: changes with each piece of a file that was read back or prewritten.
+    """
+
+    steps = 0
 
     def open(self, path: Path, *, create: bool = False) -> OpenFile:
         """Open and lock a file, directly if the file system allows it.
@@ -117,6 +123,7 @@ class Files:
                 if written <= 0 or written % PAGE_BYTES:
                     raise OSError(errno.EIO, "a short write")
                 done += written
+                self.steps += 1
 
     def allocated_bytes(self, path: Path) -> int:
         """What all of a directory takes by the file system's own count, itself included; but for
@@ -136,6 +143,16 @@ class Files:
         with mmap.mmap(-1, PAGE_BYTES) as page:
             count = os.preadv(fd, [page], offset)
             return page[:count]
+
+    def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
+        """Read aligned bytes into aligned memory; how many, fewer at the end of the file.
+
+        Raises:
+            OSError: the device failed.
+        """
+        count = os.preadv(fd, [memory], offset)
+        self.steps += 1
+        return count
 
     def write_page(self, fd: int, offset: int, content: bytes) -> None:
         """Write one page and flush it.

@@ -101,12 +101,20 @@ class Log:
         else:
             self._close(segment)
 
-    def begin(self) -> None:
-        """All segments that can be read are known: new ones may be opened.
+    @property
+    def has_place(self) -> bool:
+        """Whether a directory has a segment that can be filled, or filled further."""
+        return any(lane.free or lane.open for lane in self.lanes)
+
+    def begin(self, youngest: int = 0) -> None:
+        """The sequences of all segments that can be read are known: new segments may be opened.
 
         Those that are still locked may be a little younger than all others, hence the gap.
+
+        Args:
+            youngest: the greatest sequence of segments that were not added yet.
         """
-        self.next_sequence += _SEQUENCE_GAP
+        self.next_sequence = max(self.next_sequence, youngest + 1) + _SEQUENCE_GAP
         self.paused = False
         self.tick()
 

@@ -46,6 +46,7 @@ class Parts:
     settings: SsdSettings
     counts: Counts
     clock: Callable[[], float]
+    files: Files
     failed_places: dict[Place, str]
     verdicts: list[Verdict]
     interface: str
@@ -104,13 +105,7 @@ def build(
         for each in directories
     ]
     index = SsdIndex()
-    log = Log(
-        lanes,
-        driver,
-        counts,
-        settings=settings,
-        clock=clock,
-    )
+    log = Log(lanes, driver, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
     reclaimer = Reclaimer(index, log, counts, clock)
     every_region = [*regions, reclaimer.buffer.bytes]
@@ -121,11 +116,14 @@ def build(
     for segment in segments:
         segment.number = log.new_number()
     event_fd = driver.event_fd
-    adopter = Adopter(segments, index, log, counts, event_fd=event_fd, on_progress=on_progress)
+    adopter = Adopter(
+        segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
+    )
     return Parts(
         settings,
         counts,
         clock,
+        files,
         failed,
         verdicts,
         queue.name,

@@ -1,7 +1,8 @@
 """Reading a log back: from footers where segments have them, from record headers where not.
 
 A thread reads and parses one segment after another and hands each to the loop, which serves what
-is known so far. What is not believed is counted by reason and left alone.
+is known so far. What is not believed is counted by reason and left alone. The segments that stores
+need come first: unused files, then the youngest, which were being filled or were next.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from kvhearth.model import U8, Records
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.disk.kernel import signal_event
-from kvhearth_server.tiers.ssd.files import Busy
+from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     Doubt,
@@ -42,12 +43,19 @@ _AHEAD = 4
 
 
 class Recovery:
-    """The thread, from ``start`` until its queue is empty and ``done`` is true."""
+    """The thread, from ``start`` until its queue is empty and ``done`` is true.
 
-    def __init__(self, segments: list[Segment], event_fd: int) -> None:
+    Attributes:
+        youngest: the greatest sequence of all segments, set before the first ``take`` returns one;
+            None where the first page of a segment does not tell its sequence.
+    """
+
+    def __init__(self, segments: list[Segment], files: Files, event_fd: int) -> None:
         self.total = len(segments)
         self.read = 0
+        self.youngest: int | None = None
         self._segments = segments
+        self._files = files
         self._event_fd = event_fd
         self._ready: queue.Queue[Recovered] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
@@ -78,7 +86,8 @@ class Recovery:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        reader = Reader(mmap.mmap(-1, SCAN_BYTES))
+        reader = Reader(mmap.mmap(-1, SCAN_BYTES), self._files)
+        self._sort(reader)
         for segment in self._segments:
             found = read_segment(segment, reader, self._stop.is_set)
             found.sort_out()
@@ -94,6 +103,50 @@ class Recovery:
                 break
         signal_event(self._event_fd)
 
+    def _sort(self, reader: Reader) -> None:
+        lives: dict[Segment, int | None] = {}
+        for segment in self._segments:
+            if self._stop.is_set():
+                return
+            lives[segment] = _sequence(segment, reader)
+        known = {each: life for each, life in lives.items() if life is not None}
+        if len(known) == len(lives):
+            self.youngest = max(known.values(), default=0)
+        self._segments = [
+            *(each for each, life in known.items() if not life),
+            *sorted(filter(known.get, known), key=known.__getitem__, reverse=True),
+            *(each for each in lives if each not in known),
+        ]
+
+
+def _sequence(segment: Segment, reader: Reader) -> int | None:
+    """A segment's sequence by its first page; 0 for a file without one or that cannot be read, None
+    if only its footer or its records tell it.
+    """
+    try:
+        _open(segment)
+        page = reader.lend(segment.fd, 0, PAGE_BYTES)
+        head = parse_segment_page(page) if len(page) == PAGE_BYTES else Doubt.TRUNCATED
+        if isinstance(head, SegmentHead):
+            return head.sequence if head.log_id == segment.directory.log_id else 0
+        return 0 if not page.any() and _never_written(segment) else None
+    except (Busy, OSError):
+        return 0
+
+
+def _open(segment: Segment) -> None:
+    if segment.file is None:
+        segment.directory.open_segment(segment)
+
+
+def _never_written(segment: Segment) -> bool:
+    """Whether the file system knows of no byte behind the first page."""
+    try:
+        os.lseek(segment.fd, PAGE_BYTES, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    return False
+
 
 def read_segment(
     segment: Segment, reader: Reader, stopped: Callable[[], bool] = lambda: False
@@ -101,7 +154,7 @@ def read_segment(
     """Open, lock and read one segment file; whatever is wrong with it is in the result."""
     found = Recovered(segment)
     try:
-        segment.directory.open_segment(segment)
+        _open(segment)
         _read(segment, reader, found, stopped)
         if found.foreign:
             segment.directory.close_segment(segment)
@@ -175,11 +228,8 @@ def _unused(segment: Segment, reader: Reader) -> bool:
     """Whether a file whose first page is zeros was never used, by little reading: nothing was ever
     written behind that page, or there is neither a footer nor a record among the first.
     """
-    try:
-        os.lseek(segment.fd, PAGE_BYTES, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return True
+    if _never_written(segment):
+        return True
     if _footer_said(segment, reader) is not None:
         return False
     return not youngest_life(segment, reader, SCAN_BYTES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ import xxhash
 
 from kvhearth.model import U8, Records
 from kvhearth_server.tiers.ssd.directory import Segment
+from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import (
     LIVES_MAX,
     PAGE_BYTES,
@@ -35,8 +35,8 @@ _DOUBTS = (Doubt.DAMAGED, Doubt.FOREIGN, Doubt.MISPLACED)
 class Reader:
     """Aligned reads into memory that is used again and again."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap, files: Files) -> None:
+        self._memory, self._files = memory, files
 
     def read(self, fd: int, offset: int, size: int) -> U8:
         """Up to ``size`` bytes, fewer at the end of the file, as a copy.
@@ -54,7 +54,7 @@ class Reader:
         while done < size:
             step = min(size - done, SCAN_BYTES)
             with memoryview(self._memory)[done : done + step] as piece:
-                count = os.preadv(fd, [piece], offset + done)
+                count = self._files.read_into(fd, piece, offset + done)
             done += count
             if count < step:
                 break

@@ -89,6 +89,7 @@ class SsdTier:
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
         self._next_ticket = 1
+        self._steps = 0
         self._closed = False
 
     # -- batches -----------------------------------------------------------------------------------
@@ -149,6 +150,14 @@ class SsdTier:
             signal_event(self.event_fd)
         return task.ticket
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes with each step towards room for stores: a record, a first page or a footer that
+        was written, a piece of the log that was read back or adopted, a piece of a file that was
+        made, a block that was carried. Loads are none.
+        """
+        return self._steps, self._parts.files.steps
+
     def cancel(self, ticket: int) -> None:
         if (task := self._tasks.get(ticket)) is not None:
             task.cancel()
@@ -159,12 +168,14 @@ class SsdTier:
         self._parts.rate.note(jobs, now)
         for job in jobs:
             self._watch.ended(job, now)
+            self._steps += job.good and (job.urgent or not job.is_read)
             job.then(job)
         self._parts.transfers.settle_writes()
         more = self._parts.adopter.turn(now)
         self._parts.log.tick()
         if not self._parts.adopter.recovering:
             more |= self._parts.reclaimer.tick()
+        self._steps += more
         self._completions += self._watch.look(self._tasks.values(), now)
         if more:
             signal_event(self.event_fd)
@@ -189,7 +200,7 @@ class SsdTier:
     def _refusal(self) -> Throttled | None:
         if self._parts.log.draining:
             return Throttled("draining")
-        if self._parts.adopter.recovering:
+        if self._parts.log.paused:
             return Throttled("recovering", 0.1)
         if not self._parts.driver.alive or self._parts.driver.broken:
             return Throttled("degraded", 60.0)
@@ -229,7 +240,8 @@ class SsdTier:
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
             return Throttled("degraded", max(0.1, min(waits, default=60.0)))
-        return Throttled("full", 0.02)
+        # Nothing is reclaimed before all that is stored is known.
+        return Throttled("recovering", 0.1) if self.status.recovering else Throttled("full", 0.02)
 
     # -- what is there -----------------------------------------------------------------------------
 

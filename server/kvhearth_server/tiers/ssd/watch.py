@@ -38,9 +38,10 @@ class Watch:
         for task in tasks:
             late = [job for job in task.jobs if now - job.queued_at > self._stuck_s]
             for job in late:
-                # One that waits for its turn is late only because others are stuck.
-                directory = self._directory_of(job)
-                if job.begun_at and directory is not None:
+                # A request that waited for its turn is late only because others are.
+                hangs = job.begun_at and now - job.begun_at > self._stuck_s
+                directory = self._directory_of(job) if hangs else None
+                if directory is not None:
                     stuck[directory] = stuck.get(directory, 0) + 1
             if any(not job.told_stuck for job in late):
                 for job in task.jobs:

@@ -7,9 +7,11 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from kvhearth_server.torture.claims import gave_up, look_at_drive
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
+from kvhearth_server.torture import damage
+from kvhearth_server.torture.claims import look_at_drive
 from kvhearth_server.torture.faults.base import Fault, Parameters
-from kvhearth_server.torture.shape import SINKING, Shape
+from kvhearth_server.torture.shape import FLEETING, SINKING, Shape
 
 if TYPE_CHECKING:
     from kvhearth_server.torture.world import World
@@ -19,6 +21,10 @@ _MORE = 8
 """Stores of each client that meet the fault, even if nearly all that may be stored was."""
 _BURST, _BURST_S = 60, 1.0
 """The same where memory is to fill up faster than a drive writes, and for how long."""
+_UNWRITTEN_S = 0.5
+"""Duration of the stores that are not written yet when the daemon is killed."""
+_READS_A_FILE = 3
+"""Reads of a segment file at the start, at least."""
 _DELAY_S = 0.5
 """Of a drive so slow that blocks wait, but not so slow that the daemon gives them up."""
 
@@ -110,8 +116,7 @@ class SlowDrive(_Drive):
         if world.shape.kind != SINKING:
             super().run(world, parameters)
             return
-        # It fails nothing, and who wants room has to wait: nothing may be lost, unless the daemon
-        # says that it waited too long.
+        # It fails nothing, and each request ends soon: stores wait for room, and nothing is lost.
         world.drive_is_good = False
         world.orders(delay_s=min(parameters["orders"]["delay_s"], _DELAY_S))
         time.sleep(_HEARD_S)
@@ -120,11 +125,7 @@ class SlowDrive(_Drive):
             world.traffic(_BURST_S + parameters["for_s"])
         finally:
             world.orders()
-        with world.paused():
-            if gave_up(world):
-                world.drive_faulted()
-            else:
-                world.report.figures["bursts_to_a_slow_drive"] += 1
+        world.report.figures["bursts_to_a_slow_drive"] += 1
         if parameters["kill"]:
             world.traffic(0.2)
             world.kill_daemon()
@@ -145,10 +146,45 @@ class HangingDrive(_Drive):
         return {"held": dice.choice([["write"], ["read", "write"], ["read"]])}
 
 
+class SlowReadBack(Fault):
+    """The log is read back slowly after a kill -9, while clients want more room than there is.
+
+    A tier that is still being read back is neither stuck nor slow: nothing may be lost by it.
+    """
+
+    name = "slow_read_back"
+    help = "kill -9 with much unwritten; the log is read back for seconds while clients store"
+    weight = 2
+
+    def fits(self, shape: Shape) -> bool:
+        return shape.kind in (SINKING, FLEETING)
+
+    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": round(dice.uniform(3.0, 5.0), 3), "footers": dice.random() < 0.5}
+
+    def run(self, world: World, parameters: Parameters) -> None:
+        world.orders(held=["write"])
+        time.sleep(_HEARD_S)
+        world.store_more(_BURST)
+        world.traffic(_UNWRITTEN_S)
+        with world.paused():
+            world.kill_daemon()
+            for path in damage.footers(world.ssd_dir) if parameters["footers"] else ():
+                damage.zero(path, path.stat().st_size - PAGE_BYTES, PAGE_BYTES)
+            reads = _READS_A_FILE * max(1, len(damage.segment_files(world.ssd_dir)))
+            world.orders(read_back_s=parameters["for_s"] / reads)
+            world.start_daemon()
+        world.store_more(_BURST)
+        world.traffic(parameters["for_s"])
+        world.orders()
+        world.traffic(0.2)
+
+
 DRIVES: tuple[Fault, ...] = (
     ReadErrors(),
     WriteErrors(),
     NoSpace(),
     SlowDrive(),
     HangingDrive(),
+    SlowReadBack(),
 )

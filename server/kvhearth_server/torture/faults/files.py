@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from kvhearth_server.engine.lowering import PATIENCE_S
 from kvhearth_server.memory.journal import HEADER_BYTES, journal_path
 from kvhearth_server.tiers.ssd.format import (
     DIRECTORY_DTYPE,
@@ -17,7 +18,7 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.heads import HEAD_NAME
 from kvhearth_server.torture import damage
-from kvhearth_server.torture.claims import claimed, judge, refused
+from kvhearth_server.torture.claims import claimed, given_up, judge
 from kvhearth_server.torture.coverage import BOUNDARY, Mark
 from kvhearth_server.torture.damage import ARENA, DRIVE, SECTOR_BYTES
 from kvhearth_server.torture.decks import Decks
@@ -218,16 +219,19 @@ class TornRecords(Fault):
         dice = random.Random(parameters["seed"])
         with world.paused():
             time.sleep(_QUIET_S)
+            held_at = time.monotonic()
             world.orders(held=["write"])
             time.sleep(_HEARD_S)
             # What is there now may have been acknowledged before the drive heard of it.
             before = {(r.path, r.page, r.key) for r in damage.on_disk(world.ssd_dir)}
+            given_up_before = given_up(world)
         world.store_more(_DEALT)
         world.traffic(_HELD_S)
         with world.paused():
             claims = claimed(world)
-            if refused(world):  # a machine so slow that the drive was held for too long
-                world.drive_faulted()
+            held_s = time.monotonic() - held_at
+            if held_s > PATIENCE_S and given_up(world) != given_up_before:
+                world.drive_faulted()  # a machine so slow that the drive was held for too long
             world.kill_daemon(settled=False)
             world.orders()
             torn = [

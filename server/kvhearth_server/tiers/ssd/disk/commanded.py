@@ -9,6 +9,7 @@ door to files are wrapped in these. The file holds one JSON object, read again w
     held     ["write", ...] results are kept back until no longer named
     delay_s  results are kept back for so long
     make     errno that making a segment file ends with, 0 for none
+    read_back_s  each read with which the log is read back at the start takes so much longer
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Orders:
 
     delay_s: float = 0.0
     make: int = 0
+    read_back_s: float = 0.0
 
 
 class Commander:
@@ -91,7 +93,11 @@ class Commander:
         faults.errors = {ops[name]: int(code) for name, code in said.get("errors", {}).items()}
         faults.short = frozenset(ops[name] for name in said.get("short", ()))
         faults.held = frozenset(ops[name] for name in said.get("held", ()))
-        self.orders = Orders(float(said.get("delay_s", 0.0)), int(said.get("make", 0)))
+        self.orders = Orders(
+            float(said.get("delay_s", 0.0)),
+            int(said.get("make", 0)),
+            float(said.get("read_back_s", 0.0)),
+        )
         return True
 
 
@@ -140,7 +146,7 @@ class CommandedQueue:
 
 
 class _CommandedFiles(Files):
-    """Makes no segment file while the commander says so."""
+    """Makes no segment file, and reads the log back slowly, while the commander says so."""
 
     def __init__(self, commander: Commander) -> None:
         self._commander = commander
@@ -149,3 +155,7 @@ class _CommandedFiles(Files):
         if code := self._commander.orders.make:
             raise OSError(code, os.strerror(code))
         return super().allocate(fd, size_bytes)
+
+    def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
+        time.sleep(self._commander.orders.read_back_s)
+        return super().read_into(fd, memory, offset)
