@@ -400,7 +400,8 @@ def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
     rig.view(head, 4096)[0] ^= 1
     bring_back = rig.tiering.repair(np.array([head]))
     generation = int(rig.state.table.generation[head])
-    assert rig.call(rig.core.reading.remove_bad, head, generation, "scrub")
+    heads, generations = np.array([head]), np.array([generation])
+    assert rig.call(rig.core.reading.remove_bad, heads, generations, "scrub")
     bring_back()
     rig.tier.held = False
     rig.settle()

@@ -106,7 +106,7 @@ TABLE: Mapping[str, Counter] = {
         usual=frozenset(
             {
                 *("attach", "attach_connection", "pins", "recovery", "scrub", "scrub_ssd"),
-                *("sum", "tiering", "verify", "watch", "watchdog"),
+                *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
             }
         ),
     ),
