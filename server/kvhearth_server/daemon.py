@@ -47,8 +47,12 @@ if TYPE_CHECKING:
 _log = get_logger("kvhearth.daemon")
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, plan: ArenaPlan | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        settings: all that an operator can say.
+        plan: an arena that settings cannot describe; by default the settings describe it.
 
     Raises:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
@@ -56,7 +60,7 @@ def run(settings: Settings) -> int:
     sys.setswitchinterval(settings.switch_interval_s)
     raise_limit(settings)
     with StartBar("populating") as progress:
-        arena = open_arena(_plan(settings), progress.note)
+        arena = open_arena(plan or _plan(settings), progress.note)
     try:
         tier = open_tier(settings, arena)
         try:
