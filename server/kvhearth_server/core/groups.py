@@ -147,7 +147,7 @@ class Group:
         """Note what a reservation gave, for a client that asks again or never saw the answer; of
         too many the oldest that is finished is forgotten.
         """
-        known = self.reservations.setdefault(reservation_id, [])
+        known = self.reservations[reservation_id] = self.reservations.pop(reservation_id, [])
         for part in handed:
             flat = part.slots.reshape(-1)
             self.handed.append(flat)
