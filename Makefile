@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-ttft format golden tools rootfs clean
+.PHONY: help setup run test test-slow torture test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -118,6 +118,9 @@ bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LM
 
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)
+
+bench-stalls: $(VENV)/.ready ## kvhearth bench stalls: the longest call of the daemon's loop; the last line is one JSON object (4 GiB of memory)
+	$(BIN)/kvhearth bench stalls --json $(BENCH_ARGS)
 
 $(ENGINES)/bench-models/.ready: tests/engines/models.py $(ENGINES)/.packages
 	rm -rf $(@D)

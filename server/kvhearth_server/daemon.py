@@ -25,6 +25,7 @@ from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.memory.arena import Arena, open_arena
+from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
@@ -57,8 +58,12 @@ _TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, plan: ArenaPlan | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        settings: all that an operator can say.
+        plan: an arena that settings cannot describe; by default the settings describe it.
 
     Raises:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
@@ -68,7 +73,7 @@ def run(settings: Settings) -> int:
     raise_limit(settings)
     check(settings)
     with StartBar("populating") as progress:
-        arena = open_arena(arena_plan(settings), progress.note)
+        arena = open_arena(plan or arena_plan(settings), progress.note)
     try:
         tier = open_tier(settings, arena)
         try:

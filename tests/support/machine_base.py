@@ -56,6 +56,8 @@ T = TypeVar("T")
 key_numbers = st.integers(0, KEYS - 1)
 starts = st.sampled_from([0, 0, 0, 1, 2, 3, 6])
 mostly = st.sampled_from([True, True, False])
+portions = st.sampled_from([None, None, 1, 3])
+"""Blocks that one call of a reservation may evict."""
 some_keys = st.one_of(
     st.integers(1, KEYS).map(lambda n: [key(i) for i in range(n)]),
     st.lists(key_numbers.map(key), min_size=1, max_size=KEYS),

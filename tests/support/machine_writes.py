@@ -21,6 +21,7 @@ from support.machine_base import (
     mostly,
     overlap,
     pick,
+    portions,
     starts,
     survives,
     with_engine,
@@ -59,7 +60,8 @@ class WritingRules(MachineBase):
     def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
         """Under a number that may have been used before."""
         client = self.decider(data)
-        self._reserve(client, [(self.kv_group(data, client), count)], numbered)
+        portion = data.draw(portions, label="portion")
+        self._reserve(client, [(self.kv_group(data, client), count)], numbered, portion)
 
     @with_engine
     @rule(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3))
@@ -70,8 +72,10 @@ class WritingRules(MachineBase):
         every = data.draw(st.sampled_from([False, False, True]), label="all kv groups")
         groups = range(len(client.contract.groups)) if every else [self.kv_group(data, client)]
         first, summed = data.draw(starts, label="first key"), data.draw(mostly, label="summed")
+        portion = data.draw(portions, label="portion")
         for count in counts:
-            self._reserve(client, [(kv, count) for kv in groups], next(self.serial) + 1000)
+            wants = [(kv, count) for kv in groups]
+            self._reserve(client, wants, next(self.serial) + 1000, portion)
             parts = []
             for kv_group in groups:
                 mine = [held for held in self._own(client) if held.kv_group == kv_group][:count]
@@ -82,14 +86,25 @@ class WritingRules(MachineBase):
             self._commit(client, parts, summed=summed, parent=parent)
             first = (first + count) % KEYS
 
-    def _reserve(self, client: Client, wants: list[tuple[int, int]], numbered: int) -> None:
+    def _reserve(
+        self,
+        client: Client,
+        wants: list[tuple[int, int]],
+        numbered: int,
+        portion: int | None = None,
+    ) -> None:
         group, space = self.state.group_of(client.number), self.space(client)
         again = group.reservations.get(numbered)
         self.shrinking = space.number
         try:
             reserved = self.engine.call(
-                self.core.writing.reserve, client.number, numbered, space.epoch, wants
+                self.core.writing.reserve, client.number, numbered, space.epoch, wants, portion
             )
+            while reserved.more:
+                assert portion is not None
+                reserved = self.engine.call(
+                    self.core.writing.reserve_more, client.number, numbered, space.epoch, portion
+                )
         except KVHearthError as error:
             self.sync()
             self._justify(client, wants[0][0], error.reason, again, numbered)

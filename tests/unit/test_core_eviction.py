@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from support.core_kit import Rig, contract, full, key, keys, mamba, refused
 
@@ -210,3 +213,27 @@ def test_nothing_is_left_to_evict() -> None:
         rig.reserve(session, 1)
     rig.abort(session, slots, generations)
     assert len(rig.take(session, 16)[0]) == 16
+
+
+@POLICIES
+def test_a_victim_does_not_cost_a_look_at_every_namespace(eviction: str) -> None:
+    """With a thousand namespaces 2,048 victims took 3.5 s: all policies were sorted for each."""
+    spaces, victims = 50, 128
+    rig = Rig(2 * spaces, eviction=eviction)
+    for number in range(spaces):
+        session = rig.attach(contract(revision=str(number)), engine_id=str(number))
+        rig.put(session, keys(*range(32)))
+    looks = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal looks
+        looks += event == "call" and frame.f_code.co_name == "age_rank"
+
+    sys.setprofile(count)
+    try:
+        rig.core.writing.reserve(session, 1 << 40, rig.epoch(session), [(0, victims)])
+    finally:
+        sys.setprofile(None)
+    assert rig.state.counts["evicted_blocks", "space"] == victims
+    assert looks <= 2 * (spaces + victims)
+    rig.check()

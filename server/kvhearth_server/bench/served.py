@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ READY_S = 120.0
 QUIET_S = 60.0
 ATTACH_S = 60.0
 DEADLINE_S = 60.0
+SERVE = ("kvhearth_server.cli.app", "serve")
 _TOKEN_KEY = "kvhearth-admin-token"
 _LOG_SHOWN_CHARS = 2000
 
@@ -51,13 +52,14 @@ class Served:
     Args:
         folder: for sockets and log; a short path.
         flags: of ``kvhearth serve``.
+        start: the module that serves, and its first words.
     """
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, start: Sequence[str] = SERVE) -> None:
         self._sockets = folder / "s"
         self._log_path = folder / "log"
         self.url = f"kvhearth+unix://{self._sockets}?lookup_ms=5000&call_ms=20000"
-        command = [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *flags]
+        command = [sys.executable, "-m", *start, *flags]
         command += ["--socket-dir", str(self._sockets), "--log-format", "json"]
         # The operator's own settings are not what is measured.
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
@@ -105,17 +107,34 @@ class Served:
 
     def stats(self, *, check_books: bool = False) -> admin_pb2.StatsResponse:
         """What ``kvhearth stat`` shows."""
+        stub, token = self._admin()
+        request = admin_pb2.StatsRequest(check_books=check_books)
+        return stub.Stats(request, metadata=token, timeout=DEADLINE_S)
+
+    def evict_all(self) -> int:
+        """Evict every namespace as ``kvhearth evict --keep 0`` does; returns how many blocks."""
+        stub, token = self._admin()
+        spaces = stub.ListNamespaces(
+            admin_pb2.ListNamespacesRequest(), metadata=token, timeout=DEADLINE_S
+        )
+        replies = [
+            stub.Evict(
+                admin_pb2.EvictRequest(namespace=space.namespace, keep_bytes=0),
+                metadata=token,
+                timeout=DEADLINE_S,
+            )
+            for space in spaces.namespaces
+        ]
+        return sum(reply.evicted_blocks for reply in replies)
+
+    def _admin(self) -> tuple[admin_pb2_grpc.AdminServiceStub, tuple[tuple[str, str]]]:
+        """The stub of the operator's calls, and the metadata that each of them needs."""
+        token = (self._sockets / ADMIN_TOKEN_FILE).read_text().strip()
         if self._channel is None:
             target = f"unix:{self._sockets / GRPC_SOCKET}"
             options = [("grpc.enable_http_proxy", 0), ("grpc.default_authority", "localhost")]
             self._channel = grpc.insecure_channel(target, options=options)
-        stub = admin_pb2_grpc.AdminServiceStub(self._channel)
-        token = (self._sockets / ADMIN_TOKEN_FILE).read_text().strip()
-        return stub.Stats(
-            admin_pb2.StatsRequest(check_books=check_books),
-            metadata=((_TOKEN_KEY, token),),
-            timeout=DEADLINE_S,
-        )
+        return admin_pb2_grpc.AdminServiceStub(self._channel), ((_TOKEN_KEY, token),)
 
     def wait_quiet(self) -> None:
         """Wait until all committed blocks are summed and all leases released, so that what is
@@ -148,10 +167,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[Served]:
+def served(*flags: str, start: Sequence[str] = SERVE) -> Iterator[Served]:
     """A daemon that is ended at the end."""
     with tempfile.TemporaryDirectory(prefix="kvh-") as name:
-        daemon = Served(Path(name), *flags)
+        daemon = Served(Path(name), *flags, start=start)
         try:
             yield daemon
         finally:

@@ -77,6 +77,7 @@ def build() -> typer.Typer:
         bench,
         bench_peers,
         bench_ssd,
+        bench_stalls,
         bench_ttft,
         config,
         doctor,
@@ -129,6 +130,7 @@ def build() -> typer.Typer:
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
     benches.command("ssd", epilog=bench_ssd.EPILOG)(bench_ssd.ssd)
+    benches.command("stalls", epilog=bench_stalls.EPILOG)(bench_stalls.stalls)
     benches.command("ttft", epilog=bench_ttft.EPILOG)(bench_ttft.ttft)
     app.add_typer(benches, name="bench")
     app.command("torture", epilog=torture.EPILOG)(torture.torture)

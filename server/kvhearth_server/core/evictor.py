@@ -11,12 +11,15 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.policies import Coldest
 from kvhearth_server.core.removal import forget_blocks, remove_blocks
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.table import State, Sunk
 
 _CONSIDER_SLABS_EVERY = 64
 """Between two looks at whether another size's coldest slab is colder than our own next victim."""
+_BATCH_MAX = 256
+"""Victims that are taken from policies and chains before they are removed from the index."""
 _PASSED_MAX = 1024
 """Blocks that wait to be saved and are passed over in one call: a call must stay short."""
 _AHEAD_MIN, _AHEAD_MAX = 8, 64
@@ -37,6 +40,9 @@ class Evictor:
         self._state = state
         self._refs = state.table.refs.data
         self._pins = state.table.pins.data
+        self._groups = state.table.group.data
+        self._evicted = 0
+        self._cold: dict[tuple[int, int], Coldest] = {}
         self._countdown = 0
         self._stuck: dict[tuple[int, int], int] = {}
         self._line: tuple[int, int, int] = (-1, -1, -1)
@@ -45,20 +51,30 @@ class Evictor:
         self._passed = 0
         self._under_way = 0
         self._at_any_cost = False
+        self.cut_short = False
+        """The last call stopped at its bound, and another one may do more."""
 
-    def make_room(self, segment: int, slot_bytes: int, count: int) -> int:
-        """Evict until ``count`` slots of a size can be taken, or nothing more helps; returns how
-        many can.
+    def make_room(
+        self, segment: int, slot_bytes: int, count: int, blocks_max: int | None = None
+    ) -> int:
+        """Evict until ``count`` slots of a size can be taken, nothing more helps, or ``blocks_max``
+        are evicted (more only to empty a slab); returns how many can be taken.
         """
         self._passed = self._under_way = 0
+        self.cut_short = False
+        self._evicted = 0
         pool = self._state.pools[segment]
         while (have := pool.can_take(slot_bytes)) < count:
+            if blocks_max is not None and self._evicted >= blocks_max:
+                self.cut_short = True
+                break
+            most = _BATCH_MAX if blocks_max is None else blocks_max - self._evicted
             if (slab := pool.empty_of_others(slot_bytes)) is not None:
                 self._take_back(segment, slab)
                 continue
             if self._prefer_slab(segment, slot_bytes) and self._steal_slab(segment, slot_bytes):
                 continue
-            if self._evict_of_size(segment, slot_bytes, count - have):
+            if self._evict_of_size(segment, slot_bytes, count - have, min(most, _BATCH_MAX)):
                 continue
             if not self._steal_slab(segment, slot_bytes):
                 break
@@ -72,15 +88,22 @@ class Evictor:
         evicted; returns how many were. If it was asked for, blocks without a copy below go too.
         """
         evicted = self._passed = self._under_way = 0
+        self.cut_short = False
         self._at_any_cost = cause == "asked"
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
-        most = namespace.blocks if blocks_max is None else blocks_max
-        while (excess := namespace.used_bytes - used_bytes_max) > 0 and evicted < most:
+        cold = Coldest()
+        for name, policy in enumerate(state.policies.of_namespace(namespace.number)):
+            cold.note(name, policy)
+        while (excess := namespace.used_bytes - used_bytes_max) > 0:
+            if blocks_max is not None and evicted >= blocks_max:
+                self.cut_short = True
+                break
             # As many as are certainly needed: in batches, but not one block too many.
-            policies = list(state.policies.of_namespace(namespace.number))
-            count = min(32, most - evicted, -(-excess // max(largest, 1)))
-            heads = self._pick(policies, count)
+            most = min(_BATCH_MAX, -(-excess // max(largest, 1)))
+            if blocks_max is not None:
+                most = min(most, blocks_max - evicted)
+            heads = self._pick(cold, most)
             if not len(heads):
                 break
             forget_blocks(state, heads, cause)
@@ -117,44 +140,51 @@ class Evictor:
             room = min(max(wanted, _AHEAD_MIN), _AHEAD_MAX) - self._under_way
             self._offers.offer(heads[: max(0, room)])
 
-    def _policies(self, segment: int, slot_bytes: int) -> dict[int, EvictionPolicy]:
-        """By namespace, those of one tenant that hold slots of a size: its neighbours' blocks are
-        none of its business.
+    def _coldest(self, segment: int, slot_bytes: int) -> Coldest:
+        """The policies of one tenant that hold slots of a size: its neighbours' blocks are none of
+        its business.
         """
         state = self._state
-        return {
-            number: policy
-            for number, policy in state.policies.of_size(slot_bytes)
-            if state.segment_of[state.namespaces.get(number).tenant] == segment
-        }
+        for number, size in state.policies.take_changed():
+            policy = state.policies.get(number, size)
+            if policy is not None:
+                place = (state.segment_of[state.namespaces.get(number).tenant], size)
+                self._cold.setdefault(place, Coldest()).note(number, policy)
+        return self._cold.setdefault((segment, slot_bytes), Coldest())
 
-    def _evict_of_size(self, segment: int, slot_bytes: int, count: int) -> bool:
-        policies = self._policies(segment, slot_bytes)
-        contracts = [self._state.namespaces.get(number).contract for number in policies]
-        shards = max((spec.shards for made in contracts for spec in made.groups), default=1)
-        # As many as are certainly needed; a block of several shards gives several slots.
-        heads = self._pick(list(policies.values()), min(-(-count // shards), 256))
+    def _evict_of_size(self, segment: int, slot_bytes: int, count: int, most: int) -> bool:
+        """Evict up to ``most`` blocks, of one tenant, whose slots are ``count`` or just more."""
+        heads = self._pick(self._coldest(segment, slot_bytes), most, slots=count)
         if not len(heads):
             return False
         forget_blocks(self._state, heads, "space")
+        self._evicted += len(heads)
         return True
 
-    def _pick(self, policies: list[EvictionPolicy], count: int) -> I64:
-        """Up to ``count`` victims, already out of policies and chains, the coldest namespace's
-        first.
+    def _pick(self, cold: Coldest, most: int, slots: int | None = None) -> I64:
+        """Up to ``most`` victims that have ``slots`` slots, already out of policies and chains, the
+        coldest policy's first.
         """
         heads: list[int] = []
-        while len(heads) < count and policies:
-            if len(policies) > 1:
-                policies.sort(key=_coldness)
+        freed, namespaces = 0, self._state.namespaces
+        while len(heads) < most and (slots is None or freed < slots):
+            if (found := cold.first()) is None:
+                break
+            name, policy = found
             try:
-                victim = self._victim(policies[0])
+                victim = self._victim(policy)
             except _PassedEnough:
+                cold.note(name, policy)
                 break
             if victim is None:
-                policies.pop(0)
+                cold.skip(name)
                 continue
+            cold.note(name, policy)
             heads.append(victim)
+            if slots is not None:
+                groups = namespaces.get(name).contract.groups
+                freed += groups[self._groups[victim]].shards
+        cold.restore()
         return np.array(heads, np.int64)
 
     def _victim(self, policy: EvictionPolicy) -> int | None:
@@ -186,15 +216,26 @@ class Evictor:
         if self._countdown > 0:
             return False
         self._countdown = _CONSIDER_SLABS_EVERY
-        policies = self._policies(segment, slot_bytes).values()
         try:
-            victims = [policy.victim(self.evictable) for policy in policies]
+            age = self._next_age(self._coldest(segment, slot_bytes))
         except _PassedEnough:
             return False
-        used_at = self._state.table.used_at
-        ages = [int(used_at[head]) for head in victims if head is not None]
         best = self._coldest_slab(segment, slot_bytes)
-        return best is not None and (not ages or best[1] < min(ages))
+        return best is not None and (age is None or best[1] < age)
+
+    def _next_age(self, cold: Coldest) -> int | None:
+        """The last use of the next victim; None if there is none."""
+        try:
+            while (found := cold.first()) is not None:
+                name, policy = found
+                victim = policy.victim(self.evictable)
+                cold.note(name, policy)
+                if victim is not None:
+                    return self._state.table.used_at.item(victim)
+                cold.skip(name)
+        finally:
+            cold.restore()
+        return None
 
     def _steal_slab(self, segment: int, slot_bytes: int) -> bool:
         """Empty the coldest slab of another size and take it back."""
@@ -211,6 +252,7 @@ class Evictor:
         heads = self._heads_in(segment, slab)
         if len(heads):
             remove_blocks(self._state, heads, "slab")
+            self._evicted += len(heads)
         self._take_back(segment, slab)
         return True
 
@@ -262,8 +304,3 @@ class Evictor:
         slots = np.flatnonzero(table.state[rows] != State.FREE).astype(np.int64) + rows.start
         links = table.head[slots].astype(np.int64)
         return np.unique(np.where(links > 0, links - 1, slots))
-
-
-def _coldness(policy: EvictionPolicy) -> int:
-    rank = policy.age_rank()
-    return rank if rank is not None else 1 << 62

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvhearth.errors import Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.doubts import Doubts
 from kvhearth_server.core.leases import Leases
@@ -56,6 +57,14 @@ class Handed:
     slots: I64
     generations: U32
 
+    def joined(self, other: Handed) -> Handed:
+        """These slots and others of the same KV group."""
+        return Handed(
+            self.kv_group,
+            np.concatenate([self.slots, other.slots]),
+            np.concatenate([self.generations, other.generations]),
+        )
+
     def still_held(self, table: SlotTable, owner: int) -> I64:
         """Those that are still reserved, or were put aside and not freed since; flat."""
         slots, generations = self.slots.reshape(-1), self.generations.reshape(-1)
@@ -68,13 +77,26 @@ class Handed:
 
 
 @dataclass
+class Unfinished:
+    """A reservation between two of its portions.
+
+    ``left`` are pairs of (KV group, blocks) that are still to be granted; ``short`` is the bound
+    that made an earlier pair smaller.
+    """
+
+    left: list[tuple[int, int]]
+    short: Reason | None = None
+
+
+@dataclass
 class Group:
     """One engine's incarnation.
 
     ``stock_bytes`` are its RESERVED slots; ``aside_bytes`` what was put aside (QUARANTINED) because
     a member may still write to it. ``handed`` holds arrays of slots that may be in either state;
     see ``held_slots``. ``doubtful`` are slots that go free once no member is ``GONE``. A
-    reservation is in ``reservations`` until it is aborted, then in ``doubts`` if that was in doubt.
+    reservation is in ``reservations`` until it is aborted, then in ``doubts`` if that was in doubt;
+    while it is granted in portions it is in ``unfinished``, too.
     ``leased_at`` is when each of ``leases`` was granted.
     """
 
@@ -94,6 +116,7 @@ class Group:
     doubtful: list[I64] = field(default_factory=list)
     doubts: Doubts = field(default_factory=Doubts)
     reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     leased_at: dict[int, float] = field(default_factory=dict)
     released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -121,14 +144,25 @@ class Group:
         return all(m.state is MemberState.DRAINED for m in self.members.values())
 
     def remember(self, reservation_id: int, handed: list[Handed]) -> None:
-        """Note what a reservation gave, for a client that asks again or never saw the answer."""
-        self.reservations[reservation_id] = handed
-        while len(self.reservations) > RESERVATIONS_REMEMBERED:
-            self.reservations.popitem(last=False)
+        """Note what a reservation gave, for a client that asks again or never saw the answer; of
+        too many the oldest that is finished is forgotten.
+        """
+        known = self.reservations[reservation_id] = self.reservations.pop(reservation_id, [])
         for part in handed:
             flat = part.slots.reshape(-1)
             self.handed.append(flat)
             self.handed_count += len(flat)
+            if known and known[-1].kv_group == part.kv_group:
+                known[-1] = known[-1].joined(part)
+            else:
+                known.append(part)
+        while len(self.reservations) > RESERVATIONS_REMEMBERED + len(self.unfinished):
+            del self.reservations[next(n for n in self.reservations if n not in self.unfinished)]
+
+    def forget_reservation(self, reservation_id: int) -> list[Handed] | None:
+        """Forget a reservation that was not aborted before; what it gave."""
+        self.unfinished.pop(reservation_id, None)
+        return self.reservations.pop(reservation_id, None)
 
     def doubt(self, slots: I64) -> None:
         """Let slots go free once no member is ``GONE``."""
@@ -171,6 +205,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._by_session: dict[int, Group] = {}
+        self._by_namespace: dict[int, dict[int, Group]] = {}
         self._incarnations: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._next = 1
 
@@ -179,6 +214,10 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def of_namespace(self, number: int) -> Collection[Group]:
+        """The groups of a namespace that live or still hold something."""
+        return self._by_namespace.get(number, {}).values()
 
     @property
     def sessions(self) -> int:
@@ -216,12 +255,16 @@ class Groups:
         number = self._next
         self._next += 1
         group = Group(number, tenant, segment, engine_id, incarnation, namespace, world_size)
-        self._groups[number] = group
+        self._add(group)
         return group
+
+    def _add(self, group: Group) -> None:
+        self._groups[group.number] = group
+        self._by_namespace.setdefault(group.namespace, {})[group.number] = group
 
     def restore(self, group: Group) -> None:
         """Bring back a group of a daemon that died, with members that are gone but not drained."""
-        self._groups[group.number] = group
+        self._add(group)
         self._next = max(self._next, group.number + 1)
         name = (group.tenant, group.engine_id)
         self._incarnations[name] = max(self._incarnations.get(name, 0), group.incarnation)
@@ -243,5 +286,9 @@ class Groups:
     def drop(self, group: Group) -> None:
         """Forget a group that holds nothing any more."""
         del self._groups[group.number]
+        alike = self._by_namespace[group.namespace]
+        del alike[group.number]
+        if not alike:
+            del self._by_namespace[group.namespace]
         for session in group.members:
             self._by_session.pop(session, None)

@@ -178,6 +178,7 @@ class Membership:
         held = group.held_slots(state.table)
         put_aside(state, group, held[state.table.state[held] == State.RESERVED])
         group.reservations.clear()
+        group.unfinished.clear()
         group.doubts.clear()
 
     def settle(self, group: Group) -> None:

@@ -6,13 +6,18 @@ end goes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
 from kvhearth_server.core.table import Pick, SlotTable
+
+_WARMEST = 1 << 62
+_STALE_MAX = 64
+"""Entries of a heap that may be out of date, beside one a policy."""
 
 
 class PolicySet:
@@ -22,6 +27,8 @@ class PolicySet:
         self._name = name
         self._arrays = PolicyArrays(slot_count)
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
+        self._by_namespace: dict[int, dict[int, EvictionPolicy]] = {}
+        self._changed: set[tuple[int, int]] = set()
 
     def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes] | None) -> None:
         """Admit heads, coldest first; ``keys`` in the same order, or None for an adopted arena."""
@@ -37,16 +44,15 @@ class PolicySet:
 
     def insert_one(self, namespace: int, slot_bytes: int, head: int, key: bytes) -> None:
         """As ``insert``, of one head."""
-        policy = self._policies.get((namespace, slot_bytes))
-        if policy is None:
-            policy = self._policy_for(namespace, slot_bytes)
-        policy.insert_one(head, hash(key) & 0xFFFFFFFF)
+        self._policy_for(namespace, slot_bytes).insert_one(head, hash(key) & 0xFFFFFFFF)
 
     def _policy_for(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
         place = (namespace, slot_bytes)
         policy = self._policies.get(place)
         if policy is None:
             policy = self._policies[place] = make_policy(self._name, self._arrays)
+            self._by_namespace.setdefault(namespace, {})[slot_bytes] = policy
+        self._changed.add(place)
         return policy
 
     def touch(self, heads: Pick) -> None:
@@ -63,19 +69,22 @@ class PolicySet:
         places = table.namespace[heads].astype(np.int64) << 32 | sizes
         for place in np.unique(places):
             chosen = heads[places == place]
-            self._policies[int(place) >> 32, int(place) & 0xFFFFFFFF].remove(chosen)
+            self._policy_for(int(place) >> 32, int(place) & 0xFFFFFFFF).remove(chosen)
 
-    def of_size(self, slot_bytes: int) -> Iterator[tuple[int, EvictionPolicy]]:
-        """(namespace, policy) of all that hold slots of a size."""
-        for (namespace, size), policy in self._policies.items():
-            if size == slot_bytes and len(policy):
-                yield namespace, policy
+    def take_changed(self) -> Collection[tuple[int, int]]:
+        """Places, (namespace, slot size), whose policies blocks came to or were removed from since
+        the last call.
+        """
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def get(self, namespace: int, slot_bytes: int) -> EvictionPolicy | None:
+        """A namespace's policy of a slot size; None if there is none."""
+        return self._policies.get((namespace, slot_bytes))
 
     def of_namespace(self, namespace: int) -> Iterator[EvictionPolicy]:
         """Policies of a namespace, over all its slot sizes."""
-        for (number, _), policy in self._policies.items():
-            if number == namespace and len(policy):
-                yield policy
+        yield from self._by_namespace.get(namespace, {}).values()
 
     def drop(self, namespace: int) -> None:
         """Forget the policies of a namespace, which has no blocks any more.
@@ -83,12 +92,11 @@ class PolicySet:
         Raises:
             ValueError: if one has members; nothing has changed.
         """
-        places = [place for place in self._policies if place[0] == namespace]
-        members = sum(len(self._policies[place]) for place in places)
+        members = sum(map(len, self.of_namespace(namespace)))
         if members:
             raise ValueError(f"namespace {namespace}: its policies have {members} members")
-        for place in places:
-            del self._policies[place]
+        for slot_bytes in self._by_namespace.pop(namespace, {}):
+            del self._policies[namespace, slot_bytes]
 
     def __len__(self) -> int:
         """Policies, those without members too."""
@@ -113,3 +121,56 @@ class PolicySet:
         policy = self._policies.get((namespace, slot_bytes))
         if policy is not None:
             policy.check()
+
+
+class Coldest:
+    """Policies that compete for the next victim, in a heap by their ``age_rank``.
+
+    A policy's entry counts only while its rank is the policy's current one: whoever changes a
+    policy calls ``note``. So a victim costs the logarithm of the number of policies, which a sort
+    or a scan for each victim does not: with a thousand namespaces that stopped the daemon for
+    seconds.
+    """
+
+    def __init__(self) -> None:
+        self._policies: dict[int, EvictionPolicy] = {}
+        self._ranks: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+        self._skipped: list[int] = []
+
+    def note(self, name: int, policy: EvictionPolicy) -> None:
+        """Add a policy under a name, or take note that it has changed; empty ones are dropped."""
+        if not len(policy):
+            self._policies.pop(name, None)
+            self._ranks.pop(name, None)
+            return
+        rank = policy.age_rank()
+        rank = _WARMEST if rank is None else rank
+        self._policies[name] = policy
+        if self._ranks.get(name) != rank:
+            self._ranks[name] = rank
+            heapq.heappush(self._heap, (rank, name))
+            if len(self._heap) > 2 * len(self._ranks) + _STALE_MAX:
+                self._heap = [(rank, name) for name, rank in self._ranks.items()]
+                heapq.heapify(self._heap)
+
+    def first(self) -> tuple[int, EvictionPolicy] | None:
+        """The policy with the smallest rank, and its name; None if there is none."""
+        heap = self._heap
+        while heap:
+            rank, name = heap[0]
+            if self._ranks.get(name) == rank and len(self._policies[name]):
+                return name, self._policies[name]
+            heapq.heappop(heap)
+        return None
+
+    def skip(self, name: int) -> None:
+        """Pass over a policy, which has no victim, until ``restore``."""
+        del self._ranks[name]
+        self._skipped.append(name)
+
+    def restore(self) -> None:
+        """Let the policies that were passed over compete again."""
+        skipped, self._skipped = self._skipped, []
+        for name in skipped:
+            self.note(name, self._policies[name])

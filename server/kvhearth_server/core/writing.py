@@ -13,7 +13,7 @@ from kvhearth_server.core.actions import Mark, Summed
 from kvhearth_server.core.binding import Binder, CommitItem
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.evictor import Evictor
-from kvhearth_server.core.groups import Group, Handed
+from kvhearth_server.core.groups import Group, Handed, Unfinished
 from kvhearth_server.core.holding import hold_room
 from kvhearth_server.core.membership import put_aside, take_from_aside
 from kvhearth_server.core.namespaces import Namespace, check_epoch
@@ -24,10 +24,13 @@ from kvhearth_server.core.table import State
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a reservation gave, and why less than asked for (or None)."""
+    """What a reservation gave so far, why less than asked for (or None), and whether
+    ``Writing.reserve_more`` has more to grant.
+    """
 
     handed: list[Handed]
     short: Reason | None
+    more: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,27 +51,33 @@ class Writing:
         self._singles = Singles(state)
 
     def reserve(
-        self, session: int, reservation_id: int, epoch: int, wants: list[tuple[int, int]]
+        self,
+        session: int,
+        reservation_id: int,
+        epoch: int,
+        wants: list[tuple[int, int]],
+        evicted_max: int | None = None,
     ) -> Reserved:
         """Hand out empty slots for ``wants``, pairs of (KV group, blocks).
+
+        Args:
+            session: a scheduler's.
+            reservation_id: the client's name for it.
+            epoch: of the weights that the client has.
+            wants: how many blocks of which group.
+            evicted_max: blocks that may be evicted in this call; where more must be, a part is
+                handed out, and ``reserve_more`` goes on.
 
         Raises:
             KVHearthError: ``group_incomplete``, ``group_gone``, ``stale_epoch``, ``bad_group``,
                 ``too_many_keys``, or the bound that left nothing at all.
         """
         state = self._state
-        group = state.group_of(session)
-        namespace = state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
-        require(
-            group.complete,
-            Reason.GROUP_INCOMPLETE,
-            f"{len(group.attached)} of the group's {group.world_size} ranks are attached",
-        )
+        group, namespace = self._reserving(session, epoch)
         require(
             reservation_id not in group.released_early and reservation_id not in group.doubts,
             Reason.NOT_RESERVED,
-            "this reservation was aborted",
+            _ABORTED,
         )
         asked = sum(count for _, count in wants)
         require(
@@ -76,37 +85,89 @@ class Writing:
             Reason.TOO_MANY_KEYS,
             f"{asked} blocks in one call, at most {state.limits.keys_max}",
         )
-        specs = [(kv, state.spec(namespace, kv), count) for kv, count in wants]
-        if again := group.reservations.get(reservation_id):
-            return Reserved(again, None)
-        handed, short = [], None
-        for kv_group, spec, count in specs:
-            slots, limit = self._grant(group, namespace, spec, count)
-            short = short or limit
+        for kv_group, _ in wants:
+            state.spec(namespace, kv_group)
+        if reservation_id not in group.reservations:
+            group.unfinished[reservation_id] = Unfinished(list(wants))
+        return self._go_on(group, namespace, reservation_id, evicted_max)
+
+    def reserve_more(
+        self, session: int, reservation_id: int, epoch: int, evicted_max: int
+    ) -> Reserved:
+        """Go on with a reservation; the answer has what was handed out before, too.
+
+        Raises:
+            KVHearthError: as ``reserve``; ``not_reserved`` if it was aborted meanwhile.
+        """
+        group, namespace = self._reserving(session, epoch)
+        require(reservation_id in group.reservations, Reason.NOT_RESERVED, _ABORTED)
+        return self._go_on(group, namespace, reservation_id, evicted_max)
+
+    def _reserving(self, session: int, epoch: int) -> tuple[Group, Namespace]:
+        """The group of a session that may reserve under an epoch, and its namespace."""
+        group = self._state.group_of(session)
+        namespace = self._state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        require(
+            group.complete,
+            Reason.GROUP_INCOMPLETE,
+            f"{len(group.attached)} of the group's {group.world_size} ranks are attached",
+        )
+        return group, namespace
+
+    def _go_on(
+        self, group: Group, namespace: Namespace, reservation_id: int, evicted_max: int | None
+    ) -> Reserved:
+        """Grant what is left of a reservation, or a portion of it."""
+        state, work = self._state, group.unfinished.get(reservation_id)
+        if work is None:
+            return Reserved(group.reservations[reservation_id], None)
+        handed: list[Handed] = []
+        cut = False
+        while work.left and not cut:
+            kv_group, count = work.left[0]
+            spec = state.spec(namespace, kv_group)
+            slots, limit, cut = self._grant(group, namespace, spec, count, evicted_max)
+            if cut:
+                work.left[0] = kv_group, count - len(slots)
+            else:
+                work.left.pop(0)
+                work.short = work.short or limit
             if len(slots):
                 generations = state.table.generation[slots].copy()
                 handed.append(Handed(kv_group, slots, generations))
-        if not handed and short is not None:
-            raise KVHearthError(short, _SHORT_TEXT[short])
+        if not work.left:
+            del group.unfinished[reservation_id]
         if handed:
             every = np.concatenate([flat(part.slots) for part in handed])
             state.actions.append(Mark(every, State.RESERVED, group.number))
-            group.remember(reservation_id, handed)
-            group.tidy(state.table)
             state.count("reserved_slots", len(every))
-        return Reserved(handed, short)
+        group.remember(reservation_id, handed)
+        group.tidy(state.table)
+        given = group.reservations[reservation_id]
+        if not given and not work.left:
+            group.forget_reservation(reservation_id)
+            if work.short is not None:
+                raise KVHearthError(work.short, _SHORT_TEXT[work.short])
+        return Reserved(given, work.short, more=bool(work.left))
 
     def _grant(
-        self, group: Group, namespace: Namespace, spec: GroupSpec, count: int
-    ) -> tuple[I64, Reason | None]:
-        """Slots of shape (n <= count, shards), booked as reserved, and the bound that made n
-        smaller.
+        self,
+        group: Group,
+        namespace: Namespace,
+        spec: GroupSpec,
+        count: int,
+        evicted_max: int | None,
+    ) -> tuple[I64, Reason | None, bool]:
+        """Slots of shape (n <= count, shards), booked as reserved; the bound that made n smaller;
+        and whether n is smaller because ``evicted_max`` were evicted for it.
         """
-        state = self._state
+        state, evictor = self._state, self._evictor
         segment, size = group.segment, state.slot_bytes(spec)
         block = size * spec.shards
         capacity = state.ledger.segments[segment].capacity
         bound: Reason | None = None
+        cut = False
         stock = (
             int(capacity * state.limits.stock_fraction_max) - group.stock_bytes - group.aside_bytes
         )
@@ -118,12 +179,13 @@ class Writing:
             if count * block > room:
                 count, bound = max(0, room // block), reason
         # Last, because it evicts: not for what the other bounds refuse.
-        room = self._quota_room(namespace, count * block)
+        room = self._quota_room(namespace, count * block, evicted_max)
         if count * block > room:
-            count, bound = max(0, room // block), Reason.QUOTA_EXCEEDED
-        can = self._evictor.make_room(segment, size, count * spec.shards)
+            count, bound, cut = max(0, room // block), Reason.QUOTA_EXCEEDED, evictor.cut_short
+        can = evictor.make_room(segment, size, count * spec.shards, evicted_max)
         if can < count * spec.shards:
             count, bound = can // spec.shards, Reason.NO_SPACE
+            cut |= evictor.cut_short
         slots = state.pools[segment].take(size, count * spec.shards)
         if len(slots):
             state.table.state[slots] = State.RESERVED
@@ -131,7 +193,7 @@ class Writing:
             added = state.ledger.reserved(segment, slots)
             group.stock_bytes += added
             namespace.used_bytes += added
-        return slots.reshape(count, spec.shards), bound
+        return slots.reshape(count, spec.shards), bound, cut
 
     def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
         """Bytes that may yet be reserved of the namespace's quota: at most half of it, but one
@@ -142,16 +204,16 @@ class Writing:
         quota = namespace.quota_bytes
         if quota is None:
             return self._state.ledger.segments[self._state.segment_of[namespace.tenant]].capacity
-        groups = [g for g in self._state.groups if g.namespace == namespace.number]
+        groups = self._state.groups.of_namespace(namespace.number)
         taken = sum(group.stock_bytes + group.aside_bytes for group in groups)
         return max(quota // 2, min(block_bytes, quota)) - taken
 
-    def _quota_room(self, namespace: Namespace, want_bytes: int) -> int:
+    def _quota_room(self, namespace: Namespace, want_bytes: int, evicted_max: int | None) -> int:
         """Bytes that the namespace may still take, after evicting its own coldest blocks."""
         quota = namespace.quota_bytes
         if quota is None:
             return want_bytes
-        self._evictor.shrink(namespace, max(0, quota - want_bytes), "quota")
+        self._evictor.shrink(namespace, max(0, quota - want_bytes), "quota", evicted_max)
         return quota - namespace.used_bytes
 
     def commit(self, session: int, epoch: int, items: list[CommitItem]) -> list[Bools]:
@@ -313,7 +375,7 @@ class Writing:
             self.check_held(group, item, (State.RESERVED, State.QUARANTINED))
         parts = [item.slots for item in items]
         for reservation_id in reservation_ids:
-            handed = group.reservations.pop(reservation_id, None)
+            handed = group.forget_reservation(reservation_id)
             handed = handed or group.doubts.pop(reservation_id)
             if handed is None:
                 group.note_early_release(reservation_id)
@@ -341,6 +403,7 @@ class Writing:
         return len(slots), 0
 
 
+_ABORTED = "this reservation was aborted"
 _SHORT_TEXT = {
     Reason.STOCK_CAP: "the group holds as many reserved slots as it may; commit or abort some",
     Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",

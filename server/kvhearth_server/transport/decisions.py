@@ -4,6 +4,8 @@ through.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from kvhearth_server.core.groups import Group, Handed
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.single import Asked, One
 from kvhearth_server.core.state import require
+from kvhearth_server.core.writing import Reserved
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import get_logger
@@ -40,6 +43,8 @@ from kvhearth_server.transport.plain import plain_error
 
 COUNTERS_PER_HEARTBEAT_MAX = 64
 IDS_PER_CALL_MAX = 4096
+EVICTED_PER_TURN_MAX = 128
+"""Blocks that a reservation evicts before others have their turn: one to two milliseconds."""
 
 Verify = Callable[[list[I64], str], Awaitable[int]]
 _log = get_logger("kvhearth.decisions")
@@ -200,8 +205,8 @@ class Decisions:
 
     def _reserve(
         self, request: cache_pb2.ReserveRequest, caller: Caller
-    ) -> cache_pb2.ReserveResponse:
-        engine, contract = self._engine, caller.contract
+    ) -> cache_pb2.ReserveResponse | Awaitable[cache_pb2.ReserveResponse]:
+        engine = self._engine
         engine.refuse_while_draining()
         _named(request.reservation_id, "reservation_id")
         wants = counts(request.groups, caller.keys_max)
@@ -212,12 +217,44 @@ class Decisions:
             request.reservation_id,
             request.epoch,
             wants,
+            EVICTED_PER_TURN_MAX,
         )
+        if reserved.more:
+            return self._reserve_more(request, caller)
+        return self._reserved(caller, reserved)
+
+    async def _reserve_more(
+        self, request: cache_pb2.ReserveRequest, caller: Caller
+    ) -> cache_pb2.ReserveResponse:
+        """Evict in portions, between which others are served."""
+        engine, number = self._engine, request.reservation_id
+        more = True
+        while more:
+            await asyncio.sleep(0)
+            try:
+                reserved = engine.call(
+                    engine.core.writing.reserve_more,
+                    caller.session,
+                    number,
+                    request.epoch,
+                    EVICTED_PER_TURN_MAX,
+                )
+            except KVHearthError:
+                # The client learns of none of the slots, so it cannot give them back.
+                with contextlib.suppress(KVHearthError):
+                    abort = engine.core.writing.abort
+                    engine.call(abort, caller.session, [], [number], in_doubt=False)
+                raise
+            more = reserved.more
+        return self._reserved(caller, reserved)
+
+    def _reserved(self, caller: Caller, reserved: Reserved) -> cache_pb2.ReserveResponse:
+        engine = self._engine
         hit("reserve.after")
         engine.counters.add("reserves")
         return cache_pb2.ReserveResponse(
             boot_id=engine.boot_id,
-            groups=[self._extents(contract, part) for part in reserved.handed],
+            groups=[self._extents(caller.contract, part) for part in reserved.handed],
             short_reason=str(reserved.short or ""),
         )
 

@@ -1,0 +1,1 @@
+"""``kvhearth bench stalls``: how long the daemon's loop stands still."""

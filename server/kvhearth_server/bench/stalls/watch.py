@@ -1,0 +1,102 @@
+"""The longest call of an event loop, and how late a timer of 1 ms fires on it.
+
+The loop's process writes both into a small shared file; the bench reads it from another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMER_S = 0.001
+_FORM = struct.Struct("<dd96s")
+"""Longest call and greatest lateness, both in seconds; the name of the longest call."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Extremes since they were last taken, in milliseconds, and the name of the longest call."""
+
+    call_cpu_ms: float
+    timer_late_ms: float
+    name: str
+
+
+class WatchFile:
+    """The file that a watched process and the bench share."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``; the file is made if it is not there."""
+        with path.open("a+b") as file:
+            file.truncate(_FORM.size)
+            self._map = mmap.mmap(file.fileno(), _FORM.size)
+
+    def take(self) -> Longest:
+        """Return what was written since the last call, and begin anew."""
+        call_s, late_s, name = _FORM.unpack(self._map[:])
+        self._map[:] = bytes(_FORM.size)
+        shown = name.rstrip(b"\0").decode(errors="replace")
+        return Longest(round(call_s * 1e3, 3), round(late_s * 1e3, 3), shown)
+
+    def note_call(self, seconds: float, name: Callable[[], str]) -> None:
+        """Keep the call if it is the longest."""
+        longest, late, _ = _FORM.unpack(self._map[:])
+        if seconds > longest:
+            self._map[:] = _FORM.pack(seconds, late, name().encode()[:96])
+
+    def note_late(self, seconds: float) -> None:
+        """Keep the timer's lateness if it is the greatest."""
+        longest, late, name = _FORM.unpack(self._map[:])
+        if seconds > late:
+            self._map[:] = _FORM.pack(longest, seconds, name)
+
+
+class LoopWatch:
+    """Times every callback of every event loop of this process, from ``install`` on.
+
+    A callback's time is processor time of the loop's thread: garbage collection and page faults
+    count, other threads and processes do not.
+    """
+
+    def __init__(self, file: WatchFile) -> None:
+        self._file = file
+        self._timers: set[asyncio.AbstractEventLoop] = set()
+
+    def install(self) -> None:
+        """Put the clock around ``Handle._run``, through which asyncio runs every callback."""
+        run = asyncio.Handle._run
+        note, clock = self._file.note_call, time.thread_time
+
+        def timed(handle: asyncio.Handle) -> None:
+            began = clock()
+            run(handle)
+            took = clock() - began
+            note(took, lambda: _name_of(handle))
+            self._begin_timer(handle)
+
+        asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
+
+    def _begin_timer(self, handle: asyncio.Handle) -> None:
+        loop: asyncio.AbstractEventLoop = handle._loop  # type: ignore[attr-defined]
+        if loop not in self._timers:
+            self._timers.add(loop)
+            self._tick(loop, loop.time())
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        now = loop.time()
+        self._file.note_late(now - due)
+        loop.call_at(now + TIMER_S, self._tick, loop, now + TIMER_S)
+
+
+def _name_of(handle: asyncio.Handle) -> str:
+    """A name for people: the task's coroutine, or the callback."""
+    callback = handle._callback  # type: ignore[attr-defined]
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, asyncio.Task):
+        callback = owner.get_coro()
+    return str(getattr(callback, "__qualname__", callback))
