@@ -14,8 +14,8 @@ from kvhearth_server.bench.stalls.sizes import SLAB_BYTES, SLOT_BYTES
 from kvhearth_server.bench.stalls.watch import LoopWatch, WatchFile
 from kvhearth_server.config import load_settings
 from kvhearth_server.core.table import Geometry
-from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.memory.pages import HugepagePolicy
+from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
 
 
