@@ -41,8 +41,8 @@ async def evict(engine: Engine, digest: bytes, keep_bytes: int) -> int:
                 break
             raise
         evicted += gone
-        left -= portion
-        if gone < portion:
+        left -= max(gone, 1)
+        if gone < portion and not engine.core.evictor.cut_short:
             break
         await asyncio.sleep(0)
     return evicted
