@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 import numpy as np
@@ -180,6 +181,30 @@ class EvictionContract:
         policy.touch(np.arange(0, 500, 3))
         assert policy.victim(lambda slot: bool(asked.append(slot))) is None
         assert len(asked) <= 6 * 500
+
+    def test_a_scan_of_used_blocks_can_be_left_and_goes_on(self, policy: EvictionPolicy) -> None:
+        class Enough(Exception):
+            pass
+
+        policy.insert(np.arange(500))
+        for _ in range(3):
+            policy.touch(np.arange(500))
+        passed, victim = 0, None
+
+        def pass_over() -> None:
+            nonlocal passed
+            passed += 1
+            if passed % 50 == 0:
+                raise Enough
+
+        while victim is None:
+            before = passed
+            with contextlib.suppress(Enough):
+                victim = policy.victim(nothing_leased, pass_over)
+            policy.check()
+            assert passed - before <= 50
+        assert 500 - 500 // 10 <= passed <= 4 * 500
+        assert len(policy) == 500
 
     def test_remove_then_insert_again(self, policy: EvictionPolicy, arrays: PolicyArrays) -> None:
         slots = np.arange(2500)

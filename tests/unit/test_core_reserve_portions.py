@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from support.core_kit import Rig, contract, full, keys, refused
 
@@ -129,3 +132,35 @@ def test_an_unfinished_one_is_not_forgotten_for_newer_ones() -> None:
         assert rig.group(session).reservations.keys() & {NUMBER}, number
     found = go_on(rig, session, 100)
     assert len(found.handed[0].slots) == WANTED
+
+
+@pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
+def test_no_call_passes_over_all_used_blocks(eviction: str) -> None:
+    """All blocks of 64 engines had been used since they came: the first reservation from the full
+    arena went through all of them, and stopped the loop for half a second.
+    """
+    blocks = 4096
+    rig = Rig(blocks // 16, eviction=eviction, keys_max=blocks)
+    session = rig.attach()
+    rig.put(session, keys(*range(blocks)))
+    for _ in range(2):
+        rig.lookup(session, keys(*range(blocks)))
+    passed = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        passed[-1] += event == "call" and frame.f_code.co_name == "_pass_used"
+
+    more = True
+    while more:
+        passed.append(0)
+        sys.setprofile(count)
+        try:
+            found = go_on(rig, session, 5) if len(passed) > 1 else begin(rig, session, 5)
+        finally:
+            sys.setprofile(None)
+        more = found.more
+    assert sum(passed) >= blocks // 2
+    assert max(passed) <= blocks // 4
+    assert found.short is None
+    assert len(found.handed[0].slots) == WANTED
+    rig.check()

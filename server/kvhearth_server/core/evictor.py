@@ -6,6 +6,8 @@ are proposed by the policies; of a proposed block's chain the leaf goes first.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvhearth.model import I64
@@ -22,6 +24,9 @@ _BATCH_MAX = 256
 """Victims that are taken from policies and chains before they are removed from the index."""
 _PASSED_MAX = 1024
 """Blocks that wait to be saved and are passed over in one call: a call must stay short."""
+_USED_MAX = 512
+"""Used blocks that are passed over in a call with a bound: each costs as much as half a victim."""
+_LINES_MAX = 4096
 _AHEAD_MIN, _AHEAD_MAX = 8, 64
 """Passed-over blocks without a copy below that are saved at once. More of them would drive each
 other out of a tier that is smaller than memory, before they can be evicted here: it would write
@@ -31,6 +36,13 @@ without end.
 
 class _PassedEnough(Exception):
     """Too many blocks were passed over; a policy that is left in between goes on from there."""
+
+
+class _Line(NamedTuple):
+    """Where the next search for the end of a chain starts, and its generation then."""
+
+    end: int
+    generation: int
 
 
 class Evictor:
@@ -45,7 +57,9 @@ class Evictor:
         self._cold: dict[tuple[int, int], Coldest] = {}
         self._countdown = 0
         self._stuck: dict[tuple[int, int], int] = {}
-        self._line: tuple[int, int, int] = (-1, -1, -1)
+        self._lines: dict[int, _Line] = {}
+        self._cuts = 0
+        self._used_left: int | None = None
         self._offers = state.offers
         self._unsaved: list[int] = []
         self._passed = 0
@@ -61,11 +75,11 @@ class Evictor:
         are evicted (more only to empty a slab); returns how many can be taken.
         """
         self._passed = self._under_way = 0
-        self.cut_short = False
+        self._bound(blocks_max)
         self._evicted = 0
         pool = self._state.pools[segment]
         while (have := pool.can_take(slot_bytes)) < count:
-            if blocks_max is not None and self._evicted >= blocks_max:
+            if self.cut_short or (blocks_max is not None and self._evicted >= blocks_max):
                 self.cut_short = True
                 break
             most = _BATCH_MAX if blocks_max is None else blocks_max - self._evicted
@@ -76,7 +90,7 @@ class Evictor:
                 continue
             if self._evict_of_size(segment, slot_bytes, count - have, min(most, _BATCH_MAX)):
                 continue
-            if not self._steal_slab(segment, slot_bytes):
+            if not self.cut_short and not self._steal_slab(segment, slot_bytes):
                 break
         self._offer_unsaved(count)
         return min(count, have)
@@ -88,7 +102,7 @@ class Evictor:
         evicted; returns how many were. If it was asked for, blocks without a copy below go too.
         """
         evicted = self._passed = self._under_way = 0
-        self.cut_short = False
+        self._bound(blocks_max)
         self._at_any_cost = cause == "asked"
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
@@ -111,6 +125,19 @@ class Evictor:
         self._at_any_cost = False
         self._offer_unsaved(_AHEAD_MAX)
         return evicted
+
+    def _bound(self, blocks_max: int | None) -> None:
+        """Begin a call that may stop early."""
+        self.cut_short = False
+        self._used_left = None if blocks_max is None else _USED_MAX
+
+    def _pass_used(self) -> None:
+        """Count a used block that a policy passed over; that many can cost as much as victims."""
+        if self._used_left is not None:
+            self._used_left -= 1
+            if self._used_left < 0:
+                self.cut_short = True
+                raise _PassedEnough
 
     def evictable(self, head: int) -> bool:
         """Nobody leases or pins the block, and it is not to be saved first."""
@@ -189,26 +216,42 @@ class Evictor:
 
     def _victim(self, policy: EvictionPolicy) -> int | None:
         """The policy's next victim, or rather the end of its chain; let go by policy and chains."""
-        proposed = policy.victim(self.evictable)
+        proposed = policy.victim(self.evictable, self._pass_used)
         if proposed is None:
             return None
-        chains = self._state.chains
-        start, end, cuts = self._line
-        known = (start, cuts) == (proposed, chains.cuts) and end >= 0
-        if not known or not self.evictable(end) or not chains.is_leaf(end):
-            # Walking down a long chain for each of its blocks would cost its length squared, so the
-            # last victim's parent is where the next search starts, while the same root is proposed
-            # and no block was taken out since but by us (its slot may hold another block by now).
-            end = chains.leaf(proposed)
-        victim = end
+        end = self._end_of(proposed)
+        chains, victim = self._state.chains, end
         while victim != proposed and not self.evictable(victim):
             # A held tail (a window's lease, a pin) stays; what is in front of it goes from there.
             victim = chains.parent_of(victim)
         parent = chains.parent_of(victim) if victim != proposed else -1
         chains.unlink(victim)
-        self._line = (proposed, parent, chains.cuts)
+        self._cuts = chains.cuts
+        if parent >= 0:
+            self._lines[proposed] = _Line(parent, self._state.table.generation.item(parent))
+        else:
+            self._lines.pop(proposed, None)
         policy.evict(victim)
         return victim
+
+    def _end_of(self, proposed: int) -> int:
+        """The end of the chain of a proposed block.
+
+        Walking down a long chain for each of its blocks would cost its length squared, so the last
+        victim's parent is where the next search starts: for each root, since namespaces take turns.
+        It counts while it is the same block, and no block was taken out since but by us.
+        """
+        state = self._state
+        if state.chains.cuts != self._cuts or len(self._lines) > _LINES_MAX:
+            self._lines.clear()
+        line = self._lines.get(proposed)
+        if line is not None:
+            same = state.table.generation.item(line.end) == line.generation
+            # Its slot may have been given to nobody yet, its generation not have moved on.
+            same = same and state.policies.tracks(line.end)
+            if same and self.evictable(line.end) and state.chains.is_leaf(line.end):
+                return line.end
+        return state.chains.leaf(proposed)
 
     def _prefer_slab(self, segment: int, slot_bytes: int) -> bool:
         """Now and then: does another size hold a slab that is colder than our own next victim?"""
@@ -228,7 +271,7 @@ class Evictor:
         try:
             while (found := cold.first()) is not None:
                 name, policy = found
-                victim = policy.victim(self.evictable)
+                victim = policy.victim(self.evictable, self._pass_used)
                 cold.note(name, policy)
                 if victim is not None:
                     return self._state.table.used_at.item(victim)

@@ -71,6 +71,10 @@ class PolicySet:
             chosen = heads[places == place]
             self._policy_for(int(place) >> 32, int(place) & 0xFFFFFFFF).remove(chosen)
 
+    def tracks(self, head: int) -> bool:
+        """Whether a head is in any policy."""
+        return self._arrays.places[head] > 0
+
     def take_changed(self) -> Collection[tuple[int, int]]:
         """Places, (namespace, slot size), whose policies blocks came to or were removed from since
         the last call.

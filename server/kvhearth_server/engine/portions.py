@@ -124,8 +124,8 @@ async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:
                 break
             raise
         evicted += gone
-        left -= portion
-        if gone < portion or not left:
+        left -= max(gone, 1)
+        if left <= 0 or (gone < portion and not engine.core.evictor.cut_short):
             break  # at once: what is left now was held, and who looks now sees by whom
         await asyncio.sleep(0)
     return evicted

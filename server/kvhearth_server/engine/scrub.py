@@ -24,6 +24,8 @@ DRAM, SSD = "dram", "ssd"
 
 _PORTION_BYTES = 4 << 20
 """Read at once: a fraction of a millisecond of the thread that others' checksums wait for."""
+_PORTION_BLOCKS = 1024
+"""However small they are: naming them costs the loop a microsecond each."""
 
 _SEGMENT_PART = 64
 """What is read from SSD needs slots: at most this part of a segment is taken for it."""
@@ -122,7 +124,8 @@ class Scrub:
         heads = rows.start + np.flatnonzero(self._begin_blocks(rows))
         if len(heads):
             slots = len(table.shards_of(int(heads[0])))
-            step = max(1, _PORTION_BYTES // (slots * int(table.slab_slot_bytes[slab])))
+            fit = _PORTION_BYTES // (slots * int(table.slab_slot_bytes[slab]))
+            step = min(max(1, fit), _PORTION_BLOCKS)
             for start in range(0, len(heads), step):
                 yield heads[start : start + step]
 

@@ -43,8 +43,8 @@ from kvhearth_server.transport.plain import plain_error
 
 COUNTERS_PER_HEARTBEAT_MAX = 64
 IDS_PER_CALL_MAX = 4096
-EVICTED_PER_TURN_MAX = 128
-"""Blocks that a reservation evicts before others have their turn: one to two milliseconds."""
+EVICTED_PER_TURN_MAX = 64
+"""Blocks that a reservation evicts before others have their turn: about a millisecond."""
 
 Verify = Callable[[list[I64], str], Awaitable[int]]
 _log = get_logger("kvhearth.decisions")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import CoroutineType
 
 TIMER_S = 0.001
 _FORM = struct.Struct("<dd96s")
@@ -94,9 +95,11 @@ class LoopWatch:
 
 
 def _name_of(handle: asyncio.Handle) -> str:
-    """A name for people: the task's coroutine, or the callback."""
+    """A name for people: the callback, or the task's coroutine that waits for no other one."""
     callback = handle._callback  # type: ignore[attr-defined]
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):
         callback = owner.get_coro()
+        while isinstance(inner := getattr(callback, "cr_await", None), CoroutineType):
+            callback = inner
     return str(getattr(callback, "__qualname__", callback))

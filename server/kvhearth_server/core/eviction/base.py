@@ -8,6 +8,10 @@ from typing import Protocol
 from kvhearth_server.core.eviction.arrays import I64, U32
 
 
+def nothing_passed() -> None:
+    """Lets a policy pass over as many used blocks as there are."""
+
+
 class EvictionPolicy(Protocol):
     """Orders the heads of blocks of one namespace and one size class, by slot number.
 
@@ -60,8 +64,13 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def victim(self, evictable: Callable[[int], bool]) -> int | None:
+    def victim(
+        self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
+    ) -> int | None:
         """The member to evict next, still a member; None if none of them is evictable.
+
+        ``passed`` is called for each used block that was passed over. What it or ``evictable``
+        raises leaves the policy in order, and the next call goes on from there.
 
         ``evictable`` must be pure during the call. Without other calls between, and while
         ``evictable`` answers the same, a second call returns the same slot.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvhearth_server.core.eviction.arrays import FREQ_MAX, I64, U32, PolicyArrays
+from kvhearth_server.core.eviction.base import nothing_passed
 from kvhearth_server.core.eviction.ghost import Ghost
 from kvhearth_server.core.eviction.ring import FifoRing, remove_slots
 
@@ -76,13 +77,15 @@ class S3FifoPolicy:
         if not self._small.remove_one(slot) and not self._main.remove_one(slot):
             raise ValueError(f"slot {slot} is not a member")
 
-    def victim(self, evictable: Callable[[int], bool]) -> int | None:
+    def victim(
+        self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
+    ) -> int | None:
         """See ``EvictionPolicy.victim``."""
-        for scan in (self._scan_small, self._scan_main, self._any_of_small):
-            slot = scan(evictable)
+        for scan in (self._scan_small, self._scan_main):
+            slot = scan(evictable, passed)
             if slot is not None:
                 return slot
-        return None
+        return self._any_of_small(evictable)
 
     def age_rank(self) -> int | None:
         """See ``EvictionPolicy.age_rank`` of the queue whose turn it is."""
@@ -108,7 +111,7 @@ class S3FifoPolicy:
         small = self._small.live
         return small > 0 and small * SMALL_ONE_IN >= small + self._main.live
 
-    def _scan_small(self, evictable: Callable[[int], bool]) -> int | None:
+    def _scan_small(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
         """While it is the small queue's turn: promote what was used, propose the first that was
         not.
 
@@ -122,6 +125,7 @@ class S3FifoPolicy:
             if freq.item(slot) >= PROMOTE_FREQ:
                 freq[slot] = 0
                 self._small.move_oldest(self._main)
+                used()
             elif evictable(slot):
                 return slot
             else:
@@ -129,7 +133,7 @@ class S3FifoPolicy:
                 passed += 1
         return None
 
-    def _scan_main(self, evictable: Callable[[int], bool]) -> int | None:
+    def _scan_main(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
         """Give used blocks another round for one use each, propose the first without uses."""
         freq, passed = self._arrays.freq, 0
         while passed < self._main.live:
@@ -138,12 +142,14 @@ class S3FifoPolicy:
             uses = int(freq.item(slot))
             if uses:
                 freq[slot] = uses - 1
+                self._main.move_oldest(self._main)
                 passed = 0
+                used()
             elif evictable(slot):
                 return slot
             else:
+                self._main.move_oldest(self._main)
                 passed += 1
-            self._main.move_oldest(self._main)
         return None
 
     def _any_of_small(self, evictable: Callable[[int], bool]) -> int | None:

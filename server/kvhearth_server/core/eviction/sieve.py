@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvhearth_server.core.eviction.arrays import FREQ_MAX, I64, U32, PolicyArrays
+from kvhearth_server.core.eviction.base import nothing_passed
 from kvhearth_server.core.eviction.ring import FifoRing, remove_slots
 
 
@@ -53,7 +54,9 @@ class SievePolicy:
         if not self._ring.remove_one(slot):
             raise ValueError(f"slot {slot} is not a member")
 
-    def victim(self, evictable: Callable[[int], bool]) -> int | None:
+    def victim(
+        self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
+    ) -> int | None:
         """See ``EvictionPolicy.victim``."""
         freq = self._arrays.freq
         # Two rounds suffice: the first clears every mark it meets.
@@ -62,9 +65,12 @@ class SievePolicy:
             assert slot is not None
             if freq.item(slot):
                 freq[slot] = 0
+                self._ring.step_hand()
+                passed()
             elif evictable(slot):
                 return slot
-            self._ring.step_hand()
+            else:
+                self._ring.step_hand()
         return None
 
     def age_rank(self) -> int | None:
