@@ -129,6 +129,7 @@ class _SchedulerSide(_Base):
                 report if isinstance(report, WorkerReport) else None,
                 set(connector_output.finished_recving or ()),
                 set(connector_output.failed_recving or ()),
+                connector_output.invalid_block_ids or (),
             )
 
     @guarded(lambda: (False, None))

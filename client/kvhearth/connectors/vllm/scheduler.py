@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from kvhearth.client import connect
@@ -171,6 +172,9 @@ class SchedulerHalf:
 
     def lose(self, request_id: str) -> None:
         """A load of this request was promised and cannot be begun."""
+        state = self._requests.find(request_id)
+        if state is not None:
+            state.loading = True
         self._loads.lose(request_id)
 
     def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
@@ -178,10 +182,12 @@ class SchedulerHalf:
         state = self._requests.finished(request.request_id)
         if state is None or state.loading:
             return None
-        tokens = min(int(request.num_computed_tokens), int(request.num_tokens))
+        tokens = min(
+            int(request.num_computed_tokens), state.dispatched_tokens, int(request.num_tokens)
+        )
         if self._produces:
             state.progress.hashes = request.block_hashes
-            self._stores.plan(state.progress, block_ids, tokens)
+            self._stores.plan(state.progress, lambda: block_ids, tokens)
             self.tally.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
         return {HANDOVER: min(tokens, state.progress.tokens_max)} if self._hands_over else None
 
@@ -205,29 +211,44 @@ class SchedulerHalf:
     def _plan_stores(self, output: Any) -> None:
         tables = output.kv_connector_block_state
         states = tables.boundary_state_offloads if tables is not None else {}
-        first_tokens = self._groups.specs[0].block_tokens
-        single = self._groups.count == 1
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.for_stores(request_id)
             if state is None or state.loading or tables is None:
                 continue
-            request = state.request
-            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if single and tokens // first_tokens <= state.progress.next_block[0]:
-                continue
-            state.progress.hashes = request.block_hashes
+            request, progress = state.request, state.progress
+            state.dispatched_tokens = request.num_computed_tokens + scheduled
+            tokens = min(state.dispatched_tokens, request.num_tokens)
             offered = states.get(request_id, ())
-            self._stores.plan(state.progress, tables.get_block_ids(request_id), tokens, offered)
+            if min(tokens, progress.tokens_max) < progress.due_tokens and not offered:
+                continue
+            progress.hashes = request.block_hashes
+            find_block_ids = partial(tables.get_block_ids, request_id)
+            self._stores.plan(progress, find_block_ids, tokens, offered)
 
-    def step_done(self, report: WorkerReport | None, loaded: set[str], failed: set[str]) -> None:
-        """What the workers did."""
+    def step_done(
+        self,
+        report: WorkerReport | None,
+        loaded: set[str],
+        failed: set[str],
+        invalid: Collection[int] = (),
+    ) -> None:
+        """What the workers did.
+
+        Args:
+            report: of our copies.
+            loaded, failed: requests whose loads ended, and those of them that failed, of every
+                connector.
+            invalid: vLLM's blocks that another connector failed to load.
+        """
+        if invalid:
+            self._stores.void()
         if report is not None:
             for request_id, outcomes in report.loads.items():
                 self._loads.reported(request_id, outcomes)
         for request_id in loaded:
             self._loads.finish(request_id, failed=request_id in failed)
             state = self._requests.find(request_id)
-            if state is not None:
+            if state is not None and state.loading:
                 state.loading = False
                 state.given_up |= request_id in failed
         if report is not None:
