@@ -437,3 +437,22 @@ def test_block_tables_are_not_asked_for_without_a_daemon() -> None:
     with fake_engine("kvhearth+unix:///nowhere/kvhearth", ready=False) as engine:
         engine.run("a", "no tables", 96)
         assert engine.tables_asked == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_nobody_steps_holds_no_block_at_its_end(daemon: Daemon, ranks: int) -> None:
+    """After the last request of an engine in the caller's process comes no further step."""
+    with fake_engine(daemon.url(), engine_id=f"unstepped {ranks}", ranks=ranks) as engine:
+        engine.half.serve_unstepped(engine.workers[0] if ranks == 1 else None)
+        others = [engine.add(name, f"unstepped {name}", 160) for name in "ab"]
+        for request in others:
+            engine.admit(request)
+            engine.compute(request)
+        engine.step({"a": 160, "b": 100})
+        for request, tokens in zip(others, (160, 100), strict=True):
+            request.num_computed_tokens = tokens
+            engine.finish(request)
+        assert engine.pool.held == 0
+        assert engine.half._stores.drain(20)
+        assert engine.run("c", "unstepped a", 160) == 160
+        assert engine.run("d", "unstepped b", 160) == 96

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakValueDictionary
 
+import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,6 +29,10 @@ from kvhearth.meters import LOGGER
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(WorkerReport)
 KVConnectorHandshakeMetadata.register(Handshake)
+
+
+_workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
+"""Of this process, by engine."""
 
 
 class _Base(KVConnectorBase_V1, SupportsHMA):
@@ -62,6 +68,9 @@ class _SchedulerSide(_Base):
             self._scheduler = engage(
                 self._settings, config, hash_tokens, list(metadata.values()), self._block_pool
             )
+            if self._scheduler is not None and not _is_stepped():
+                engine_id = str(config.kv_transfer_config.engine_id)
+                self._scheduler.serve_unstepped(_workers.get(engine_id))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's block pool, in which stores hold blocks."""
@@ -247,6 +256,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
             self._worker = WorkerHalf(
                 self._settings, vllm_config, kv_cache_config, rank=_own_rank()
             )
+            _workers[str(transfer.engine_id)] = self._worker
         elif transfer.kv_load_failure_policy != "recompute":
             LOGGER.error(
                 "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
@@ -293,6 +303,11 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
     ) -> HearthProm:
         """The connector's part of the engine's ``/metrics``."""
         return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _is_stepped() -> bool:
+    """Whether a loop of vLLM's steps this engine while it has no request, so that stores end."""
+    return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def _log_with_vllm() -> None:

@@ -27,6 +27,7 @@ from kvhearth.connectors.vllm.policy import Bounds, LoadPolicy
 from kvhearth.connectors.vllm.settings import Settings
 from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.connectors.vllm.stores import Stores
+from kvhearth.connectors.vllm.worker import WorkerHalf
 from kvhearth.contract import Contract
 from kvhearth.meters import LOGGER
 
@@ -149,6 +150,18 @@ class SchedulerHalf:
         budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
         stock_tokens = settings.stock_tokens or 2 * budget
         self._stores = Stores(context, self._holds, stock_tokens)
+        self._unstepped = False
+        self._worker: WorkerHalf | None = None
+
+    def serve_unstepped(self, worker: WorkerHalf | None) -> None:
+        """Let no block be held after the last request: this engine runs in the caller's own
+        process, which steps it only while there are requests.
+
+        Args:
+            worker: the only rank, through which stores end when the last request does. None if
+                ranks are in other processes: they end their stores within each step.
+        """
+        self._unstepped, self._worker = True, worker
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -179,6 +192,28 @@ class SchedulerHalf:
 
     def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         """The request ended; its blocks are about to be freed. Answers what the client is told."""
+        told = self._finished(request, block_ids)
+        if self._worker is not None and not self._requests.count:
+            self._finish_stores(self._worker)
+        return told
+
+    @property
+    def _steps_finish(self) -> bool:
+        return self._unstepped and self._worker is None
+
+    def _finish_stores(self, worker: WorkerHalf) -> None:
+        """A reset of vLLM's prefix cache, and sleep, need all blocks."""
+        meta = StepMeta(self._step, stores=self._stores.take_due())
+        ended, report = worker.finish_stores(meta)
+        self.step_done(report, set(), set())
+        if ended:
+            # Of what is still open the copies have ended, too; a step's output that vLLM has not
+            # processed yet reports them.
+            self._holds.release_all()
+        else:
+            LOGGER.warning("stores did not end in time: some of the engine's blocks stay held")
+
+    def _finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         state = self._requests.finished(request.request_id)
         if state is None or state.loading:
             return None
@@ -187,7 +222,8 @@ class SchedulerHalf:
         )
         if self._produces:
             state.progress.hashes = request.block_hashes
-            self._stores.plan(state.progress, lambda: block_ids, tokens)
+            if not self._steps_finish or self._requests.count:
+                self._stores.plan(state.progress, lambda: block_ids, tokens)
             self.tally.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
         return {HANDOVER: min(tokens, state.progress.tokens_max)} if self._hands_over else None
 
@@ -202,7 +238,7 @@ class SchedulerHalf:
         meta.loads, meta.lost = self._loads.take_due()
         if self._produces:
             self._plan_stores(output)
-        meta.stores = self._stores.take_due()
+        meta.stores, meta.finish = self._stores.take_due(), self._steps_finish
         if meta.tokens >= STEP_TOKENS_MIN:
             self._steps.append((self._step, meta.tokens, time.monotonic()))
         return meta
