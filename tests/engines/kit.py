@@ -128,14 +128,18 @@ def wait_settled(daemon: Daemon) -> None:
     )
 
 
-def cold(engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS) -> Answer:
-    """Run a prompt that no cache has and wait until its blocks are servable."""
+def cold(
+    engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS, blocks: int = 0
+) -> Answer:
+    """Run a prompt that no cache has and wait until its blocks are servable: ``blocks`` of them,
+    or all of 128 tokens.
+    """
     # An engine that has just attached has no slots in hand yet, and never waits for them.
     until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
     before = servable(daemon)
     found = engine.one(text, tokens=tokens)
     assert found["cached"] == 0, "the prompt was to be new"
-    wait_stored(daemon, before + len(text) // BLOCK_TOKENS)
+    wait_stored(daemon, before + (blocks or len(text) // BLOCK_TOKENS))
     return found
 
 

@@ -119,3 +119,20 @@ def test_a_load_within_the_step(world: World) -> None:
     world.step({"a": TOKENS})
     world.step({})
     assert stored(world) == BLOCKS
+
+
+def test_a_failure_of_the_sibling_costs_no_hit_of_ours(world: World) -> None:
+    world.sibling_has.clear()
+    world.add("b", world.text, TOKENS, 1)
+    assert world.admit("b", TOKENS, fails=False, sync=False)
+    world.step({})
+    world.engine.settle()
+    world.reset()
+    world.sibling_has[world.text] = TOKENS
+    began(world)
+    assert world.live["a"].status == "sibling"
+    world.sibling_done("a", "request")
+    world.sibling_has.clear()
+    assert world.admit("a", TOKENS, fails=False, sync=False)
+    assert world.live["a"].status == "ours"
+    assert stored(world) == BLOCKS
