@@ -20,10 +20,11 @@ from engines.kit import (
     wait_attached,
     wait_settled,
     wait_stored,
+    whole_blocks,
 )
 from support.daemon import Daemon, until
 
-LENGTHS = (1000, 640, 1500)
+LENGTHS = (1000, 700, 1500)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -44,7 +45,9 @@ def test_reset_and_sleep_after_the_last_request(
         go.write(b"!")
         told = json.loads(answers.readline() or "{}")
         all_same(told["second"], expected, "after sleep")
-        assert [each["cached"] for each in told["second"]] == [896, 512, 1408]
+        assert [each["cached"] for each in told["second"]] == [
+            whole_blocks(each) for each in LENGTHS
+        ]
         assert told["reset_again"] is True
     wait_settled(daemon)
 

@@ -23,6 +23,7 @@ from support.daemon import Daemon, until
 LENGTH = 1000
 BLOCKS = LENGTH // 128
 SERVED = whole_blocks(LENGTH)
+GENERATED = 120
 HITS = "vllm:external_prefix_cache_hits"
 NOT_OURS = {"max_offload_tokens": 1}
 """``kv_transfer_params`` of a request of which KVHearth stores nothing."""
@@ -141,13 +142,13 @@ def test_finished(pair: Pair, daemon: Daemon, reference: Reference) -> None:
 
 def test_preempted(pair: Pair, daemon: Daemon, reference: Reference) -> None:
     texts = [prompt(f"sibling, preempted {number}", 500 + 37 * number) for number in range(8)]
-    expected = reference.answers(texts, 200)
+    expected = reference.answers(texts, GENERATED)
     pair.sibling_learns(*texts)
     before = pair.engine.metric("vllm:num_preemptions")
-    all_same(pair.engine.generate(*texts, tokens=200), expected, "with the sibling's loads")
+    all_same(pair.engine.generate(*texts, tokens=GENERATED), expected, "with the sibling's loads")
     assert pair.engine.metric("vllm:num_preemptions") > before, "the engine was to be too small"
     wait_settled(daemon)
     pair.forget()
-    found = pair.engine.generate(*texts, tokens=200)
+    found = pair.engine.generate(*texts, tokens=GENERATED)
     all_same(found, expected, "from what was stored")
     assert all(each["cached"] for each in found), [each["cached"] for each in found]
