@@ -34,7 +34,10 @@ def test_reset_and_sleep_after_the_last_request(
     texts = [prompt(f"in-process {ranks} {length}", length) for length in LENGTHS]
     expected = reference.answers(texts)
     before = servable(daemon)
-    options = arguments(tensor_parallel_size=ranks, kv_transfer_config=connector(daemon))
+    # Sleep resets connectors, too, and this engine is alone in its namespace.
+    options = arguments(
+        tensor_parallel_size=ranks, kv_transfer_config=connector(daemon, on_reset="keep")
+    )
     with led(daemon, logs, options, texts) as (answers, go):
         go.write(b"!")
         told = json.loads(answers.readline() or "{}")
