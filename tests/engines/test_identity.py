@@ -200,8 +200,8 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_ma
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how it runs; the tokens of its prompt of ``length`` that the cache serves at least,
-    and the blocks of it that are stored (0: one for each 128 tokens).
+    """A model and how it runs; the tokens of its prompt that the cache serves at least, and the
+    blocks of it that are stored (0: one for each 128 tokens).
     """
 
     name: str
@@ -219,7 +219,7 @@ KINDS = {
     "speculative": Kind("tiny", {"speculative_config": SPECULATIVE}),
     # The CPU build runs Mamba-2 only without prefix caching and then keeps no state to store.
     "mamba": Kind("mamba", {"enable_prefix_caching": False}, served_min=0),
-    # Its CPU kernels want bfloat16. Blocks have 256 tokens, but vLLM's scheduler cuts the prefill at
+    # Its CPU kernels want bfloat16. Blocks have 256 tokens, but vLLM's scheduler cuts prefills at
     # the last multiple of 128: it keeps a state only where that is a multiple of 256, too.
     "gated-delta": Kind(
         "gated-delta", {"dtype": "bfloat16"}, served_min=1280, blocks=8, length=1400
