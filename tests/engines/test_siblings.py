@@ -37,7 +37,7 @@ class Pair:
         self._control = control
 
     def say(self, word: str) -> None:
-        """Tell the sibling what to do; see ``engines.sibling``."""
+        """Tell the sibling what to do; see ``engines.loading_sibling``."""
         fresh = self._control.with_suffix(".new")
         fresh.write_text(word)
         fresh.rename(self._control)
@@ -61,7 +61,7 @@ def pair(logs: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -
     control.write_text("go")
     sibling = {
         "kv_connector": "Sibling",
-        "kv_connector_module_path": "engines.sibling",
+        "kv_connector_module_path": "engines.loading_sibling",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"control": str(control)},
     }
