@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -128,14 +129,30 @@ def wait_settled(daemon: Daemon) -> None:
     )
 
 
-def cold(engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS) -> Answer:
-    """Run a prompt that no cache has and wait until its blocks are servable."""
-    # An engine that has just attached has no slots in hand yet, and never waits for them.
-    until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
+def wait_slots(daemon: Daemon) -> None:
+    """Wait until engines have the slots in hand that they want, of all their groups: one that has
+    just attached has none, and never waits for them.
+    """
+    seen: deque[int] = deque(maxlen=20)
+
+    def steady() -> bool:
+        seen.append(reserved_bytes(daemon))
+        return len(seen) == seen.maxlen and 0 < seen[0] == seen[-1]
+
+    until(steady, "the engine has slots in hand", SETTLE_S)
+
+
+def cold(
+    engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS, blocks: int = 0
+) -> Answer:
+    """Run a prompt that no cache has and wait until its blocks are servable: ``blocks`` of them,
+    or all of 128 tokens.
+    """
+    wait_slots(daemon)
     before = servable(daemon)
     found = engine.one(text, tokens=tokens)
     assert found["cached"] == 0, "the prompt was to be new"
-    wait_stored(daemon, before + len(text) // BLOCK_TOKENS)
+    wait_stored(daemon, before + (blocks or len(text) // BLOCK_TOKENS))
     return found
 
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines.harness import MIB, Engine, arguments, connector, running_engine
-from engines.kit import Reference, all_same, prompt, wait_attached, wait_settled, wait_stored
+from engines.kit import (
+    TOKENS,
+    Reference,
+    all_same,
+    cold,
+    prompt,
+    same,
+    wait_attached,
+    wait_settled,
+    wait_stored,
+    whole_blocks,
+)
 from support.daemon import Daemon, running_daemon, until
 
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "8"))
 REQUESTS = 30
 """Of one round; 34 rounds make the thousand of the requirement."""
+LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
 
 
@@ -120,3 +134,59 @@ def test_engines_killed_in_their_midst(
         wait_attached(daemon)
         all_same(last.generate(*texts, tokens=12), expected, "from what they left")
     daemon.wait_quiet(60.0)
+
+
+def hurt(daemon: Daemon, how: str) -> None:
+    """Kill and restart the daemon, or stop it for a moment."""
+    if how == "killed":
+        daemon.restart()
+        return
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)  # shorter than its heartbeat's deadline, longer than a load
+    daemon.process.send_signal(signal.SIGCONT)
+
+
+def test_tensor_parallel_in_chaos(own_daemon: Daemon, reference: Reference, logs: Path) -> None:
+    """Two ranks load while the daemon is killed or stands still, and requests are aborted."""
+    daemon = own_daemon
+    texts = [prompt(f"two ranks {number}", 1000) for number in range(4)]
+    expected = reference.answers(texts)
+    options = arguments(tensor_parallel_size=2, kv_transfer_config=connector(daemon))
+    with running_engine(logs, **options) as pair:
+        wait_attached(daemon)
+        for text, answer in zip(texts, expected, strict=True):
+            same(cold(pair, daemon, text), answer, "cold")
+        for how in ("killed", "stopped", "killed"):
+            loaded = pair.metric(LOADED)
+            all_same(hurt_while_loading(pair, daemon, texts, how), expected, how)
+            assert pair.metric(LOADED) > loaded, "no rank has loaded anything"
+        wait_attached(daemon)
+        wait_settled(daemon)
+        pair.reset()
+        found = pair.generate(*texts, tokens=TOKENS)
+        all_same(found, expected, "after")
+        assert all(each["cached"] == whole_blocks(1000) for each in found)
+        pair.reset()
+
+
+def hurt_while_loading(
+    pair: Engine, daemon: Daemon, texts: list[list[int]], how: str
+) -> list[dict[str, Any]]:
+    """Run prompts one after the other, each also once aborted, and hurt the daemon when a load has
+    ended; what the ones got that were not aborted.
+    """
+    wait_attached(daemon)
+    wait_settled(daemon)
+    pair.reset()
+    loaded = pair.metric(LOADED)
+    requests = [
+        {"prompt": text, "tokens": TOKENS, "delay_s": 0.15 * number}
+        for number, text in enumerate(texts)
+    ]
+    aborted = [{**each, "abort_after_s": 0.02} for each in requests]
+    running = pair.begin("generate", requests=[*requests, *aborted])
+    until(lambda: pair.metric(LOADED) > loaded, "a load before the daemon is hurt")
+    hurt(daemon, how)
+    found: list[dict[str, Any]] = running.result(120.0)
+    return found[: len(texts)]

@@ -103,6 +103,7 @@ class FakeOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     states: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    tables_asked: int = 0
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -112,7 +113,13 @@ class FakeOutput:
     @property
     def kv_connector_block_state(self) -> Any:
         """vLLM's view of the block tables."""
-        return SimpleNamespace(get_block_ids=self.tables.get, boundary_state_offloads=self.states)
+        return SimpleNamespace(
+            get_block_ids=self._get_block_ids, boundary_state_offloads=self.states
+        )
+
+    def _get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        self.tables_asked += 1
+        return tuple(list(table) for table in self.tables[request_id])
 
 
 def config_of(role: str, engine_id: str, **over: Any) -> Any:
@@ -198,6 +205,7 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}
         self.loading: set[str] = set()
         self.counts: dict[str, float] = {}
+        self.tables_asked = 0
         self._loaded_by: dict[str, int] = {}
         self._failed: set[str] = set()
 
@@ -287,7 +295,9 @@ class FakeEngine:
     ) -> StepMeta:
         """One step of scheduler and workers."""
         tables = {name: self.requests[name].tables for name in scheduled}
-        meta = self.half.plan_step(FakeOutput(scheduled, tables, states or {}))
+        output = FakeOutput(scheduled, tables, states or {})
+        meta = self.half.plan_step(output)
+        self.tables_asked += output.tables_asked
         report: WorkerReport | None = None
         loaded: set[str] = set()
         for worker in self.workers:

@@ -100,6 +100,11 @@ class Requests:
                 self._drop(state)
         return state
 
+    @property
+    def count(self) -> int:
+        """Number of live requests."""
+        return len(self._states)
+
     def find(self, request_id: str) -> RequestState | None:
         """A live request."""
         return self._states.get(request_id)
@@ -294,6 +299,8 @@ class Requests:
             if external_tokens:
                 raise ValueError(f"{external_tokens} tokens of a request that was never seen")
             return
+        # A load of another connector has written nothing yet, whatever vLLM counts as computed.
+        state.dispatched_tokens = 0
         if state.loading:
             return  # vLLM's second call, for the blocks after the loaded ones
         if not state.admitted:

@@ -40,12 +40,13 @@ class StorePart:
 
 @dataclass(eq=False)
 class OpenStore:
-    """A store that ranks work on."""
+    """A store that ranks work on; a void one is not committed."""
 
     parts: dict[int, StorePart]
     epoch: int
     ranks_left: int
     begun_at: float
+    void: bool = False
 
 
 class Committer:

@@ -6,7 +6,9 @@ import inspect
 import logging
 import traceback
 from typing import Any
+from weakref import WeakValueDictionary
 
+import vllm.envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,6 +37,10 @@ HANDSHAKE_STEPS_MAX = 64
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(WorkerReport)
 KVConnectorHandshakeMetadata.register(Handshake)
+
+
+_workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
+"""Of this process, by engine."""
 
 
 class _Base(KVConnectorBase_V1, SupportsHMA):
@@ -76,11 +82,15 @@ class _SchedulerSide(_Base):
             self._handshake_steps = HANDSHAKE_STEPS_MAX
 
     def _engage(self, handshakes: list[Handshake]) -> None:
+        if self._scheduler is not None:
+            return
         self._handshake_steps = 0
-        hash_tokens = hash_tokens_of(self._vllm_config, self._kv_cache_config)
-        self._scheduler = engage(
-            self._settings, self._vllm_config, hash_tokens, handshakes, self._block_pool
-        )
+        config = self._vllm_config
+        hash_tokens = hash_tokens_of(config, self._kv_cache_config)
+        self._scheduler = engage(self._settings, config, hash_tokens, handshakes, self._block_pool)
+        if self._scheduler is not None and not _is_stepped():
+            engine_id = str(config.kv_transfer_config.engine_id)
+            self._scheduler.serve_unstepped(_workers.get(engine_id))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's block pool, in which stores hold blocks."""
@@ -154,6 +164,7 @@ class _SchedulerSide(_Base):
                 report if isinstance(report, WorkerReport) else None,
                 set(connector_output.finished_recving or ()),
                 set(connector_output.failed_recving or ()),
+                connector_output.invalid_block_ids or (),
             )
 
     @guarded(lambda: (False, None))
@@ -280,6 +291,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
             self._worker = WorkerHalf(
                 self._settings, vllm_config, kv_cache_config, rank=_own_rank()
             )
+            _workers[str(transfer.engine_id)] = self._worker
         elif transfer.kv_load_failure_policy != "recompute":
             LOGGER.error(
                 "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
@@ -341,6 +353,11 @@ def _asked_by_multi_connector() -> bool:
     """
     asking = MultiConnector.get_required_kvcache_layout.__func__.__code__
     return any(frame.f_code is asking for frame, _ in traceback.walk_stack(inspect.currentframe()))
+
+
+def _is_stepped() -> bool:
+    """Whether a loop of vLLM's steps this engine while it has no request, so that stores end."""
+    return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def _log_with_vllm() -> None:

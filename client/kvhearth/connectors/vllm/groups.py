@@ -61,6 +61,17 @@ class EngineGroups:
         """Blocks of a group that are full after ``tokens`` computed tokens and have a key."""
         return min(tokens // self.specs[group].block_tokens, len(hashes) // self._scales[group])
 
+    def due_tokens(self, next_block: Sequence[int]) -> int:
+        """Tokens at which the next block of some group is full. Recurrent states do not count:
+        vLLM hands them off itself.
+        """
+        ends = (
+            (block + 1) * spec.block_tokens
+            for spec, block in zip(self.specs, next_block, strict=True)
+            if spec.kind is not GroupKind.MAMBA
+        )
+        return min(ends, default=1 << 62)
+
     def reach(self, found: LookupResult, limit_tokens: int) -> int:
         """Tokens up to which what is leased can be computed on, ``limit_tokens`` at most."""
         limit = min(found.hit_tokens, limit_tokens)

@@ -43,6 +43,11 @@ class BlockHolds:
             self.held_count -= len(blocks)
             self._pool.free_blocks(reversed(blocks))
 
+    def release_all(self) -> None:
+        """Let go of all stores' blocks, when no copy reads them any more."""
+        for number in list(self._held_by):
+            self.release(number)
+
     @property
     def would_free(self) -> bool:
         """Whether a held block is nobody else's: it becomes free when its store ends."""

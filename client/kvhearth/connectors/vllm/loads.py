@@ -38,8 +38,11 @@ class RequestState:
         judged, worth: the last answer with blocks that climb, and whether they are waited for.
         waited: the request has waited for them.
         sources: tokens of its last load that were in DRAM, and that had to climb from SSD.
-        loading: a load is under way.
+        loading: a load of ours is under way.
         admitted: vLLM has given it blocks; it may have KV.
+        dispatched_tokens: end of the tokens that steps dispatched since its last admission compute.
+            All KV up to there is written when those steps end: vLLM schedules a request only when
+            every connector's load has arrived.
         handover_tokens: another engine has prefilled so many tokens for it.
         handover_until: until when its blocks are waited for, monotonic seconds.
         max_load_tokens: the request's own bound, 0 for none.
@@ -61,6 +64,7 @@ class RequestState:
     sources: tuple[int, int] = (0, 0)
     loading: bool = False
     admitted: bool = False
+    dispatched_tokens: int = 0
     handover_tokens: int = 0
     handover_until: float = 0.0
     max_load_tokens: int = 0

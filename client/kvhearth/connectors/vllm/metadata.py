@@ -102,6 +102,7 @@ class StepMeta:
         number: of the step.
         tokens: scheduled in it.
         lost: requests whose load could not be planned: to be reported as failed.
+        finish: wait for the stores: no later step may come.
     """
 
     number: int = 0
@@ -109,6 +110,7 @@ class StepMeta:
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    finish: bool = False
 
 
 @dataclass

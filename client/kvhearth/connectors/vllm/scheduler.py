@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from kvhearth.client import connect
@@ -26,6 +27,7 @@ from kvhearth.connectors.vllm.policy import Bounds, LoadPolicy
 from kvhearth.connectors.vllm.settings import Settings
 from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.connectors.vllm.stores import Stores
+from kvhearth.connectors.vllm.worker import WorkerHalf
 from kvhearth.contract import Contract
 from kvhearth.meters import LOGGER
 
@@ -148,6 +150,18 @@ class SchedulerHalf:
         budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
         stock_tokens = settings.stock_tokens or 2 * budget
         self._stores = Stores(context, self._holds, stock_tokens)
+        self._unstepped = False
+        self._worker: WorkerHalf | None = None
+
+    def serve_unstepped(self, worker: WorkerHalf | None) -> None:
+        """Let no block be held after the last request: this engine runs in the caller's own
+        process, which steps it only while there are requests.
+
+        Args:
+            worker: the only rank, through which stores end when the last request does. None if
+                ranks are in other processes: they end their stores within each step.
+        """
+        self._unstepped, self._worker = True, worker
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -171,17 +185,45 @@ class SchedulerHalf:
 
     def lose(self, request_id: str) -> None:
         """A load of this request was promised and cannot be begun."""
+        state = self._requests.find(request_id)
+        if state is not None:
+            state.loading = True
         self._loads.lose(request_id)
 
     def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         """The request ended; its blocks are about to be freed. Answers what the client is told."""
+        told = self._finished(request, block_ids)
+        if self._worker is not None and not self._requests.count:
+            self._finish_stores(self._worker)
+        return told
+
+    @property
+    def _steps_finish(self) -> bool:
+        return self._unstepped and self._worker is None
+
+    def _finish_stores(self, worker: WorkerHalf) -> None:
+        """A reset of vLLM's prefix cache, and sleep, need all blocks."""
+        meta = StepMeta(self._step, stores=self._stores.take_due())
+        ended, report = worker.finish_stores(meta)
+        self.step_done(report, set(), set())
+        if ended:
+            # Of what is still open the copies have ended, too; a step's output that vLLM has not
+            # processed yet reports them.
+            self._holds.release_all()
+        else:
+            LOGGER.warning("stores did not end in time: some of the engine's blocks stay held")
+
+    def _finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         state = self._requests.finished(request.request_id)
         if state is None or state.loading:
             return None
-        tokens = min(int(request.num_computed_tokens), int(request.num_tokens))
+        tokens = min(
+            int(request.num_computed_tokens), state.dispatched_tokens, int(request.num_tokens)
+        )
         if self._produces:
             state.progress.hashes = request.block_hashes
-            self._stores.plan(state.progress, block_ids, tokens)
+            if not self._steps_finish or self._requests.count:
+                self._stores.plan(state.progress, lambda: block_ids, tokens)
             self.tally.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
         return {HANDOVER: min(tokens, state.progress.tokens_max)} if self._hands_over else None
 
@@ -196,7 +238,7 @@ class SchedulerHalf:
         meta.loads, meta.lost = self._loads.take_due()
         if self._produces:
             self._plan_stores(output)
-        meta.stores = self._stores.take_due()
+        meta.stores, meta.finish = self._stores.take_due(), self._steps_finish
         if meta.tokens >= STEP_TOKENS_MIN:
             self._steps.append((self._step, meta.tokens, time.monotonic()))
         return meta
@@ -205,29 +247,44 @@ class SchedulerHalf:
     def _plan_stores(self, output: Any) -> None:
         tables = output.kv_connector_block_state
         states = tables.boundary_state_offloads if tables is not None else {}
-        first_tokens = self._groups.specs[0].block_tokens
-        single = self._groups.count == 1
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.for_stores(request_id)
             if state is None or state.loading or tables is None:
                 continue
-            request = state.request
-            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if single and tokens // first_tokens <= state.progress.next_block[0]:
-                continue
-            state.progress.hashes = request.block_hashes
+            request, progress = state.request, state.progress
+            state.dispatched_tokens = request.num_computed_tokens + scheduled
+            tokens = min(state.dispatched_tokens, request.num_tokens)
             offered = states.get(request_id, ())
-            self._stores.plan(state.progress, tables.get_block_ids(request_id), tokens, offered)
+            if min(tokens, progress.tokens_max) < progress.due_tokens and not offered:
+                continue
+            progress.hashes = request.block_hashes
+            find_block_ids = partial(tables.get_block_ids, request_id)
+            self._stores.plan(progress, find_block_ids, tokens, offered)
 
-    def step_done(self, report: WorkerReport | None, loaded: set[str], failed: set[str]) -> None:
-        """What the workers did."""
+    def step_done(
+        self,
+        report: WorkerReport | None,
+        loaded: set[str],
+        failed: set[str],
+        invalid: Collection[int] = (),
+    ) -> None:
+        """What the workers did.
+
+        Args:
+            report: of our copies.
+            loaded, failed: requests whose loads ended, and those of them that failed, of every
+                connector.
+            invalid: vLLM's blocks that another connector failed to load.
+        """
+        if invalid:
+            self._stores.void()
         if report is not None:
             for request_id, outcomes in report.loads.items():
                 self._loads.reported(request_id, outcomes)
         for request_id in loaded:
             self._loads.finish(request_id, failed=request_id in failed)
             state = self._requests.find(request_id)
-            if state is not None:
+            if state is not None and state.loading:
                 state.loading = False
                 state.given_up |= request_id in failed
         if report is not None:

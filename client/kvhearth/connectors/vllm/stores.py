@@ -8,8 +8,9 @@ Only ``plan`` and ``reported`` run on the scheduler's thread; commits are calls 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class Progress:
         hashes: vLLM's own list, which grows.
         fold: digest that belongs into the keys, None while unknown: nothing is stored then.
         next_block: by group, the first block that was not looked at yet.
+        due_tokens: no block becomes full before so many tokens.
         present: by group, blocks that the daemon had when it was asked.
         tokens_max: nothing beyond is stored.
     """
@@ -43,6 +45,7 @@ class Progress:
     hashes: Sequence[bytes]
     next_block: list[int]
     fold: bytes | None = b""
+    due_tokens: int = 0
     present: dict[int, Bools] = field(default_factory=dict)
     tokens_max: int = 1 << 62
 
@@ -99,7 +102,7 @@ class Stores:
     def plan(
         self,
         progress: Progress,
-        block_ids: Sequence[Sequence[int]],
+        find_block_ids: Callable[[], Sequence[Sequence[int]]],
         tokens: int,
         states: Sequence[tuple[int, int, int]] = (),
     ) -> None:
@@ -107,13 +110,15 @@ class Stores:
 
         Args:
             progress: the request's; moved on.
-            block_ids: vLLM's block table, by vLLM's group.
+            find_block_ids: returns vLLM's block table, by vLLM's group. Costs vLLM a walk over all
+                blocks, so it is called at most once, and only if there is a block to store.
             tokens: computed when the workers copy, all of them known.
             states: vLLM's hand-offs of recurrent states: (vLLM's group, block id, tokens).
         """
         if progress.fold is None or self._client.epoch < 0:
             return
         tokens = min(tokens, progress.tokens_max)
+        block_ids = cache(find_block_ids)
         moves: dict[int, Move] = {}
         parts: dict[int, StorePart] = {}
         held: list[int] = []
@@ -139,6 +144,7 @@ class Stores:
             held += pages
             moves[group] = Move(np.asarray(pages, np.int64), slots.extents)
             parts[group] = self._part(progress, group, chosen, slots)
+        progress.due_tokens = self._groups.due_tokens(progress.next_block)
         if parts:
             self._begin(boot_id, moves, parts, held)
 
@@ -157,7 +163,7 @@ class Stores:
         self,
         progress: Progress,
         group: int,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: Callable[[], Sequence[Sequence[int]]],
         tokens: int,
         blocks_max: int,
     ) -> list[_Chosen]:
@@ -166,7 +172,7 @@ class Stores:
         end = self._groups.full_blocks(group, progress.hashes, tokens)
         if block >= end:
             return []
-        table = block_ids[self._groups.kv_groups[group]]
+        table = block_ids()[self._groups.kv_groups[group]]
         end = min(end, len(table))
         chosen: list[_Chosen] = []
         while block < end and len(chosen) < blocks_max:
@@ -247,8 +253,18 @@ class Stores:
             store.ranks_left -= count
             if store.ranks_left <= 0:
                 del self._open[number]
+                if store.void:
+                    for part in store.parts.values():
+                        part.ok[:] = False
                 self._holds.release(number)
                 self._committer.put(store)
+
+    def void(self) -> None:
+        """Commit nothing of the open stores: another connector's load failed in a step that has
+        already computed on it, and which pages hold what followed from it is not known.
+        """
+        for store in self._open.values():
+            store.void = True
 
     def _enter(self, part: StorePart, outcome: RankStored) -> None:
         shard = self._geometry.shard_of(outcome.rank)

@@ -43,6 +43,8 @@ IDLE_WAIT_S = 0.008
 take the processor and the interpreter's lock from the copy meanwhile."""
 PATIENCE_S = 2.0
 """For a copier's queue to take a job."""
+SETTLE_S = 5.0
+"""How long stores are waited for where no later step may come."""
 CLOSE_S = 5.0
 
 
@@ -223,8 +225,26 @@ class WorkerHalf:
                 continue
             self._stores.append(self._work(job, self._storing))
         self._begin(self._stores, self._storing)
+        if meta.finish:
+            self._await_stores(SETTLE_S)
         if meta.tokens >= STEP_TOKENS_MIN:
             self._report.steps.append(meta.number)
+
+    def finish_stores(self, meta: StepMeta) -> tuple[bool, WorkerReport | None]:
+        """Begin the stores of ``meta`` and wait for all that are under way, outside of a step.
+
+        Returns:
+            Whether all have ended within ``SETTLE_S``, and the report of those that have.
+        """
+        self.start_stores(meta)
+        self._await_stores(SETTLE_S)
+        return not self._stores, self.report()
+
+    def _await_stores(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while self._stores and time.monotonic() < until:
+            self._stores[0].ended(max(until - time.monotonic(), 0.0))
+            self._collect()
 
     def _work(self, job: LoadJob | StoreJob, movers: Movers) -> _Work:
         work = _Work(job, time.monotonic(), list(job.moves))
@@ -277,6 +297,13 @@ class WorkerHalf:
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
+        self._collect()
+        loaded, failed = self._loaded, self._failed
+        self._loaded, self._failed = set(), set()
+        return loaded, failed
+
+    def _collect(self) -> None:
+        """Move copies that have ended to the next results and report."""
         self._begin(self._loads, self._loading)
         self._begin(self._stores, self._storing)
         for work in [work for work in self._loads if work.ended(0.0)]:
@@ -285,9 +312,6 @@ class WorkerHalf:
         for work in [work for work in self._stores if work.ended(0.0)]:
             self._stores.remove(work)
             self._report_store(work)
-        loaded, failed = self._loaded, self._failed
-        self._loaded, self._failed = set(), set()
-        return loaded, failed
 
     def _report_load(self, work: _Work) -> None:
         assert isinstance(work.job, LoadJob)

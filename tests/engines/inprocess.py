@@ -1,0 +1,53 @@
+"""An engine in the caller's own process, as reinforcement learning uses it: no loop steps it.
+
+Runs in a process that the engines' nursery forks; see ``harness``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+
+def run(out: int, go: int, log: int, options: dict[str, Any], prompts: list[list[int]]) -> int:
+    """Run the prompts, reset, sleep and wake up; run them again and reset. Waits for a byte from
+    ``go`` before each run, and writes a line of what happened to ``out`` after each.
+    """
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engine = LLM(**options)
+    os.read(go, 1)
+    told: dict[str, Any] = {"first": _generate(engine, prompts)}
+    told["reset"] = engine.reset_prefix_cache()
+    engine.sleep(level=1)
+    engine.wake_up()
+    with os.fdopen(out, "w") as file:
+        print(json.dumps(told), file=file, flush=True)
+        os.read(go, 1)
+        told["second"] = _generate(engine, prompts)
+        told["reset_again"] = engine.reset_prefix_cache()
+        print(json.dumps(told), file=file, flush=True)
+    engine.llm_engine.engine_core.shutdown()
+    return 0
+
+
+def _generate(engine: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    options = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    texts = [{"prompt_token_ids": each} for each in prompts]
+    answers = []
+    for output in engine.generate(texts, options, use_tqdm=False):
+        [best] = output.outputs
+        pairs = zip(best.token_ids, best.logprobs, strict=True)
+        answers.append(
+            {
+                "tokens": list(best.token_ids),
+                "logprobs": [table[token].logprob for token, table in pairs],
+                "cached": output.num_cached_tokens or 0,
+                "finish": best.finish_reason,
+            }
+        )
+    return answers
