@@ -17,14 +17,14 @@ from kvhearth_server.core.table import SlotTable, State
 class _SizeClass:
     """The free slots of one slot size."""
 
-    def __init__(self) -> None:
-        self.free = np.zeros(64, np.int64)
+    def __init__(self, slots_max: int) -> None:
+        # All of it at once: what was never free takes no memory, and growing would stop the loop
+        # for as long as copying millions of slots takes.
+        self.free = np.zeros(slots_max, np.int64)
         self.count = 0
 
     def push(self, slots: I64) -> None:
         need = self.count + len(slots)
-        if need > len(self.free):
-            self.free = np.concatenate([self.free[: self.count], np.zeros(need, np.int64)])
         self.free[self.count : need] = slots
         self.count = need
 
@@ -88,7 +88,7 @@ class SlabPool:
 
     def take(self, slot_bytes: int, count: int) -> I64:
         """Up to ``count`` free slots, assigning slabs as needed; their state stays FREE."""
-        found = self._classes.setdefault(slot_bytes, _SizeClass())
+        found = self._class_of(slot_bytes)
         while found.count < count and self._unassigned:
             self.assign(self._unassigned.popitem()[0], slot_bytes)
         slots = found.pop(min(count, found.count))
@@ -117,7 +117,14 @@ class SlabPool:
         if used is not None:
             free[used - first] = False
         slots = np.flatnonzero(free)[::-1].astype(np.int64) + first
-        self._classes.setdefault(slot_bytes, _SizeClass()).push(slots)
+        self._class_of(slot_bytes).push(slots)
+
+    def _class_of(self, slot_bytes: int) -> _SizeClass:
+        found = self._classes.get(slot_bytes)
+        if found is None:
+            slots_max = (self.end_slab - self.first_slab) * self.slots_per_slab(slot_bytes)
+            found = self._classes[slot_bytes] = _SizeClass(slots_max)
+        return found
 
     def adopt(self, slab: int, slot_bytes: int, used: I64) -> None:
         """Restore a slab after a restart: ``used`` are its slots that are not free."""
