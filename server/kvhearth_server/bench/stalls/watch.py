@@ -6,6 +6,7 @@ The loop's process writes both into a small shared file; the bench reads it from
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import struct
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CoroutineType
+from typing import Any
 
 TIMER_S = 0.001
 _FORM = struct.Struct("<dd96s")
@@ -67,6 +69,7 @@ class LoopWatch:
     def __init__(self, file: WatchFile) -> None:
         self._file = file
         self._timers: set[asyncio.AbstractEventLoop] = set()
+        self._collections = 0
 
     def install(self) -> None:
         """Put the clock around ``Handle._run``, through which asyncio runs every callback."""
@@ -74,13 +77,20 @@ class LoopWatch:
         note, clock = self._file.note_call, time.thread_time
 
         def timed(handle: asyncio.Handle) -> None:
+            coroutine = _coroutine_of(handle)
+            collections = self._collections
             began = clock()
             run(handle)
             took = clock() - began
-            note(took, lambda: _name_of(handle))
+            collected = self._collections > collections
+            note(took, lambda: _name_of(handle, coroutine) + " and gc" * collected)
             self._begin_timer(handle)
 
+        gc.callbacks.append(self._collected)
         asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
+
+    def _collected(self, phase: str, _: dict[str, int]) -> None:
+        self._collections += phase == "stop"
 
     def _begin_timer(self, handle: asyncio.Handle) -> None:
         loop: asyncio.AbstractEventLoop = handle._loop  # type: ignore[attr-defined]
@@ -94,12 +104,15 @@ class LoopWatch:
         loop.call_at(now + TIMER_S, self._tick, loop, now + TIMER_S)
 
 
-def _name_of(handle: asyncio.Handle) -> str:
+def _coroutine_of(handle: asyncio.Handle) -> Any:
+    """The coroutine of the task whose step this is; None for a plain callback."""
+    owner = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    return owner.get_coro() if isinstance(owner, asyncio.Task) else None
+
+
+def _name_of(handle: asyncio.Handle, coroutine: Any) -> str:
     """A name for people: the callback, or the task's coroutine that waits for no other one."""
-    callback = handle._callback  # type: ignore[attr-defined]
-    owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
-        callback = owner.get_coro()
-        while isinstance(inner := getattr(callback, "cr_await", None), CoroutineType):
-            callback = inner
-    return str(getattr(callback, "__qualname__", callback))
+    found = coroutine or handle._callback  # type: ignore[attr-defined]
+    while isinstance(inner := getattr(found, "cr_await", None), CoroutineType):
+        found = inner
+    return str(getattr(found, "__qualname__", found))
