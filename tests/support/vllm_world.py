@@ -299,7 +299,7 @@ class World:
         is told when the test says so.
         """
         [worker] = self.engine.workers
-        worker.start_loads(meta, idle=False)
+        worker.start_loads(meta)
         worker.start_stores(meta)
         end = time.monotonic() + ANSWER_S
         while True:
