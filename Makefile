@@ -17,11 +17,11 @@ help:            ## this list
 
 setup: $(VENV)/.ready  ## virtual environment with everything that run and test need
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install "$(TORCH_SPEC)"
-	$(PIP) install -e '.[server,demo,dev]'
+	$(PIP) install -e '.[server,demo,dev]' -e ./lab
 	touch $@
 
 run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daemon die, warm answer

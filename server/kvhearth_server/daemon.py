@@ -15,36 +15,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvhearth_server.config import Settings
+from kvhearth_server.config.load import Settings
+from kvhearth_server.config.rlimit import raise_limit
+from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
-from kvhearth_server.descriptors import raise_limit
-from kvhearth_server.engine.background import Background
-from kvhearth_server.engine.degraded import DegradedLog
+from kvhearth_server.engine.checksums import Background
 from kvhearth_server.engine.engine import Engine, EngineLimits
-from kvhearth_server.engine.pump import drive, written
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
-from kvhearth_server.observability import notify
+from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters
-from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.observability.progress import StartBar
-from kvhearth_server.opening import follow_recovery, open_tier
-from kvhearth_server.preflight import (
-    arena_plan,
-    check,
-    lock_sockets,
-    socket_files,
-    socket_refusal,
-)
+from kvhearth_server.observability.logs import StartBar, get_logger
+from kvhearth_server.preflight import arena_plan, check, lock_sockets, socket_files, socket_refusal
+from kvhearth_server.ssd_startup import follow_recovery, open_tier
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.transport.attach import AttachServer
-from kvhearth_server.transport.calls import CallsServer
-from kvhearth_server.transport.decisions import Decisions
-from kvhearth_server.transport.peers import Tenancy
+from kvhearth_server.transport.attach import AttachServer, Tenancy
+from kvhearth_server.transport.dispatch import Decisions
+from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.rpc.server import RpcServer
-from kvhearth_server.values import HTTP_OFF
 
 if TYPE_CHECKING:
     from kvhearth_server.transport.web.server import WebServer
@@ -58,12 +50,13 @@ _TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
-def run(settings: Settings, plan: ArenaPlan | None = None) -> int:
+def run(settings: Settings, plan: ArenaPlan | None = None, disk: Environment | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Args:
         settings: all that an operator can say.
         plan: an arena that settings cannot describe; by default the settings describe it.
+        disk: files and disk queue of the SSD tier; fault injection passes its own.
 
     Raises:
         KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
@@ -75,7 +68,7 @@ def run(settings: Settings, plan: ArenaPlan | None = None) -> int:
     with StartBar("populating") as progress:
         arena = open_arena(plan or arena_plan(settings), progress.note)
     try:
-        tier = open_tier(settings, arena)
+        tier = open_tier(settings, arena, disk)
         try:
             return asyncio.run(_serve(settings, arena, tier))
         finally:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_TOKEN_FILE
-from kvhearth_server.config import Settings
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.memory.dirlock import check_lockable
-from kvhearth_server.memory.pages import HugepagePolicy, KernelMemory
+from kvhearth_server.config.load import Settings
+from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.memory.durable_file import check_lockable
+from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.memory.room import check_room
-from kvhearth_server.opening import Probe, check_ssd_dirs, check_ssd_interface
-from kvhearth_server.tiers.ssd.disk.choose import probe
+from kvhearth_server.ssd_startup import Probe, check_ssd_dirs, check_ssd_interface
+from kvhearth_server.tiers.ssd.disk.probe import probe
 
 _MEMORY = {Reason.MEMORY_UNAVAILABLE: "memory", Reason.HUGEPAGES_UNAVAILABLE: "hugepages"}
 
@@ -82,7 +82,7 @@ def _arena(settings: Settings, kernel: KernelMemory) -> None:
 
 def _http(settings: Settings) -> None:
     if settings.http_address is not None:
-        from kvhearth_server.transport.web.listener import listening
+        from kvhearth_server.transport.web.server import listening
 
         listening(*settings.http_address).close()
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.daemon import running_daemon
 from support.vllm_fake import BLOCK_TOKENS, FakeEngine, FakeOutput, fake_engine
 
-from kvhearth.connectors.vllm.metadata import Move
+from kvhearth.connectors.vllm.step_metadata import Move
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
-from kvhearth.layout import PagedKV
 from kvhearth.model import EXTENT_DTYPE
+from kvhearth.page_layout import PagedKV
 
 RUNNING = 64
 STEPS = 400

@@ -32,8 +32,8 @@ from rich.table import Table
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
-from kvhearth.layout import PagedKV
 from kvhearth.model import U8
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
 
 MIB = 1 << 20

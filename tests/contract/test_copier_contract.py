@@ -18,8 +18,8 @@ from support.cuda_fake import FakeDevice
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV, Shape
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, FLAG_VERIFY, Records
+from kvhearth.page_layout import PagedKV, Shape
 
 PAGES = 12
 BOOT = "boot-1"

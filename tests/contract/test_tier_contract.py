@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.memory_places import tmpfs_directory
+from support.tier_doubles import Counting, DramTier
 from support.tiers import (
     DEADLINE_S,
     LENGTH,
@@ -33,10 +34,8 @@ from kvhearth_server.tiers.base import (
     Throttled,
     Tier,
 )
-from kvhearth_server.tiers.dram import DramTier
-from kvhearth_server.tiers.ssd.disk.choose import NAMES, probe
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.tiers.wrappers import Counting
 
 KINDS = [
     "dram",

@@ -31,8 +31,8 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvhearth.connectors.vllm.connector import KVHearthConnector
-from kvhearth.connectors.vllm.metadata import LoadJob, Move, StepMeta
 from kvhearth.connectors.vllm.settings import parse_settings
+from kvhearth.connectors.vllm.step_metadata import LoadJob, Move, StepMeta
 from kvhearth.connectors.vllm.worker import WorkerHalf
 from kvhearth.copiers.base import Done
 from kvhearth.model import EXTENT_DTYPE

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from golden.generated import METRICS, OPENAPI, openapi
+from golden.generated import MAP, METRICS, OPENAPI, ROOT, architecture, openapi
 
 from kvhearth_server.observability.exposition import metrics_page
 
@@ -51,3 +52,14 @@ def test_every_reference_is_there() -> None:
 
 def test_metrics_page() -> None:
     assert METRICS.read_text() == metrics_page(), STALE
+
+
+def test_architecture_lists_every_module() -> None:
+    assert MAP.read_text() == architecture(), STALE
+
+
+def test_the_map_names_files_that_exist() -> None:
+    section = MAP.read_text().partition("## I want to add ...")[2].partition("## Modules")[0]
+    named = re.findall(r"`((?:client|server|lab|tests|deploy|docs)/[\w./]*)`", section)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []

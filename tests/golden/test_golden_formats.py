@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvhearth import Contract, GroupKind, GroupSpec, frames
+from kvhearth import Contract, GroupKind, GroupSpec
 from kvhearth.contract import namespace_digest
 from kvhearth.keys import chain_keys, fold_key
 from kvhearth.model import EXTENT_DTYPE
-from kvhearth.wire import Hello, encode_frame
-from kvhearth_server.core.table import State
+from kvhearth.wire import frames
+from kvhearth.wire.handshake import Hello, encode_frame
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.memory.journal import (
     HEADER_DTYPE,
     MAGIC,

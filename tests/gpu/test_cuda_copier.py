@@ -19,8 +19,8 @@ from support.arena_fake import FakeArena, summed
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.copiers import CopyKind
-from kvhearth.layout import PagedKV
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -68,7 +68,7 @@ def _contract() -> Contract:
 def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
     from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.register import ArenaRegistration
+    from kvhearth.copiers.host_register import ArenaRegistration
 
     url, process = daemon
     client = connect(url, _contract(), engine_id="gpu-smoke")
@@ -125,7 +125,7 @@ def _pinned(torch: Any, arena: Any) -> bool:
 
 
 def test_an_arena_is_registered_from_the_attach_on(torch: Any, daemon: Any) -> None:
-    from kvhearth.pipeline import Movers
+    from kvhearth.transfer import Movers
 
     url, _ = daemon
     kv_cache = torch.zeros(
@@ -163,7 +163,7 @@ def _verified(torch: Any, copier: Any, arena: FakeArena, pages: int) -> bool:
 def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
     from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.register import HUGEPAGE_BYTES, ArenaRegistration
+    from kvhearth.copiers.host_register import HUGEPAGE_BYTES, ArenaRegistration
 
     arena = FakeArena(1 << 20, 64)
     kv_cache = torch.randint(0, 255, (16, 1 << 20), device="cuda", dtype=torch.uint8)
@@ -191,7 +191,7 @@ def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any)
 def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
     from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.register import HUGEPAGE_BYTES, ArenaRegistration
+    from kvhearth.copiers.host_register import HUGEPAGE_BYTES, ArenaRegistration
 
     arena = FakeArena(3 << 20, 8)
     registration = ArenaRegistration(
@@ -212,7 +212,7 @@ def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
 
 def test_another_thread_may_end_a_registration(torch: Any) -> None:
     from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.register import ArenaRegistration
+    from kvhearth.copiers.host_register import ArenaRegistration
 
     arena = FakeArena(1 << 20, 64)
     torch.zeros(1, device="cuda")
@@ -234,8 +234,8 @@ import numpy as np, torch
 from support.arena_fake import FakeArena
 from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.copiers.device import Cudart
-from kvhearth.copiers.register import ArenaRegistration
-from kvhearth.layout import PagedKV
+from kvhearth.copiers.host_register import ArenaRegistration
+from kvhearth.page_layout import PagedKV
 
 torch.cuda.set_device(1)
 kv_cache = torch.ones(8, 1 << 20, device="cuda:1", dtype=torch.uint8)

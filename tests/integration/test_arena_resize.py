@@ -333,7 +333,7 @@ def test_an_arena_is_discarded_only_if_that_is_asked_for(change: dict[str, objec
 
 
 def test_an_arena_of_another_version_is_refused() -> None:
-    from kvhearth_server.memory.durable import DurableBlob
+    from kvhearth_server.memory.durable_file import DurableBlob
 
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         stored(engine, named(A_SLAB))

@@ -33,7 +33,7 @@ from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import FRAME_BYTES_MAX, encode_frame
+from kvhearth.wire.handshake import FRAME_BYTES_MAX, encode_frame
 
 TIMEOUT_S = 0.6
 """A hasty daemon's bound for a handshake."""

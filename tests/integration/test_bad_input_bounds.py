@@ -32,7 +32,7 @@ from support.raw_door import (
 )
 
 from kvhearth.errors import Reason
-from kvhearth.wire import encode_frame
+from kvhearth.wire.handshake import encode_frame
 
 TIMEOUT_S = 1.5
 """A hasty daemon's bound for a handshake."""

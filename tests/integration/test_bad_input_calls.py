@@ -15,10 +15,10 @@ from support.engine import Engine, contract_of, engine_of
 from support.raw_calls import RawCalls, packed
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, refused
 
-from kvhearth import frames
 from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
+from kvhearth.wire import frames
 
 TIMEOUT_S = 3.0
 MESSAGE_MAX = 1 << 20

@@ -30,7 +30,7 @@ from kvhearth.errors import Code, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.statuses import error_from_code
+from kvhearth.wire.status import error_from_code
 
 KEYS_MAX = 64
 LEASES_MAX = 3

@@ -14,7 +14,7 @@ from support.daemon import Daemon, running_daemon, stopped_daemon
 from support.engine import contract_of, engine_of
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
-from kvhearth_server.memory.pages import FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.memory.page_kinds import FilesystemKind, KernelMemory, filesystem_kind
 
 CONFIG, MEMORY, OTHER = 2, 3, 1
 EXIT_S = 30.0
@@ -224,7 +224,7 @@ BAD_ENTRIES = {
 @pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_a_catalogue_that_lies_is_named(name: str) -> None:
     """Whole, and of this format, but not what we write: better no start than a wrong one."""
-    from kvhearth_server.memory.durable import DurableBlob
+    from kvhearth_server.memory.durable_file import DurableBlob
 
     with running_daemon(arena=True) as daemon:
         end_well(daemon)

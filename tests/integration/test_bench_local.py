@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvhearth_server.bench.figures import FIGURES, Figure, median_of, missed, p50, p99, ratio_of
-from kvhearth_server.bench.sizes import FULL, MEMORY_BYTES_MIN, QUICK, sizes_of
+from kvhearth_lab.bench.local.figures import FIGURES, Figure, median_of, missed, p50, p99, ratio_of
+from kvhearth_lab.bench.local.sizes import FULL, MEMORY_BYTES_MIN, QUICK, sizes_of
+from kvhearth_lab.cli import bench as bench_verb
 from kvhearth_server.cli import app
-from kvhearth_server.cli import bench as bench_verb
 
 RUN_S = 280.0
 """A quick run takes seconds; a machine that others use may need longer."""
@@ -111,9 +111,9 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         assert app.run(["bench", "local", "--plot", str(tmp_path / "p.png")]) == app.EXIT_CONFIG
-        assert "pip install 'kvhearth[bench]'" in capsys.readouterr().err
+        assert "pip install 'kvhearth[lab]'" in capsys.readouterr().err
         return
-    from kvhearth_server.bench.plot import draw
+    from kvhearth_lab.bench.local.plot import draw
 
     draw(found, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.bench.peers import adapter, pairs
-from kvhearth_server.bench.peers.adapters import harness
-from kvhearth_server.bench.peers.merge import BATCHES, ONES
-from kvhearth_server.bench.sizes import BATCH, PAGE_BYTES, QUICK
+from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, QUICK
+from kvhearth_lab.bench.peers import adapter
+from kvhearth_lab.bench.peers import run as pairs
+from kvhearth_lab.bench.peers.adapters import harness
+from kvhearth_lab.bench.peers.figures import BATCHES, ONES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = replace(
@@ -26,7 +27,7 @@ SMALL = replace(
 )
 PEER = """
 import time
-from kvhearth_server.bench.peers.adapters.harness import fill, huge_or_not, order
+from kvhearth_lab.bench.peers.adapters.harness import fill, huge_or_not, order
 
 class Peer:
     pages = ()

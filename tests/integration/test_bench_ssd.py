@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from kvhearth.errors import KVHearthError
-from kvhearth_server.bench.ssd import figures
-from kvhearth_server.bench.ssd.figures import FIGURES, Result, missed
-from kvhearth_server.bench.ssd.sizes import FULL, QUICK, check_room
-from kvhearth_server.cli import app, bench_ssd
-from kvhearth_server.tiers.ssd.disk.choose import NAMES
+from kvhearth_lab.bench.ssd import figures
+from kvhearth_lab.bench.ssd.figures import FIGURES, Result, missed
+from kvhearth_lab.bench.ssd.sizes import FULL, QUICK, check_room
+from kvhearth_lab.cli import bench_ssd
+from kvhearth_server.cli import app
+from kvhearth_server.tiers.ssd.disk.probe import NAMES
 
 RUN_S = 280.0
 """A quick run takes seconds; a machine that others use may need longer."""
@@ -117,9 +118,9 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         assert app.run(["bench", "ssd", "--plot", str(tmp_path / "p.png")]) == app.EXIT_CONFIG
-        assert "pip install 'kvhearth[bench]'" in capsys.readouterr().err
+        assert "pip install 'kvhearth[lab]'" in capsys.readouterr().err
         return
-    from kvhearth_server.bench.ssd.plot import draw
+    from kvhearth_lab.bench.ssd.plot import draw
 
     peer = {"write_gbs": 1.5, "spread": {"write_gbs": [1.0, 2.0]}}
     draw({**found, "peers": {"lmcache": peer}}, tmp_path / "p.png")
@@ -162,7 +163,7 @@ def test_figures_are_told_also_where_no_picture_can_be_drawn(
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         pytest.skip("needs matplotlib")
-    monkeypatch.setattr("kvhearth_server.bench.ssd.run.run", lambda *_: found)
+    monkeypatch.setattr("kvhearth_lab.bench.ssd.run.run", lambda *_: found)
     words = ["bench", "ssd", "--quick", "--json", "--plot", str(tmp_path / "none" / "p.png")]
     assert app.run(words) == app.EXIT_CONFIG
     told = capsys.readouterr()

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from support.stalled_daemon import BURNT_S
 
-from kvhearth_server.bench.stalls.course import run
-from kvhearth_server.bench.stalls.figures import CALL_MS_MAX, FIGURES, PARTS, missed
-from kvhearth_server.bench.stalls.sizes import Sizes
-from kvhearth_server.cli import app, bench_stalls
+from kvhearth_lab.bench.stalls.figures import CALL_MS_MAX, FIGURES, PARTS, missed
+from kvhearth_lab.bench.stalls.run import run
+from kvhearth_lab.bench.stalls.sizes import Sizes
+from kvhearth_lab.cli import bench_stalls
+from kvhearth_server.cli import app
 
 RUN_S = 280.0
 """A quick run takes seconds; a machine that others use may need longer."""
@@ -87,9 +88,9 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
     path = tmp_path / "p.png"
     if importlib.util.find_spec("matplotlib") is None:
         assert app.run(["bench", "stalls", "--plot", str(path)]) == app.EXIT_CONFIG
-        assert "pip install 'kvhearth[bench]'" in capsys.readouterr().err
+        assert "pip install 'kvhearth[lab]'" in capsys.readouterr().err
         return
-    from kvhearth_server.bench.stalls.plot import draw
+    from kvhearth_lab.bench.stalls.plot import draw
 
     draw(found, path)
     assert path.read_bytes().startswith(b"\x89PNG")

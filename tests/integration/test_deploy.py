@@ -24,8 +24,8 @@ from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
 from kvhearth.connectors.vllm.settings import URL_ENV, parse_settings
 from kvhearth.url import parse_url
 from kvhearth.version import __version__
-from kvhearth_server.config import ENV_PREFIX, Settings
-from kvhearth_server.units import parse_size
+from kvhearth_server.config.load import ENV_PREFIX, Settings
+from kvhearth_server.config.value_types import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = DEPLOY / "systemd/kvhearth.service"

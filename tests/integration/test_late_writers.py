@@ -22,17 +22,17 @@ from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.engine import Engine, Stored, contract_of, engine_of
 from support.puppet import Puppet, puppets
 
-from kvhearth.arena import ArenaMapping
+from kvhearth.checksum import sum_extents
 from kvhearth.copiers.host import HostCopier
-from kvhearth.layout import PagedKV
 from kvhearth.model import Records
+from kvhearth.page_layout import PagedKV
+from kvhearth.session.arena import ArenaMapping
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.reservations import CommitItem
+from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.core.writing import CommitItem
-from kvhearth_server.memory.sums import sum_extents
 
 PAGE = 512 << 10
 SLOTS = 16

@@ -18,9 +18,9 @@ from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.engine import contract_of, engine_of
 from support.http_door import ask
 
-from kvhearth import wire
 from kvhearth.contract import namespace_digest
 from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth.wire import handshake as wire
 from kvhearth_server.cli import app
 
 PAGE = 64 << 10

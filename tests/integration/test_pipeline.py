@@ -25,7 +25,7 @@ from support.pipelines import (
 )
 
 from kvhearth.errors import Reason
-from kvhearth.pipeline import StoreDone
+from kvhearth.transfer import StoreDone
 
 ARENA_BLOCKS = 256
 """Of ``support.daemon.SMALL`` in blocks of 64 KiB; a group may hold a quarter reserved."""
@@ -371,8 +371,8 @@ def test_a_process_that_just_ends_is_cleaned_up_after(daemon: Daemon) -> None:
         import numpy as np
         from support.engine import contract_of
         from kvhearth import connect
-        from kvhearth.layout import PagedKV
-        from kvhearth.pipeline import LoadPipeline, StorePipeline
+        from kvhearth.page_layout import PagedKV
+        from kvhearth.transfer import LoadPipeline, StorePipeline
         client = connect(sys.argv[1], contract_of(65536), engine_id="e")
         assert client.wait_ready(20)
         kv = {0: PagedKV([np.zeros((64, 65536), np.uint8)])}

@@ -18,8 +18,9 @@ from support.engine import contract_of, engine_of
 from support.memory_places import mounted, tmpfs_directory
 
 from kvhearth_server.cli import app
-from kvhearth_server.config import Settings
-from kvhearth_server.memory.pages import (
+from kvhearth_server.config.load import Settings
+from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.memory.page_kinds import (
     Filesystem,
     FilesystemKind,
     KernelMemory,
@@ -27,7 +28,6 @@ from kvhearth_server.memory.pages import (
 )
 from kvhearth_server.memory.room import room_of
 from kvhearth_server.preflight import arena_plan
-from kvhearth_server.units import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from support.rootfs import OVERFLOW_UID, ROOTFS, Jail, build_root, jail
 import kvhearth
 from kvhearth import Contract, GroupKind, GroupSpec
 from kvhearth.copiers.host import HostCopier
-from kvhearth.layout import PagedKV
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup, LookupResult
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from support.daemon import Daemon, running_daemon, until
 from support.engine import content
 from support.pipelines import DONE_S, PAGE_BYTES, PAGES, PipedEngine, piped_engine
 
-from kvhearth.pipeline import LoadDone
+from kvhearth.transfer import LoadDone
 
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 BLOCKS = 600

@@ -16,7 +16,7 @@ from support.engine import Engine, content, contract_of, engine_of
 from support.http_door import ask
 
 from kvhearth_server.cli import app
-from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.format import (
     DIRECTORY_DTYPE,
     VERSION,

@@ -19,8 +19,8 @@ from support.memory_places import mounted
 from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
 
 from kvhearth.results import CommitGroup
+from kvhearth_lab.torture.damage import keys_on_disk
 from kvhearth_server.memory.arena import CATALOGUE_NAME
-from kvhearth_server.torture.damage import keys_on_disk
 
 BLOCKS = 20
 

@@ -29,11 +29,11 @@ from support.ssd_kit import (
 from support.tiers import spoil
 
 from kvhearth.contract import namespace_digest
-from kvhearth.faults import DISK_ENVIRONMENT_NAME
+from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.engine.lowering import PATIENCE_S
+from kvhearth_lab.torture import damage
+from kvhearth_server.engine.tiering.writeback import PATIENCE_S
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
-from kvhearth_server.torture import damage
 
 EIO, ENOSPC, EROFS = 5, 28, 30
 

@@ -18,7 +18,7 @@ from support.http_door import ANY_PORT, ask
 from support.memory_places import mounted
 from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, new_keys, store_all
 
-from kvhearth_server.torture.damage import segment_files, taken_bytes
+from kvhearth_lab.torture.damage import segment_files, taken_bytes
 
 MIB = 1 << 20
 DRIVE_BYTES = 80 * MIB

@@ -21,10 +21,10 @@ from support.vllm_fake import (
     fake_engine,
 )
 
-from kvhearth.connectors.vllm.asking import ASKS_MAX, HANDOVER
-from kvhearth.connectors.vllm.metadata import Handshake, RankLoaded, WorkerReport
+from kvhearth.connectors.vllm.requests import ASKS_MAX, HANDOVER
 from kvhearth.connectors.vllm.scheduler import engage
 from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.step_metadata import Handshake, RankLoaded, WorkerReport
 from kvhearth.contract import GroupKind, GroupSpec
 
 

@@ -27,7 +27,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli import app
 from kvhearth_server.cli.sample import settings_yaml
 from kvhearth_server.cli.serve import prepare
-from kvhearth_server.config import Settings, flag_of, load_settings
+from kvhearth_server.config.load import Settings, flag_of, load_settings
 
 LINE_CHARS_MAX = 16 << 10
 base = settings(fuzz, suppress_health_check=list(HealthCheck))

@@ -27,9 +27,8 @@ from kvhearth.contract import (
 )
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth.statuses import decode_status, encode_status
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import (
+from kvhearth.wire.handshake import (
     FRAME_BYTES_MAX,
     FrameDecoder,
     Hello,
@@ -38,9 +37,17 @@ from kvhearth.wire import (
     encode_frame,
     refused,
 )
+from kvhearth.wire.status import decode_status, encode_status
 from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
-from kvhearth_server.transport.messages import commit_items, counts, keys_items, slots_items
-from kvhearth_server.transport.plain import TEXT_BYTES_MAX, plain_error, plain_text
+from kvhearth_server.transport.messages import (
+    TEXT_BYTES_MAX,
+    commit_items,
+    counts,
+    keys_items,
+    plain_error,
+    plain_text,
+    slots_items,
+)
 
 fuzz = settings(base, max_examples=200)
 

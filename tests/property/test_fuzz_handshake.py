@@ -32,8 +32,8 @@ from support.raw_door import (
 )
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.statuses import rebuild_error
-from kvhearth.wire import FRAME_BYTES_MAX, FrameDecoder, encode_frame
+from kvhearth.wire.handshake import FRAME_BYTES_MAX, FrameDecoder, encode_frame
+from kvhearth.wire.status import rebuild_error
 
 HANDSHAKE_S = 1.0
 """The daemon's bound."""

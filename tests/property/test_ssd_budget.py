@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from support.tiers import SEGMENT_BYTES, Arena, Desk
 from support.tiers import settings as tier_settings
 
-from kvhearth_server.tiers.ssd.budget import DAY_S
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.write_limits import DAY_S
 
 SEGMENTS_A_DAY = 240
 BURST_BYTES = SEGMENTS_A_DAY * SEGMENT_BYTES // 24 // 10
@@ -47,7 +48,7 @@ class Driven:
             flush=flush,
         )
         self.now = 1000.0
-        self.tier = SsdTier(told, [arena.bytes], clock=lambda: self.now)
+        self.tier = SsdTier(told, [arena.bytes], environment=Environment(clock=lambda: self.now))
         self.desk = Desk(self.tier, arena)
         self.desk.settle()
         self.stored = 0

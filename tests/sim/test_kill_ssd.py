@@ -12,7 +12,7 @@ from support.memory_places import Child
 from support.tiers import DEADLINE_S, Arena, Desk, family, settings
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed
-from kvhearth_server.tiers.ssd.disk.choose import NAMES, probe
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 WRITER = """

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from support.tiers import DEADLINE_S, Arena, Desk, family, keys_of, settings
 
+from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Corrupt, Done, Throttled
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.disk.choose import NAMES, open_queue, probe
-from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, open_queue, probe
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 FAMILIES = [
@@ -52,7 +53,7 @@ class Life:
             carry_share=self.random.choice([0.0, 0.25, 0.5]),
         )
         queue = FaultyQueue(open_queue(self.interface, self.random.choice([1, 4, 32])), self.faults)
-        self.tier = SsdTier(found, [self.arena.bytes], queue=queue)
+        self.tier = SsdTier(found, [self.arena.bytes], environment=Environment(queue=queue))
         self.desk = Desk(self.tier, self.arena)
         if self.random.random() < 0.7:
             self.desk.settle()

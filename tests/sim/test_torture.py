@@ -17,38 +17,23 @@ import pytest
 import xxhash
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth.session import Session, attach
+from kvhearth.session.attach import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import Hello
-from kvhearth_server.core.table import Geometry, State
-from kvhearth_server.memory.journal import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
-    STATE_WORDS,
-    journal_path,
-    sum_check,
-)
-from kvhearth_server.torture import checks, damage
-from kvhearth_server.torture.checks import capacity, check, nothing_is_left
-from kvhearth_server.torture.content import content, contract_of, key_of
-from kvhearth_server.torture.coverage import BOUNDARY
-from kvhearth_server.torture.faults import TABLE
-from kvhearth_server.torture.faults.lines import CutHandshake
-from kvhearth_server.torture.oracle import Oracle
-from kvhearth_server.torture.places import CapacityWatch, Roots, places
-from kvhearth_server.torture.report import (
-    CAUGHT,
-    CRASH,
-    LEAK,
-    LOST,
-    OVER,
-    STALL,
-    WRONG,
-    Report,
-)
-from kvhearth_server.torture.script import Plan
-from kvhearth_server.torture.shape import (
+from kvhearth.wire.handshake import Hello
+from kvhearth_lab.harness.engine import content, contract_of, key_of
+from kvhearth_lab.torture import checks, damage
+from kvhearth_lab.torture.checks import capacity, check, nothing_is_left
+from kvhearth_lab.torture.decks import BOUNDARY
+from kvhearth_lab.torture.faults import TABLE
+from kvhearth_lab.torture.faults.connections import CutHandshake
+from kvhearth_lab.torture.oracle import Oracle
+from kvhearth_lab.torture.plan import Plan
+from kvhearth_lab.torture.report import CAUGHT, CRASH, LEAK, LOST, OVER, STALL, WRONG, Report
+from kvhearth_lab.torture.scene import CapacityWatch, Roots, places
+from kvhearth_lab.torture.stalls import AFTER_S, Metronome, Stalls
+from kvhearth_lab.torture.world import World
+from kvhearth_lab.torture.world_config import (
     FLEETING,
     PRESSED,
     ROOMY,
@@ -57,8 +42,14 @@ from kvhearth_server.torture.shape import (
     SLOT_BYTES_MIN,
     Shape,
 )
-from kvhearth_server.torture.stalls import AFTER_S, Metronome, Stalls
-from kvhearth_server.torture.world import World
+from kvhearth_server.core.slot_table import Geometry, State
+from kvhearth_server.memory.journal import (
+    HEADER_BYTES,
+    HEADER_DTYPE,
+    STATE_WORDS,
+    journal_path,
+    sum_check,
+)
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 MIB = 1 << 20
@@ -482,7 +473,7 @@ def test_what_windows_explain() -> None:
 def test_a_metronome_tells_when_its_process_stood_still() -> None:
     told: list[tuple[float, float]] = []
     code = (
-        "import sys, time; from kvhearth_server.torture.stalls import Metronome; "
+        "import sys, time; from kvhearth_lab.torture.stalls import Metronome; "
         "Metronome(lambda a, b: print(b - a, flush=True)).start(); print('on', flush=True); "
         "sys.stdin.read()"
     )
@@ -509,7 +500,7 @@ def test_content_is_a_function_of_its_names() -> None:
 def test_clocks_that_follow_a_file(tmp_path: Path) -> None:
     code = (
         "import sys, time; "
-        "from kvhearth_server.torture.clock import follow, set_offsets; from pathlib import Path; "
+        "from kvhearth_lab.harness.clock import follow, set_offsets; from pathlib import Path; "
         "before = time.time(), time.monotonic(); "
         "path = Path(sys.argv[1]); set_offsets(path, 0, 0); follow(path); "
         "set_offsets(path, -1000, 500); "

@@ -21,20 +21,13 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError
-from kvhearth_server.torture.faults import TABLE
-from kvhearth_server.torture.faults.points import client_points, daemon_points
-from kvhearth_server.torture.places import Roots
-from kvhearth_server.torture.report import (
-    KINDS,
-)
-from kvhearth_server.torture.run import Options
-from kvhearth_server.torture.script import StepLog
-from kvhearth_server.torture.shape import (
-    FLEETING,
-    PRESSED,
-    ROOMY,
-    SINKING,
-)
+from kvhearth_lab.torture.faults import TABLE
+from kvhearth_lab.torture.faults.daemon import client_points, daemon_points
+from kvhearth_lab.torture.plan import StepLog
+from kvhearth_lab.torture.report import KINDS
+from kvhearth_lab.torture.run import Options
+from kvhearth_lab.torture.scene import Roots
+from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SINKING
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))

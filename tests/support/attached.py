@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.fake_daemon import FakeDaemon, running, small_contract
-
 from kvhearth.client import KVClient, connect
+from support.fake_daemon import FakeDaemon, running, small_contract
 
 OPTIONS = "lookup_ms=8000&call_ms=8000&attach_ms=8000&heartbeat_ms=50"
 """Deadlines that no call comes near which is not held up on purpose."""

@@ -18,11 +18,11 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, U32, Bools
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.groups import Group
+from kvhearth_server.core.lookup import Found, KeysItem
 from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.reading import Found, KeysItem
+from kvhearth_server.core.reservations import CommitItem, Reserved, SlotsItem
+from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState, Limits
-from kvhearth_server.core.table import Geometry, State
-from kvhearth_server.core.writing import CommitItem, Reserved, SlotsItem
 
 SLOT_BYTES = 4096
 SLAB_BYTES = 64 * 1024

@@ -16,7 +16,7 @@ import numpy as np
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.model import Records
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.table import Geometry
+from kvhearth_server.core.slot_table import Geometry
 
 Token = tuple[Any, ...]
 """Content of one shard; no two writes have the same."""

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from support.core_kit import Rig, key
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError
 from kvhearth_server.core.actions import BindOne, SumOne
-from kvhearth_server.core.table import State
+from kvhearth_server.core.slot_table import State
+from support.core_kit import Rig, key
 
 
 def plain(value: Any) -> Any:

@@ -19,9 +19,9 @@ import numpy as np
 from kvhearth.contract import Contract
 from kvhearth.model import U8
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import Hello
+from kvhearth.wire.handshake import Hello
+from kvhearth_server.core.slot_table import Geometry, SlotTable
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry, SlotTable
 from kvhearth_server.engine.engine import Attached, Engine, EngineLimits
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.memory import journal as journal_module

@@ -18,11 +18,11 @@ from typing import IO, Any
 
 import grpc
 import pytest
-from support.nursery import Child, nursery
 
-from kvhearth.faults import ENVIRONMENT_NAME
+from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
-from kvhearth_server.config import flag_of
+from kvhearth_server.config.load import flag_of
+from support.nursery import Child, nursery
 
 READY_S = 60.0
 """A daemon comes up in under a second; a machine that others use may need longer."""
@@ -104,7 +104,8 @@ class Daemon:
         environment |= self.environment
         if fault:
             environment[ENVIRONMENT_NAME] = fault
-        words = [sys.executable, "-m", "kvhearth_server.cli.app", "serve", *self.flags()]
+        words = [sys.executable, "-m", "kvhearth_lab.harness.daemon_main", str(os.getpid()), ""]
+        words += ["serve", *self.flags()]
         return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
     def start(self, fault: str = "") -> bool:

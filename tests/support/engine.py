@@ -16,14 +16,14 @@ from typing import Protocol
 import numpy as np
 
 from kvhearth import Contract, GroupKind, GroupSpec, connect
-from kvhearth.arena import ArenaMapping
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import Ticket
 from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV
 from kvhearth.model import U8, Bools, Records
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup, Pin, Reservation
+from kvhearth.session.arena import ArenaMapping
 
 KEY_BYTES = 32
 PAGES = 64

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvhearth import frames
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.statuses import encode_status
+from kvhearth.wire import frames
+from kvhearth.wire.status import encode_status
 
 BODY_MAX = 1 << 24
 Answer = Callable[[str, Any, str], Any]

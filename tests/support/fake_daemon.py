@@ -19,15 +19,15 @@ from typing import Any
 
 import grpc
 import numpy as np
-from support.fake_calls import FakeCalls
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import cache_pb2_grpc
-from kvhearth.statuses import STATUS_DETAILS_KEY, encode_status
-from kvhearth.wire import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
+from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
+from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
+from support.fake_calls import FakeCalls
 
 SEGMENT_BYTES = 64 * 1024
 PAGE_BYTES = 4096

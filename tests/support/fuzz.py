@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+from kvhearth.errors import Reason
 from support.daemon import Daemon, until
 from support.engine import Engine
 from support.raw_door import NEIGHBOUR_S, goes_on, new_keys
-
-from kvhearth.errors import Reason
 
 fuzz = settings(
     deadline=None,

@@ -20,9 +20,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support.core_kit import contract, full, key, mamba, window
-from support.core_model import Block, Memory, Model, Place
-from support.core_shell import Crash, Shell, fault_hook
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
@@ -30,11 +27,14 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import EVICTIONS
+from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState, Limits
-from kvhearth_server.core.table import Geometry, State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.memory.journal import STATE_WORDS
+from support.core_kit import contract, full, key, mamba, window
+from support.core_model import Block, Memory, Model, Place
+from support.core_shell import Crash, Shell, fault_hook
 
 SLAB_BYTES = 32 * 1024
 KEYS = 12

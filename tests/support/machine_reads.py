@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from support.core_kit import refused
-from support.core_model import Block, Served, longest_hit, needed_blocks, places
-from support.machine_base import KEYS, Client, MachineBase, pick, some_keys, survives, with_engine
 
 from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED
-from kvhearth_server.core.holding import hold_room, newly_held_bytes
-from kvhearth_server.core.reading import Found, KeysItem
-from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.core.holds import hold_room, newly_held_bytes
+from kvhearth_server.core.lookup import Found, KeysItem
+from kvhearth_server.core.reservations import SlotsItem
+from support.core_kit import refused
+from support.core_model import Block, Served, longest_hit, needed_blocks, places
+from support.machine_base import KEYS, Client, MachineBase, pick, some_keys, survives, with_engine
 
 
 class ReadingRules(MachineBase):

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from support.core_kit import contract, full, key, keys, refused
-from support.core_model import Held, fingerprint
-from support.machine_base import Client, MachineBase, pick, with_engine
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64, U8, U32
-from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.reading import KeysItem
-from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.core.reservations import SlotsItem
+from support.core_kit import contract, full, key, keys, refused
+from support.core_model import Held, fingerprint
+from support.machine_base import Client, MachineBase, pick, with_engine
 
 Refusal = tuple[str, Reason, Callable[[], object]]
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.core_kit import contract, full, key, mamba, window
-from support.tier_rig import SCRIBBLE, TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.below import Wish
-from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.tiers.base import Failed, Outcome, Throttled
+from support.core_kit import contract, full, key, mamba, window
+from support.tier_rig import SCRIBBLE, TierRig
 
 KEYS = 30
 CONTRACTS = [

@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.reservations import Reserved, SlotsItem
+from kvhearth_server.core.slot_table import State
 from support.core_kit import key
 from support.core_model import Block, Held, places
 from support.machine_base import (
@@ -26,11 +31,6 @@ from support.machine_base import (
     survives,
     with_engine,
 )
-
-from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.binding import CommitItem
-from kvhearth_server.core.table import State
-from kvhearth_server.core.writing import Reserved, SlotsItem
 
 RESERVATIONS = st.integers(100, 107)
 REPEAT_REFUSALS = {

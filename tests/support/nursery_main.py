@@ -69,7 +69,7 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
 
 def serve_daemon(log: int, arguments: list[str], fault: str) -> int:
     """``kvhearth serve``, as the command line runs it."""
-    from kvhearth import faults
+    from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
 
     os.dup2(log, 1)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from support.engine import content, contract_of
-from support.threads import left_since, own_threads
 
 from kvhearth import connect
 from kvhearth.copiers.host import HostCopier
-from kvhearth.layout import PagedKV
-from kvhearth.pipeline import LoadDone, LoadPipeline, StoreDone, StorePipeline
+from kvhearth.page_layout import PagedKV
+from kvhearth.transfer import LoadDone, LoadPipeline, StoreDone, StorePipeline
+from support.engine import content, contract_of
+from support.threads import left_since, own_threads
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16

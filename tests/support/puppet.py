@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.daemon import until
-from support.nursery import nursery
 
 from kvhearth import Contract
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.version import PROTOCOL_VERSION
+from support.daemon import until
+from support.nursery import nursery
 
 ANSWER_S = 30.0
 

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth.arena import ArenaMapping
 from kvhearth.errors import KVHearthError
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.session import Session, attach
+from kvhearth.session.arena import ArenaMapping
+from kvhearth.session.attach import Session, attach
 from kvhearth.transports import base
 from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.url import parse_url
-from kvhearth.wire import Hello
+from kvhearth.wire.handshake import Hello
 
 CALL_S = 10.0
 

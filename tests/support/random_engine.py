@@ -18,10 +18,10 @@ import time
 from typing import Any
 
 import numpy as np
-from support.engine import Copied, Engine, Rank, Seen, contract_of, rank_of
 
-from kvhearth import faults
+from kvhearth import failpoints as faults
 from kvhearth.model import EXTENT_DTYPE, Records
+from support.engine import Copied, Engine, Rank, Seen, contract_of, rank_of
 
 KEYS = 120
 """Keys of a model, which all its engines share."""

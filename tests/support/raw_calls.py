@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvhearth.errors import KVHearthError
+from kvhearth.wire import frames
+from kvhearth.wire.status import decode_status
 from support.daemon import Daemon
 from support.raw_door import RawLine
-
-from kvhearth import frames
-from kvhearth.errors import KVHearthError
-from kvhearth.statuses import decode_status
 
 BODY_MAX = 1 << 30
 

@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.daemon import Daemon, until
-from support.engine import Engine
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
@@ -26,11 +24,13 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import admin_pb2, cache_pb2_grpc
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupCount
-from kvhearth.statuses import STATUS_DETAILS_KEY, decode_status, rebuild_error
 from kvhearth.transports.base import TOKEN_KEY
 from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import FrameDecoder, encode_frame
+from kvhearth.wire.handshake import FrameDecoder, encode_frame
+from kvhearth.wire.status import STATUS_DETAILS_KEY, decode_status, rebuild_error
+from support.daemon import Daemon, until
+from support.engine import Engine
 
 CALL_S = 20.0
 PAGE_BYTES = 16 * 1024

@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kvhearth.model import Records
+from kvhearth_server.tiers.base import Completion, Done, Family
+from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, DiskQueue, Op, Reaped, Request
+from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
+from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, RECORD_MAGIC
+from kvhearth_server.tiers.ssd.tier import SsdTier
 from support.tiers import (
     DEADLINE_S,
     PAGE,
@@ -21,13 +29,6 @@ from support.tiers import (
     segment_files,
     settings,
 )
-
-from kvhearth.model import Records
-from kvhearth_server.tiers.base import Completion, Done, Family
-from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, DiskQueue, Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
-from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, RECORD_MAGIC
-from kvhearth_server.tiers.ssd.tier import SsdTier
 
 Page = tuple[int, int]
 """A page of a file: the file's inode and the page's number."""
@@ -133,7 +134,7 @@ class ReadRig:
         # Half of a depth of two is one: one request may have all.
         told = {"depth": 2, "segments": 16, "segment_bytes": 1 << 20, "slow_s": 600.0, **changes}
         found = settings(*folders, **{"stuck_s": 600.0, **told})
-        self.tier = SsdTier(found, [self.arena.bytes], queue=self.drive)
+        self.tier = SsdTier(found, [self.arena.bytes], environment=Environment(queue=self.drive))
         self.desk = Desk(self.tier, self.arena)
         self.desk.settle()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.daemon import until
 
 ROOTFS = Path(__file__).resolve().parents[2] / "deploy/docker/rootfs.py"

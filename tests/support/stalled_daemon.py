@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 
-from kvhearth_server.bench.stalls.watched import main
+from kvhearth_lab.bench.stalls.watched_daemon import main
 
 BURNT_S = 0.05
 _PAUSE_S = 0.002

@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from support.core_kit import Rig
 
 from kvhearth.model import I64, U8, U32, Records
 from kvhearth_server.core.actions import Sum, SumOne
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.reservations import CommitItem
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.core.state import flat
-from kvhearth_server.core.table import State, Sunk
-from kvhearth_server.core.writing import CommitItem
-from kvhearth_server.engine.tiering import Tiering
+from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.tiers.base import (
     Completion,
     Evicted,
@@ -35,7 +34,8 @@ from kvhearth_server.tiers.base import (
     Throttled,
     gather,
 )
-from kvhearth_server.tiers.dram import DramTier
+from support.core_kit import Rig
+from support.tier_doubles import DramTier
 
 LINEAGE = "a lineage"
 SCRIBBLE = 0xEE

@@ -27,6 +27,7 @@ from kvhearth_server.tiers.base import (
     Throttled,
     Tier,
 )
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings, segment_cost_bytes
@@ -257,7 +258,9 @@ class Opened:
 
     def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
         told = settings(*folders, **changes)
-        self.tier = SsdTier(told, [(arena := Arena()).bytes], files=files)
+        self.tier = SsdTier(
+            told, [(arena := Arena()).bytes], environment=Environment(files=files or Files())
+        )
         self.desk = Desk(self.tier, arena)
 
     def __enter__(self) -> Desk:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from support.fake_daemon import KEY_BYTES, PAGE_BYTES, SLOTS, FakeDaemon, extents
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.model import pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
+from support.fake_daemon import KEY_BYTES, PAGE_BYTES, SLOTS, FakeDaemon, extents
 
 CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),))
 

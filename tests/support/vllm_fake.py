@@ -15,15 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from support.daemon import until
-from support.engine import content
 
-from kvhearth.connectors.vllm.metadata import Geometry, Handshake, StepMeta, WorkerReport
 from kvhearth.connectors.vllm.scheduler import SchedulerHalf
 from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.step_metadata import Geometry, Handshake, StepMeta, WorkerReport
 from kvhearth.connectors.vllm.worker import WorkerHalf
 from kvhearth.contract import Contract, GroupKind, GroupSpec
-from kvhearth.layout import PagedKV
+from kvhearth.page_layout import PagedKV
+from support.daemon import until
+from support.engine import content
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 16 * 1024

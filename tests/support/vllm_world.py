@@ -11,11 +11,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhearth.connectors.vllm.step_metadata import StepMeta, WorkerReport
 from support.daemon import until
 from support.engine import content
 from support.vllm_fake import BLOCK_TOKENS, FakeEngine, FakeOutput, FakeRequest, hashes_of
-
-from kvhearth.connectors.vllm.metadata import StepMeta, WorkerReport
 
 GARBAGE = 0xEE
 GENERATED_MAX = 2 * BLOCK_TOKENS

@@ -7,7 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from kvhearth_server.engine.background import Background
+from kvhearth_server.engine.checksums import Background
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
 

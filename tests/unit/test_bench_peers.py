@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhearth_server.bench.peers import adapter as adapters
-from kvhearth_server.bench.peers.adapter import (
+from kvhearth_lab.bench.peers import adapter as adapters
+from kvhearth_lab.bench.peers.adapter import (
     Adapter,
     PeerFailed,
     interpreters,
@@ -29,10 +29,11 @@ from kvhearth_server.bench.peers.adapter import (
     reason_of,
     seconds_of,
 )
-from kvhearth_server.bench.peers.adapters import harness
-from kvhearth_server.bench.peers.merge import Samples, against, counterpart, figure_names
-from kvhearth_server.bench.peers.pairs import Pair
-from kvhearth_server.cli import app, bench_peers
+from kvhearth_lab.bench.peers.adapters import harness
+from kvhearth_lab.bench.peers.figures import Samples, against, counterpart, figure_names
+from kvhearth_lab.bench.peers.run import Pair
+from kvhearth_lab.cli import bench_peers
+from kvhearth_server.cli import app
 
 MIB = 1 << 20
 ADAPTERS = Path(harness.__file__).parent

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.bench.ttft.engine import Launch, environment, parse_counters
-from kvhearth_server.bench.ttft.figures import (
+from kvhearth_lab.bench.ttft.contenders import served_tokens
+from kvhearth_lab.bench.ttft.figures import (
     ALONE,
     COLD,
     LMCACHE,
@@ -31,10 +31,18 @@ from kvhearth_server.bench.ttft.figures import (
     not_served,
     overheads,
 )
-from kvhearth_server.bench.ttft.processes import Family, parse_session, session_pids
-from kvhearth_server.bench.ttft.sides import served_tokens
-from kvhearth_server.bench.ttft.sizes import prompt_tokens, sizes_of
-from kvhearth_server.bench.ttft.sse import Completion, EngineFailed, EventStream
+from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
+from kvhearth_lab.bench.ttft.vllm_server import (
+    Completion,
+    EngineFailed,
+    EventStream,
+    Family,
+    Launch,
+    environment,
+    parse_counters,
+    parse_session,
+    session_pids,
+)
 from kvhearth_server.cli import app
 
 TOKENS = (7, 8)

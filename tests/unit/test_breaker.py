@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvhearth.breaker import Breaker, BreakerState
 from kvhearth.errors import Reason
+from kvhearth.fail_open import Breaker, BreakerState
 
 
 def make(jitter: float = 1.0) -> Breaker:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvhearth.caller import Caller, NotSent, outcome_unknown
+from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.meters import Counters
+from kvhearth.fail_open import Caller, NotSent, outcome_unknown
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.transports.base import LOOKUP
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.cli import app
 from kvhearth_server.cli.sample import sample, settings_yaml
-from kvhearth_server.config import Settings, load_settings
+from kvhearth_server.config.load import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = (

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.cli import app, doctor
-from kvhearth_server.cli.checks import examine
-from kvhearth_server.cli.findings import Finding, Grade, Look
-from kvhearth_server.cli.probes import Installed, Machine
-from kvhearth_server.config import Settings
-from kvhearth_server.tiers.ssd.disk.choose import Verdict, choose
+from kvhearth_server.cli import app
+from kvhearth_server.cli.doctor import doctor
+from kvhearth_server.cli.doctor.checks import examine
+from kvhearth_server.cli.doctor.finding import Finding, Grade, Look
+from kvhearth_server.cli.doctor.machine import Installed, Machine
+from kvhearth_server.config.load import Settings
+from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
 
 POOL = "hugepages/hugepages-2048kB"
 THP = "sys/kernel/mm/transparent_hugepage"

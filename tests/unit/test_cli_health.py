@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth import url, wire
-from kvhearth_server import config
+from kvhearth import url
+from kvhearth.wire import handshake as wire
 from kvhearth_server.cli import app, liveness
-from kvhearth_server.config import Settings
-from kvhearth_server.units import parse_duration_s
+from kvhearth_server.config import load as config
+from kvhearth_server.config.load import Settings
+from kvhearth_server.config.value_types import parse_duration_s
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("typer", "click", "rich", "grpc", "google", "numpy", "pydantic", "yaml", "structlog")

@@ -12,7 +12,7 @@ import pytest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import __version__
 from kvhearth_server.cli import app
-from kvhearth_server.config import Settings, flag_of
+from kvhearth_server.config.load import Settings, flag_of
 
 
 def kvhearth(*args: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def with_daemon(body: str) -> str:
     return (
         "import types, kvhearth_server\n"
         "from kvhearth.errors import KVHearthError, Reason\n"
-        f"def run(settings):\n    {body}\n"
+        f"def run(settings, disk):\n    {body}\n"
         "stub = types.ModuleType('kvhearth_server.daemon')\n"
         "stub.run = run\n"
         "sys.modules['kvhearth_server.daemon'] = kvhearth_server.daemon = stub\n"

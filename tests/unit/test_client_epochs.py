@@ -8,8 +8,8 @@ import pytest
 from support.attached import connected
 from support.fake_daemon import key, running, small_contract, until
 
-from kvhearth.epochs import Epochs
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.session.epoch import Epochs
 
 KEYS = {0: [key(1)]}
 

@@ -15,13 +15,13 @@ from support.attached import OPTIONS, attached, connected, url_of
 from support.fake_daemon import FakeDaemon, extents, key, running, small_contract, until
 
 from kvhearth.client import connect
+from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.keeper import Keeper
-from kvhearth.meters import Counters
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import Lease
+from kvhearth.session.manager import Keeper
 from kvhearth.url import parse_url
-from kvhearth.wire import Hello
+from kvhearth.wire.handshake import Hello
 
 KEYS = {0: [key(1)]}
 

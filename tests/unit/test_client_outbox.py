@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvhearth.courier import RETRIES_MAX, Courier
+from kvhearth.counters import COUNTERS_MAX, Counters, Warnings
 from kvhearth.errors import Code
-from kvhearth.meters import COUNTERS_MAX, Counters, Warnings
-from kvhearth.outbox import Errand, Outbox, batch, merge
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.statuses import error_from_code
+from kvhearth.session.outbox import RETRIES_MAX, Courier, Errand, Outbox, batch, merge
 from kvhearth.transports.base import ABORT, RELEASE, TOUCH
+from kvhearth.wire.status import error_from_code
 
 
 def release(lease_id: int, weight: int = 1) -> Errand:
@@ -54,7 +53,7 @@ def test_touches_take_no_room_from_releases() -> None:
 def test_what_grpc_refuses_is_sent_again_a_few_times(
     monkeypatch: pytest.MonkeyPatch, failures: int, sent: int
 ) -> None:
-    monkeypatch.setattr("kvhearth.courier._PAUSE_S", 0.0)
+    monkeypatch.setattr("kvhearth.session.outbox._PAUSE_S", 0.0)
     answers = [error_from_code(Code.INTERNAL, "RST_STREAM")] * failures
     arrived: list[int] = []
 

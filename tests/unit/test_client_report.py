@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvhearth.meters import Report
+from kvhearth.counters import Report
 
 
 def test_one_boot_hears_totals() -> None:

@@ -16,9 +16,9 @@ from support.tower import CONTRACT, Tower, ended
 
 from kvhearth.client import KVClient, connect
 from kvhearth.errors import Reason
-from kvhearth.layout import PagedKV
-from kvhearth.pipeline import LoadDone, LoadPipeline
-from kvhearth.pipeline.climbs import PAUSE_MAX_S, PAUSE_MIN_S, ClimbWait
+from kvhearth.page_layout import PagedKV
+from kvhearth.transfer import LoadDone, LoadPipeline
+from kvhearth.transfer.hit import PAUSE_MAX_S, PAUSE_MIN_S, ClimbWait
 
 KEYS = [key(number) for number in range(4)]
 DONE_S = 20.0

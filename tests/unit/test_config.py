@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config import (
+from kvhearth_server.config.load import (
     SOCKET_PATH_BYTES_MAX,
     Settings,
     SsdDir,
@@ -19,9 +19,14 @@ from kvhearth_server.config import (
     parse_tenant,
     unread_environment,
 )
-from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
+from kvhearth_server.config.value_types import (
+    format_duration_s,
+    format_size,
+    parse_duration_s,
+    parse_size,
+)
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max
-from kvhearth_server.units import format_duration_s, format_size, parse_duration_s, parse_size
 
 
 @pytest.fixture(autouse=True)

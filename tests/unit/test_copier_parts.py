@@ -20,8 +20,8 @@ from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays, own_one
 from kvhearth.copiers.tickets import TicketBook
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
+from kvhearth.page_layout import PagedKV
 
 PAGE_BYTES = 32
 BOOT = "boot-1"
@@ -320,7 +320,7 @@ class TestHostCopier:
 import numpy as np
 from support.arena_fake import FakeArena
 from kvhearth.copiers import HostCopier
-from kvhearth.layout import PagedKV
+from kvhearth.page_layout import PagedKV
 arena = FakeArena(32)
 copier = HostCopier(PagedKV([np.zeros((8, 32), np.uint8)]), arena)
 extents = arena.extents([0, 1])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.core_kit import Rig, contract, full, key, keys
 
-from kvhearth_server.core.books import PORTION_SLOTS, BooksError
-from kvhearth_server.core.table import State
+from kvhearth_server.core.check_books import PORTION_SLOTS, BooksError
+from kvhearth_server.core.slot_table import State
 
 SHARDS = 2
 

@@ -10,7 +10,7 @@ from support.core_kit import Rig, contract, full, key, keys, no_deadline
 
 from kvhearth.model import I64
 from kvhearth_server.core.chains import Chains
-from kvhearth_server.core.table import Geometry, SlotTable
+from kvhearth_server.core.slot_table import Geometry, SlotTable
 
 SLOTS = 32
 

@@ -9,9 +9,9 @@ from support.tier_rig import TierRig
 
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
-from kvhearth_server.core.below import Wish
-from kvhearth_server.core.climbing import ASKERS_MAX
-from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.promotion import ASKERS_MAX
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.tiers.base import Failed, Throttled
 
 

@@ -8,10 +8,9 @@ from support.core_kit import Rig, contract, full, keys, refused
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64
-from kvhearth_server.core.doubts import DOUBTS_REMEMBERED
-from kvhearth_server.core.groups import Handed
-from kvhearth_server.core.table import State
-from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.core.groups import DOUBTS_REMEMBERED, Handed
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import State
 
 RESERVATION = 9
 

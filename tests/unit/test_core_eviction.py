@@ -9,7 +9,7 @@ import pytest
 from support.core_kit import Rig, contract, full, key, keys, mamba, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.table import State
+from kvhearth_server.core.slot_table import State
 
 POLICIES = pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
 

@@ -6,7 +6,7 @@ import pytest
 from support.core_kit import SLOT_BYTES, Rig, contract, full, keys
 
 from kvhearth_server.core.inspection import held_by_groups, places
-from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.lookup import KeysItem
 
 
 def lease(rig: Rig, session: int, lease_id: int, named: list[bytes], now: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.core_kit import Rig, contract, full, key, keys, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.leases import Leases
+from kvhearth_server.core.groups import Leases
 
 SLOT_LIST_BYTES = 4
 

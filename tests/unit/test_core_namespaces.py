@@ -12,8 +12,8 @@ from kvhearth.contract import Contract, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core import namespaces as namespaces_module
 from kvhearth_server.core.namespaces import Namespaces
-from kvhearth_server.core.table import State
-from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import State
 
 PAGE = 4096
 BASE = contract(full(), window(20), tensor_parallel=2)

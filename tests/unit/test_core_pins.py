@@ -8,7 +8,7 @@ import pytest
 from support.core_kit import Rig, contract, full, items, key, keys, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.table import State
+from kvhearth_server.core.slot_table import State
 
 
 def fill(rig: Rig, session: int, first: int = 1000, count: int = 200) -> None:

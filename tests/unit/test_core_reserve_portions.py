@@ -9,8 +9,8 @@ import pytest
 from support.core_kit import Rig, contract, full, keys, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.table import State
-from kvhearth_server.core.writing import Reserved
+from kvhearth_server.core.reservations import Reserved
+from kvhearth_server.core.slot_table import State
 
 NUMBER = 1 << 40
 WANTED = 24

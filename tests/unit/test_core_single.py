@@ -13,8 +13,8 @@ from support.core_kit import KEY_BYTES, Rig, contract, full, key, mamba, no_dead
 from support.core_pair import Pair
 
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY
-from kvhearth_server.core.binding import CommitItem
-from kvhearth_server.core.single import Asked, Singles
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.fast_path import Asked, Singles
 
 KEYS = 12
 PAIR = contract(full(), window(64), full(page_bytes=8192))

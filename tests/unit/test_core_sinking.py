@@ -11,7 +11,7 @@ from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.table import State, Sunk
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.tiers.base import Throttled
 
 FULL = 32

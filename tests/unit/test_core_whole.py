@@ -13,12 +13,12 @@ from support.core_pair import Pair
 
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY, unpack_bits
 from kvhearth.proto.v1 import cache_pb2
-from kvhearth_server.core import holding
-from kvhearth_server.core.eviction.arrays import FREQ_MAX, PolicyArrays
-from kvhearth_server.core.reading import Presence
+from kvhearth_server.core import holds as holding
+from kvhearth_server.core.eviction.ring import FREQ_MAX, PolicyArrays
+from kvhearth_server.core.fast_path import Whole, Wholes
+from kvhearth_server.core.lookup import Presence
+from kvhearth_server.core.slot_table import Pick, numbers, rising
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.table import Pick, numbers, rising
-from kvhearth_server.core.whole import Whole, Wholes
 from kvhearth_server.transport.messages import add_presence
 
 KEYS = 24

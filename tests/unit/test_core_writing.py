@@ -9,8 +9,8 @@ from support.core_kit import Rig, contract, full, key, keys, refused, sums_of
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.actions import BindOne, Mark, Sum, SumOne
-from kvhearth_server.core.table import State
-from kvhearth_server.core.writing import SlotsItem
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import State
 
 TWO_RANKS: Contract = contract(full(shards=2))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from structlog.testing import CapturingLogger
 from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 
-from kvhearth_server.engine.degraded import LOOK_S, OVER_S, DegradedLog
+from kvhearth_server.engine.tiering.manager import LOOK_S, OVER_S, DegradedLog
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.health import WORDS, DirectoryHealth, Kind
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -123,7 +124,7 @@ def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     told = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
     bad = Place(tmp_path / "absent", told.places[0].capacity_bytes)
     both = SsdSettings((*told.places, bad), segment_bytes=SEGMENT_BYTES)
-    tier = SsdTier(both, [Arena().bytes], clock=Clock())
+    tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
     unusable = Kind(str(bad.path), "unusable")
     assert [*tier.status.by_kind()] == [unusable]
     parts = tier._parts

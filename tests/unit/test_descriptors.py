@@ -6,8 +6,8 @@ import resource
 
 import pytest
 
-from kvhearth_server import descriptors
-from kvhearth_server.settings import Settings
+from kvhearth_server.config import rlimit as descriptors
+from kvhearth_server.config.model import Settings
 
 
 @pytest.mark.parametrize(("short", "told"), [(0, False), (1, True)])

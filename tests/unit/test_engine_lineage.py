@@ -10,12 +10,12 @@ import pytest
 from support.core_kit import contract
 from support.core_shell import Shell
 
-from kvhearth.epochs import Epochs
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire import Welcome, encode_frame
+from kvhearth.session.epoch import Epochs
+from kvhearth.wire.handshake import Welcome, encode_frame
 from kvhearth_server.core.actions import SlabSized
+from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry, State
 from kvhearth_server.memory.journal import READERS, STATE_WORDS, owner_check
 
 GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)

@@ -12,12 +12,12 @@ from support.core_kit import contract, keys, sums_of
 from support.core_shell import Shell
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.binding import CommitItem
-from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.lookup import KeysItem
+from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.engine.background import Background
-from kvhearth_server.engine.portions import EVICTED_MAX, Removed, check_books, evict
+from kvhearth_server.engine.checksums import Background
+from kvhearth_server.engine.snapshot import EVICTED_MAX, Removed, check_books, evict
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
 

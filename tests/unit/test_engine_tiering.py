@@ -10,9 +10,9 @@ from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.below import Wish
-from kvhearth_server.core.table import State, Sunk
-from kvhearth_server.engine.lowering import PATIENCE_S, READ_BACK_PATIENCE_S
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
 
 TURN_SLOTS = 256

@@ -13,8 +13,7 @@ from support.eviction_model import (
 )
 
 from kvhearth_server.core.eviction import PolicyArrays, make_policy
-from kvhearth_server.core.eviction.ghost import Ghost
-from kvhearth_server.core.eviction.s3fifo import S3FifoPolicy
+from kvhearth_server.core.eviction.s3fifo import Ghost, S3FifoPolicy
 
 CAPACITY = 1000
 HOT_KEYS = 800

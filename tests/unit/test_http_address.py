@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config import Settings, load_settings
+from kvhearth_server.config.load import Settings, load_settings
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from kvhearth.ids import Ids
+from kvhearth.model import Ids
 
 
 def test_ids_are_in_range_and_no_two_the_same() -> None:

@@ -14,14 +14,13 @@ from kvhearth.contract import Contract
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, I64, U32
 from kvhearth_server.core.actions import Bind, SlabSized, Summed
 from kvhearth_server.core.adoption import adopt
-from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import Namespaces
-from kvhearth_server.core.reading import KeysItem
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry, SlotTable, State
-from kvhearth_server.core.writing import SlotsItem
-from kvhearth_server.memory.adopt import read_journal
 from kvhearth_server.memory.journal import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -32,6 +31,7 @@ from kvhearth_server.memory.journal import (
     owner_check,
     sum_check,
 )
+from kvhearth_server.memory.journal_scan import read_journal
 
 SLAB_BYTES = 64 * 1024
 GEOMETRY = Geometry.of([("t0", 4 * SLAB_BYTES), ("t1", 2 * SLAB_BYTES)], SLAB_BYTES, 4096)

@@ -7,7 +7,7 @@ import pytest
 from support.core_shell import FakeFile
 
 from kvhearth_server.core.actions import Bind, BindOne, Mark
-from kvhearth_server.core.table import Geometry, SlotTable, State
+from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.memory.journal import STATE_WORDS, Journal, identity_check, journal_bytes
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.core_kit import contract
 from support.core_shell import Shell
 
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry, State
-from kvhearth_server.core.writing import SlotsItem
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.memory.journal import HEADER_DTYPE, READERS, mix, owner_check
 

@@ -11,12 +11,7 @@ import pytest
 import structlog
 
 from kvhearth_server.observability import logs
-from kvhearth_server.observability.log_rate import (
-    KINDS_MAX,
-    LimitedLog,
-    LimitedRecords,
-    Throttle,
-)
+from kvhearth_server.observability.logs import KINDS_MAX, LimitedLog, LimitedRecords, Throttle
 
 
 class Clock:

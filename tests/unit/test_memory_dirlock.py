@@ -13,11 +13,11 @@ import pytest
 from support.memory_places import Child, mounted, tmpfs_directory, wait_until
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.memory.dirlock import LOCK_FILE_NAME, lock_directory
+from kvhearth_server.memory.durable_file import LOCK_FILE_NAME, lock_directory
 
 HOLDER = """
 from pathlib import Path
-from kvhearth_server.memory.dirlock import lock_directory
+from kvhearth_server.memory.durable_file import lock_directory
 held = lock_directory(Path(arguments[0]))
 count = int(arguments[1])
 lines = []

@@ -12,12 +12,12 @@ import pytest
 from support.memory_places import Child, mounted, need_hugepages, tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.memory.durable import HEADER_BYTES, DurableBlob
+from kvhearth_server.memory.durable_file import HEADER_BYTES, DurableBlob
 
 CAPACITY = 10_000
 WRITER = """
 from pathlib import Path
-from kvhearth_server.memory.durable import DurableBlob
+from kvhearth_server.memory.durable_file import DurableBlob
 DurableBlob(Path(arguments[0]), 10_000).write(arguments[1].encode())
 """
 

@@ -8,9 +8,9 @@ import pytest
 from support.memory_places import tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.table import Geometry
+from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.arena import open_arena
-from kvhearth_server.memory.pages import (
+from kvhearth_server.memory.page_kinds import (
     GIB,
     MIB,
     Filesystem,

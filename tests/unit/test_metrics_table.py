@@ -15,20 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 from kvhearth.errors import Reason
 from kvhearth_server.core.removal import EVICTIONS
-from kvhearth_server.engine.ages import TickClock
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
+from kvhearth_server.engine.tick_clock import TickClock
 from kvhearth_server.observability import counters
+from kvhearth_server.observability.client_counters import NAMES_MAX, Reported
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.observability.metrics import TABLE
-from kvhearth_server.observability.reported import NAMES_MAX, Reported
-from kvhearth_server.observability.timings import (
-    AGE_BOUNDS,
-    SECONDS_BOUNDS,
-    CallTimings,
-    Histogram,
-)
-from kvhearth_server.tiers.ssd.figures import DirectoryFigures, SsdFigures
+from kvhearth_server.observability.timings import AGE_BOUNDS, SECONDS_BOUNDS, CallTimings, Histogram
 from kvhearth_server.tiers.ssd.format import Doubt
+from kvhearth_server.tiers.ssd.stats import DirectoryFigures, SsdFigures
 
 SERVER = Path(counters.__file__).resolve().parents[1]
 OPEN = "application/openmetrics-text; version=1.0.0"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.observability import notify
+from kvhearth_server.observability import systemd as notify
 
 
 @pytest.fixture(autouse=True)

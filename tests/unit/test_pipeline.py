@@ -20,14 +20,14 @@ from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV
 from kvhearth.model import pack_bits
-from kvhearth.pipeline import LoadPipeline, Movers, Stock, StoreDone, StorePipeline
-from kvhearth.pipeline.admission import Admission
-from kvhearth.pipeline.reach import usable_tokens
+from kvhearth.page_layout import PagedKV
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.workers import Worker
+from kvhearth.transfer import LoadPipeline, Movers, Stock, StoreDone, StorePipeline
+from kvhearth.transfer.admission import Admission
+from kvhearth.transfer.hit import usable_tokens
+from kvhearth.worker_thread import Worker
 from kvhearth_server.core.lookup import hit_boundaries
 
 CONTRACT = Contract(

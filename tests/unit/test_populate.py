@@ -15,10 +15,10 @@ from support.attached import attached, url_of
 from support.fake_daemon import running, small_contract, until
 from support.threads import left_since, own_threads
 
-from kvhearth import populate
+from kvhearth import prefault as populate
 from kvhearth.client import connect
-from kvhearth.layout import PagedKV
-from kvhearth.populate import Populate, Span
+from kvhearth.page_layout import PagedKV
+from kvhearth.prefault import Populate, Span
 
 PAGE = mmap.PAGESIZE
 PAGES = 9000

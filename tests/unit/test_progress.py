@@ -9,7 +9,7 @@ import sys
 
 PROGRAM = """
 from kvhearth_server.observability import logs
-from kvhearth_server.observability.progress import StartBar
+from kvhearth_server.observability.logs import StartBar
 logs.configure("info", "json")
 log = logs.get_logger("kvhearth.test")
 with StartBar("reading back") as bar:

@@ -20,7 +20,7 @@ from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect
 from kvhearth.copiers.device import Cudart
-from kvhearth.copiers.register import (
+from kvhearth.copiers.host_register import (
     HUGEPAGE_BYTES,
     PIECE_BYTES,
     PIECE_BYTES_MAX,
@@ -28,8 +28,8 @@ from kvhearth.copiers.register import (
     Registrations,
 )
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV
-from kvhearth.pipeline.movers import CopierFactory, Movers, host_or_cuda
+from kvhearth.page_layout import PagedKV
+from kvhearth.transfer.copier_pool import CopierFactory, Movers, host_or_cuda
 
 DEADLINE_S = 10.0
 LOG_TEXT = "the arena stays unregistered"

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, until
 
-from kvhearth.arena import ArenaMapping
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.link import open_link
 from kvhearth.model import U8
-from kvhearth.session import Session, attach
+from kvhearth.session.arena import ArenaMapping
+from kvhearth.session.attach import Session, attach
+from kvhearth.session.link import open_link
 from kvhearth.url import DaemonUrl
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import Hello
+from kvhearth.wire.handshake import Hello
 
 
 def hello(*, map_arena: bool = True) -> Hello:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvhearth_server.engine.ssd_catalogue import FILE_NAME, SsdCatalogue
+from kvhearth_server.engine.epoch_store import FILE_NAME, SsdCatalogue
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 

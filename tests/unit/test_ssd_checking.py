@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvhearth_server.tiers.ssd.checking import Checkers
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.disk.executor import Checkers, Job
+from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.janitor import Janitor
-from kvhearth_server.tiers.ssd.job import Job
-from kvhearth_server.tiers.ssd.lane import Lane
+from kvhearth_server.tiers.ssd.log import Janitor, Lane
 from kvhearth_server.tiers.ssd.settings import Place
 
 _WAIT_S = 20.0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth.faults import DISK_ENVIRONMENT_NAME
+from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
+from kvhearth_lab.harness.disk_faults import CommandedQueue, Commander, commanded
 from kvhearth_server.tiers.ssd.disk.base import Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.choose import open_queue
-from kvhearth_server.tiers.ssd.disk.commanded import CommandedQueue, Commander, commanded
+from kvhearth_server.tiers.ssd.disk.probe import open_queue
 
 DEADLINE_S = 10.0
 SIZE = 4096

@@ -37,10 +37,10 @@ from kvhearth_server.tiers.ssd.format import (
     parse_segment_page,
     seal,
 )
-from kvhearth_server.tiers.ssd.heads import HEAD_NAME, DirectoryError
-from kvhearth_server.tiers.ssd.recovery import read_segment
-from kvhearth_server.tiers.ssd.scanning import SCAN_BYTES, Reader
+from kvhearth_server.tiers.ssd.recovery.recover import read_segment
+from kvhearth_server.tiers.ssd.recovery.scanner import SCAN_BYTES, Reader
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.superblock import HEAD_NAME, DirectoryError
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 MIB = 1 << 20

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.memory_places import Child
 
+from kvhearth_server.tiers.ssd.buffers import Buffer
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.choose import NAMES, choose, open_queue, probe, probe_all
-from kvhearth_server.tiers.ssd.pages import Buffer
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, choose, open_queue, probe, probe_all
 
 DEPTH = 4
 PAGE = 4096
@@ -132,7 +132,7 @@ head = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(memory))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, head, 0, 0) == 0, ctypes.get_errno()
-from kvhearth_server.tiers.ssd.disk.choose import choose
+from kvhearth_server.tiers.ssd.disk.probe import choose
 name, verdicts = choose()
 lines = [name, *(f"{each.name}: {each.reason}" for each in verdicts)]
 peer.sendall("\\n".join(lines).encode())

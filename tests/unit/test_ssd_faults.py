@@ -27,27 +27,19 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_server.tiers.base import (
-    Corrupt,
-    Counts,
-    Done,
-    Failed,
-    Missing,
-    StoreBatch,
-    Throttled,
-)
-from kvhearth_server.tiers.ssd.admission import SeenTwice
+from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
+from kvhearth_server.tiers.base import Corrupt, Counts, Done, Failed, Missing, StoreBatch, Throttled
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op, Request
-from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
-from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
+from kvhearth_server.tiers.ssd.disk.executor import Job
+from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.heads import DirectoryError
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
-from kvhearth_server.tiers.ssd.job import Job
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
-from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.tiers.ssd.watch import Watch
+from kvhearth_server.tiers.ssd.superblock import DirectoryError
+from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 STUCK_S = 600.0
 """Nothing hangs so long that is not held: tests put the clock forward."""
@@ -62,7 +54,9 @@ class Rig:
         self.arena = Arena()
         self.clock = Clock()
         found = settings(*folders, slow_s=STUCK_S / 2, stuck_s=STUCK_S, **changes)
-        self.tier = SsdTier(found, [self.arena.bytes], queue=self.queue, clock=self.clock)
+        self.tier = SsdTier(
+            found, [self.arena.bytes], environment=Environment(queue=self.queue, clock=self.clock)
+        )
         self.desk = Desk(self.tier, self.arena)
         self.desk.settle()
 
@@ -276,7 +270,7 @@ def test_no_space_for_another_segment_and_what_there_is_is_used(tmp_path: Path) 
             return super().allocate(fd, size_bytes)
 
     arena = Arena()
-    tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], files=Full())
+    tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], environment=Environment(files=Full()))
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(300))
@@ -320,7 +314,9 @@ def test_a_file_system_that_was_remounted_read_only(tmp_path: Path) -> None:
 
 def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     arena = Arena()
-    tier = SsdTier(settings(tmp_path / "one"), [arena.bytes], files=NoDirect())
+    tier = SsdTier(
+        settings(tmp_path / "one"), [arena.bytes], environment=Environment(files=NoDirect())
+    )
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(4))
@@ -461,7 +457,7 @@ def test_a_disk_interface_that_breaks_is_no_hang(tmp_path: Path) -> None:
     arena, clock = Arena(), Clock()
     queue = Breaks(open_queue("threads", 4), Faults())
     told = settings(tmp_path / "one", stuck_s=STUCK_S)
-    tier = SsdTier(told, [arena.bytes], queue=queue, clock=clock)
+    tier = SsdTier(told, [arena.bytes], environment=Environment(queue=queue, clock=clock))
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(8))

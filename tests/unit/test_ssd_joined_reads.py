@@ -14,7 +14,7 @@ from support.tiers import LENGTH, PAGE, family
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, Throttled
 from kvhearth_server.tiers.ssd.disk.base import Request
-from kvhearth_server.tiers.ssd.disk.choose import NAMES, probe
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.format import record_pages
 
 COUNT = 24

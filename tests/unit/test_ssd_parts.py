@@ -9,19 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tier_doubles import Counting, DramTier, Faulty, Throttling
 from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
 
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import PLACE_DTYPE, Done, Failed, LoadBatch, Throttled
-from kvhearth_server.tiers.dram import DramTier
-from kvhearth_server.tiers.ssd.admission import AdmitAll, SeenTwice
-from kvhearth_server.tiers.ssd.budget import DAY_S, WriteBudget
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.estimate import ReadRate
+from kvhearth_server.tiers.ssd.disk.executor import Job, ReadRate
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
-from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
-from kvhearth_server.tiers.ssd.job import Job
-from kvhearth_server.tiers.ssd.keymap import KeyMap
+from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
     Place,
@@ -30,7 +26,7 @@ from kvhearth_server.tiers.ssd.settings import (
     segment_cost_bytes,
     segments_max,
 )
-from kvhearth_server.tiers.wrappers import Counting, Faulty, Throttling
+from kvhearth_server.tiers.ssd.write_limits import DAY_S, AdmitAll, SeenTwice, WriteBudget
 
 GIB = 1 << 30
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from support.tiers import DEADLINE_S, Arena, Desk, family, key_of, keys_of, settings, spoil
 
+from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Done
-from kvhearth_server.tiers.ssd import reclaim
+from kvhearth_server.tiers.ssd import reclaimer as reclaim
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.disk.choose import choose, open_queue
-from kvhearth_server.tiers.ssd.disk.faulty import Faults, FaultyQueue
+from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 FEW = 3
@@ -32,7 +33,9 @@ def test_a_hot_block_that_cannot_be_carried_is_told_with_its_cause(
     folder = tmp_path / "one"
     faults = Faults()
     queue = FaultyQueue(open_queue(choose()[0], 16), faults)
-    tier = SsdTier(settings(folder, segments=6), [arena.bytes], queue=queue)
+    tier = SsdTier(
+        settings(folder, segments=6), [arena.bytes], environment=Environment(queue=queue)
+    )
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(12))

@@ -15,7 +15,7 @@ from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, 
 
 from kvhearth_server.tiers.base import Done, Throttled
 from kvhearth_server.tiers.ssd import files
-from kvhearth_server.tiers.ssd.admission import SeenTwice
+from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.health import WORDS
 from kvhearth_server.tiers.ssd.settings import (
@@ -25,12 +25,15 @@ from kvhearth_server.tiers.ssd.settings import (
     segment_cost_bytes,
 )
 from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 
 def a_tier(told: SsdSettings, **more: object) -> Desk:
     """A tier that has read its log back."""
     arena = Arena()
-    desk = Desk(SsdTier(told, [arena.bytes], **more), arena)  # type: ignore[arg-type]
+    outside = {name: more.pop(name) for name in ("files", "queue", "clock") if name in more}
+    environment = Environment(**outside)  # type: ignore[arg-type]
+    desk = Desk(SsdTier(told, [arena.bytes], environment=environment, **more), arena)  # type: ignore[arg-type]
     desk.settle()
     return desk
 
@@ -246,7 +249,7 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, tol
 
     folder = tmp_path / "one"
     arena = Arena()
-    tier = SsdTier(settings(folder), [arena.bytes], files=Refusing())
+    tier = SsdTier(settings(folder), [arena.bytes], environment=Environment(files=Refusing()))
     desk = Desk(tier, arena)
     desk.settle()
     if not code:

@@ -11,7 +11,7 @@ from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of, setti
 from kvhearth_server.tiers.base import Done, Family, LoadBatch
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
 from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.tiers.ssd.walking import walk
+from kvhearth_server.tiers.ssd.walk import walk
 
 
 def whole_round(index: SsdIndex, count: int) -> list[tuple[Family, bytes]]:

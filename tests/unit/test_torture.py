@@ -19,25 +19,24 @@ from support.tiers import Opened, family
 
 from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import admin_pb2
+from kvhearth_lab.cli.torture import shown
+from kvhearth_lab.harness.client_process import ANSWER_S
+from kvhearth_lab.harness.engine import Seen
+from kvhearth_lab.torture import client as worker
+from kvhearth_lab.torture import damage
+from kvhearth_lab.torture.decks import BOUNDARY, POINT, Coverage, Deck, Decks
+from kvhearth_lab.torture.faults import TABLE
+from kvhearth_lab.torture.faults.daemon import daemon_points, in_reach
+from kvhearth_lab.torture.oracle import IMPATIENT, claimed, failures, look_at_drive
+from kvhearth_lab.torture.plan import VERSION, Plan
+from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report
+from kvhearth_lab.torture.run import Options
+from kvhearth_lab.torture.scene import PATIENCE_S, Roots, places
+from kvhearth_lab.torture.stalls import Stalls
+from kvhearth_lab.torture.world import World
+from kvhearth_lab.torture.world_config import FLEETING, ROOMY, SINKING
 from kvhearth_server.cli import app
-from kvhearth_server.cli.torture import shown
-from kvhearth_server.engine.ssd_catalogue import RESERVE_BYTES
-from kvhearth_server.torture import damage, worker
-from kvhearth_server.torture.claims import IMPATIENT, claimed, failures, look_at_drive
-from kvhearth_server.torture.coverage import BOUNDARY, POINT, Coverage
-from kvhearth_server.torture.decks import Deck, Decks
-from kvhearth_server.torture.engine import Seen
-from kvhearth_server.torture.faults import TABLE
-from kvhearth_server.torture.faults.points import daemon_points, in_reach
-from kvhearth_server.torture.places import Roots, places
-from kvhearth_server.torture.report import CAUGHT, CRASH, LOST, Report
-from kvhearth_server.torture.run import Options
-from kvhearth_server.torture.scene import PATIENCE_S
-from kvhearth_server.torture.script import VERSION, Plan
-from kvhearth_server.torture.shape import FLEETING, ROOMY, SINKING
-from kvhearth_server.torture.stalls import Stalls
-from kvhearth_server.torture.workers import ANSWER_S
-from kvhearth_server.torture.world import World
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 
 SHARED = Path("/dev/shm")
 
@@ -229,7 +228,7 @@ def test_too_little_room_is_told_before_a_world_is_made(
 
 def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
     child = (
-        "import os, sys, time; from kvhearth_server.torture.tied import end_with; "
+        "import os, sys, time; from kvhearth_lab.harness.client_process import end_with; "
         "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (

@@ -15,10 +15,10 @@ from support.core_shell import Shell
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth_server.core.binding import CommitItem
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry, State
-from kvhearth_server.transport.decisions import EVICTED_PER_TURN_MAX, Decisions
+from kvhearth_server.transport.dispatch import EVICTED_PER_TURN_MAX, Decisions
 
 BLOCKS = 2048
 

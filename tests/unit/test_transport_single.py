@@ -13,16 +13,16 @@ import pytest
 from support.core_kit import contract, full, key, mamba
 from support.core_shell import Shell
 
-from kvhearth import frames
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth.wire import frames
+from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.transport import decisions as decisions_module
-from kvhearth_server.transport.calls import CallsServer, _Connection
-from kvhearth_server.transport.decisions import Decisions
+from kvhearth_server.transport import dispatch as decisions_module
+from kvhearth_server.transport.dispatch import Decisions
+from kvhearth_server.transport.frames import CallsServer, _Connection
 from kvhearth_server.transport.messages import keys_items
 
 TWO = contract(full(), mamba(), full(8192, shards=2))

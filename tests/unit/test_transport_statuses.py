@@ -10,16 +10,16 @@ from support.fake_daemon import running, small_contract
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.statuses import (
+from kvhearth.transports.base import HEARTBEAT, LOOKUP, CacheTransport
+from kvhearth.transports.frames_unix import FramesUnixTransport
+from kvhearth.transports.grpc_unix import GrpcUnixTransport
+from kvhearth.wire.status import (
     BareError,
     decode_status,
     encode_status,
     error_from_code,
     rebuild_error,
 )
-from kvhearth.transports.base import HEARTBEAT, LOOKUP, CacheTransport
-from kvhearth.transports.frames_unix import FramesUnixTransport
-from kvhearth.transports.grpc_unix import GrpcUnixTransport
 
 
 @pytest.mark.parametrize("reason", Reason)

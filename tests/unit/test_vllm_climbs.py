@@ -14,11 +14,11 @@ from support.fake_daemon import FakeDaemon, running, until
 from support.tower import CONTRACT, Tower, ended
 from support.vllm_fake import BLOCK_TOKENS, FakePool, FakeRequest, config_of, hashes_of
 
-from kvhearth.connectors.vllm import asking
-from kvhearth.connectors.vllm.metadata import Handshake
-from kvhearth.connectors.vllm.policy import CostLine
+from kvhearth.connectors.vllm import requests as asking
+from kvhearth.connectors.vllm.load_policy import CostLine
 from kvhearth.connectors.vllm.scheduler import SchedulerHalf
 from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.step_metadata import Handshake
 
 TOKENS = 64
 FAST, SLOW = 1e-7, 1.0

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-from kvhearth.connectors.vllm import digests, identity
-from kvhearth.connectors.vllm.adapters import REMEMBERED_MAX, Adapters
+from kvhearth.connectors.vllm import identity
+from kvhearth.connectors.vllm import identity as digests
 from kvhearth.connectors.vllm.identity import (
+    REMEMBERED_MAX,
+    Adapters,
     EngineGroup,
     Weights,
     engine_contract,
     weights_change,
     weights_of,
 )
-from kvhearth.connectors.vllm.metadata import Geometry
+from kvhearth.connectors.vllm.step_metadata import Geometry
 from kvhearth.contract import Contract, GroupKind
 from kvhearth.errors import KVHearthError, Reason
 
@@ -320,7 +322,7 @@ def test_an_adapter_is_what_it_was_when_vllm_loaded_it(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvhearth.connectors.vllm.adapters.adapter_digest", lambda _: b"x")
+    monkeypatch.setattr("kvhearth.connectors.vllm.identity.adapter_digest", lambda _: b"x")
     adapters = Adapters()
     for number in range(REMEMBERED_MAX + 10):
         adapters.digest(lora(str(tmp_path), number))

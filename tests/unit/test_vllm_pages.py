@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhearth.connectors.vllm.pages import _page_runs
+from kvhearth.connectors.vllm.kv_pages import _page_runs
 from kvhearth.errors import KVHearthError
-from kvhearth.layout import PagedKV, Shape
+from kvhearth.page_layout import PagedKV, Shape
 
 torch = pytest.importorskip("torch")
 

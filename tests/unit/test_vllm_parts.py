@@ -12,24 +12,24 @@ import pytest
 from support.arena_fake import FakeArena
 from support.cuda_fake import FakeDevice
 
-from kvhearth.connectors.vllm import stats
+from kvhearth.connectors.vllm import counters as stats
+from kvhearth.connectors.vllm.counters import Tally
+from kvhearth.connectors.vllm.fail_open import guarded, nothing
 from kvhearth.connectors.vllm.groups import EngineGroups, rows
-from kvhearth.connectors.vllm.guard import guarded, nothing
-from kvhearth.connectors.vllm.metadata import (
+from kvhearth.connectors.vllm.settings import URL_ENV, Settings, parse_settings
+from kvhearth.connectors.vllm.step_metadata import (
     Geometry,
     Handshake,
     RankLoaded,
     RankStored,
     WorkerReport,
 )
-from kvhearth.connectors.vllm.settings import URL_ENV, Settings, parse_settings
-from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError
-from kvhearth.layout import PagedKV
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED
-from kvhearth.pipeline.movers import host_or_cuda
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import GroupResult, Lease, LookupResult
+from kvhearth.transfer.copier_pool import host_or_cuda
 
 FULL = GroupSpec(GroupKind.FULL, 32, 1024)
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, 1024, window_tokens=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvhearth.connectors.vllm.policy import Bounds, CostLine, LoadPolicy, Verdict
+from kvhearth.connectors.vllm.load_policy import Bounds, CostLine, LoadPolicy, Verdict
 
 
 def line(

@@ -22,23 +22,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvhearth import faults
-from kvhearth.copiers.base import (
-    VERIFY_FRACTION,
-    ArenaView,
-    BlockFailure,
-    CopyKind,
-    Done,
-    Ticket,
-)
+from kvhearth import failpoints as faults
+from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
 from kvhearth.copiers.device import CopyDevice, TorchCuda
-from kvhearth.copiers.register import PIECE_BYTES
+from kvhearth.copiers.host_register import PIECE_BYTES
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.layout import PagedKV, Shape
 from kvhearth.model import I64, Bools, Records
-from kvhearth.workers import Worker
+from kvhearth.page_layout import PagedKV, Shape
+from kvhearth.worker_thread import Worker
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,13 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvhearth import faults
+from kvhearth import failpoints as faults
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena, Run, own_arrays, own_one
-from kvhearth.copiers.single import Single
+from kvhearth.copiers.batch import Batch, HeldArena, Run, Single, own_arrays, own_one
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
-from kvhearth.layout import PagedKV
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
+from kvhearth.page_layout import PagedKV
 
 _LOG = logging.getLogger(__name__)
 

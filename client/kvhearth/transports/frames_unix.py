@@ -18,10 +18,10 @@ from collections import deque
 
 from google.protobuf.message import DecodeError
 
-from kvhearth import frames
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.statuses import BareError, decode_status
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
+from kvhearth.wire import frames
+from kvhearth.wire.status import BareError, decode_status
 
 _IDLE_MAX = 8
 _OPEN_MAX = 48

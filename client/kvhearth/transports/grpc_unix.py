@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.statuses import STATUS_DETAILS_KEY, BareError, decode_status, error_from_code
 from kvhearth.transports.base import SERVICE, TOKEN_KEY, ReplyT, RequestT, Rpc
+from kvhearth.wire.status import STATUS_DETAILS_KEY, BareError, decode_status, error_from_code
 
 
 class GrpcUnixTransport:

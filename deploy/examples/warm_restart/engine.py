@@ -27,8 +27,8 @@ from model import PagedPool, Sequence, Sizes, Transformer, load_tokenizer, promp
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.copiers import BlockFailure, Done, HostCopier
 from kvhearth.keys import chain_keys
-from kvhearth.layout import PagedKV
 from kvhearth.model import I64, Records
+from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup, LookupResult
 
 GROUP = 0

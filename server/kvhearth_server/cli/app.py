@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import typer
 
     from kvhearth.errors import KVHearthError
+    from kvhearth_server.tiers.ssd.assembly import Environment
 
 EXIT_CONFIG = 2
 EXIT_MEMORY = 3
@@ -44,7 +45,11 @@ Exit codes:
 
 Completion for bash, zsh and fish: kvhearth --install-completion"""
 CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
-BENCH_EPILOG = "Example: kvhearth bench local --quick"
+
+VERBS_GROUP = "kvhearth.verbs"
+"""Entry points that add a verb to the command: functions of the ``typer.Typer``."""
+LAB_VERBS = ("bench", "torture")
+"""Verbs of the distribution ``kvhearth-lab``."""
 
 SERVER_EXTRA = frozenset(
     {
@@ -74,13 +79,7 @@ def build() -> typer.Typer:
     import typer
 
     from kvhearth_server.cli import (
-        bench,
-        bench_peers,
-        bench_ssd,
-        bench_stalls,
-        bench_ttft,
         config,
-        doctor,
         drain,
         evict,
         explain,
@@ -92,9 +91,9 @@ def build() -> typer.Typer:
         sessions,
         stats,
         top,
-        torture,
         version,
     )
+    from kvhearth_server.cli.doctor import doctor
 
     app = typer.Typer(
         name="kvhearth",
@@ -124,18 +123,32 @@ def build() -> typer.Typer:
     app.command("evict", epilog=evict.EPILOG)(evict.evict)
     app.command("forget", epilog=forget.EPILOG)(forget.forget)
     app.command("drain", epilog=drain.EPILOG)(drain.drain)
-    benches = typer.Typer(
-        help="Measure, with daemons of its own.", epilog=BENCH_EPILOG, no_args_is_help=True
-    )
-    benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
-    benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
-    benches.command("ssd", epilog=bench_ssd.EPILOG)(bench_ssd.ssd)
-    benches.command("stalls", epilog=bench_stalls.EPILOG)(bench_stalls.stalls)
-    benches.command("ttft", epilog=bench_ttft.EPILOG)(bench_ttft.ttft)
-    app.add_typer(benches, name="bench")
-    app.command("torture", epilog=torture.EPILOG)(torture.torture)
+    _add_verbs(app)
     app.command("version", epilog=version.EPILOG)(version.version)
     return app
+
+
+def _add_verbs(app: typer.Typer) -> None:
+    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
+    from functools import partial
+    from importlib import metadata
+
+    found = {each.name: each for each in metadata.entry_points(group=VERBS_GROUP)}
+    for name in sorted({*found, *LAB_VERBS}):
+        if name in found:
+            found[name].load()(app)
+        else:
+            loose = {"ignore_unknown_options": True, "allow_extra_args": True}
+            app.command(name, hidden=True, add_help_option=False, context_settings=loose)(
+                partial(_not_installed, name)
+            )
+
+
+def _not_installed(name: str) -> None:
+    from kvhearth.errors import KVHearthError, Reason
+
+    told = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
+    raise KVHearthError(Reason.CONFIG_INVALID, told)
 
 
 def exit_code(error: KVHearthError) -> int:
@@ -143,11 +156,12 @@ def exit_code(error: KVHearthError) -> int:
     return EXIT_CODES.get(error.reason, EXIT_OTHER)
 
 
-def run(args: Sequence[str] | None = None) -> int:
+def run(args: Sequence[str] | None = None, disk: Environment | None = None) -> int:
     """Run the command and return its exit code; a bug's exception passes (Python's exit code is 1).
 
     Args:
         args: the words after ``kvhearth``; by default those of this process.
+        disk: files and disk queue that ``serve`` uses for its SSD tier; the machine's by default.
     """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["health"]:
@@ -159,7 +173,7 @@ def run(args: Sequence[str] | None = None) -> int:
     from kvhearth.errors import KVHearthError
 
     try:
-        build()(args=None if args is None else list(args), prog_name="kvhearth")
+        build()(args=None if args is None else list(args), prog_name="kvhearth", obj=disk)
     except KVHearthError as error:
         print(f"kvhearth: error: {error.message}", file=sys.stderr)  # noqa: T201 - no log yet
         return exit_code(error)
@@ -174,12 +188,12 @@ def run(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def main() -> None:
+def main(disk: Environment | None = None) -> None:
     """The console script."""
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    _end(run())
+    _end(run(disk=disk))
 
 
 def _end(code: int) -> NoReturn:

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.options import AsJson, Config
-from kvhearth_server.cli.output import note, say_json
+from kvhearth_server.cli.output import AsJson, Config, note, say_json
 from kvhearth_server.cli.sample import sample as sample_text
 from kvhearth_server.cli.sample import settings_yaml
-from kvhearth_server.config import Settings, load_settings, unread_environment
+from kvhearth_server.config.load import Settings, load_settings, unread_environment
 
 SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
 SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"

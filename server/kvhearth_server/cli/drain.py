@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.output import note, say_json, waiting
-from kvhearth_server.cli.reach import Reach
+from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.output import AsJson, SocketDir, note, say_json, waiting
 
 EPILOG = "Example: kvhearth drain --wait 60 && systemctl restart kvhearth"
 _PAUSE_S = 0.2

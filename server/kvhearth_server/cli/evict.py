@@ -9,10 +9,9 @@ import typer
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.output import plain, say_json, short, waiting
-from kvhearth_server.cli.reach import Reach
-from kvhearth_server.units import parse_size
+from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.output import AsJson, SocketDir, plain, say_json, short, waiting
+from kvhearth_server.config.value_types import parse_size
 
 EPILOG = "Example: kvhearth evict 3f9c --keep 10GiB; kvhearth evict 3f9c --keep 0 --tier ssd"
 

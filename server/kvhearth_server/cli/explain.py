@@ -11,9 +11,18 @@ from rich.console import Group
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.output import console, plain, row, say_json, short, size, table
-from kvhearth_server.cli.reach import Reach
+from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.output import (
+    AsJson,
+    SocketDir,
+    console,
+    plain,
+    row,
+    say_json,
+    short,
+    size,
+    table,
+)
 
 EPILOG = (
     "Example: kvhearth explain contract.json; kvhearth explain 9f86d081884c7d659a2feaa0c55ad015"

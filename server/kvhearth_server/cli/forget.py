@@ -10,9 +10,8 @@ import typer
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.output import plain, printable, say_json, short, size
-from kvhearth_server.cli.reach import Reach
+from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.output import AsJson, SocketDir, plain, printable, say_json, short, size
 
 EPILOG = "Example: kvhearth forget 3f9c; kvhearth forget 3f9c --yes --json | jq .epoch"
 

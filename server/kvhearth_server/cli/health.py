@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kvhearth_server.cli import liveness
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.reach import directory
+from kvhearth_server.cli.admin_client import directory
+from kvhearth_server.cli.output import AsJson, SocketDir
 
 EPILOG = "Example: kvhearth health --wait 30 || echo 'not serving'"
 

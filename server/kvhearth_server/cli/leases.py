@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli.admin_client import Reach
 from kvhearth_server.cli.output import (
+    AsJson,
+    SocketDir,
     console,
     duration,
     note,
@@ -14,7 +16,6 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.cli.reach import Reach
 
 EPILOG = "Example: kvhearth leases --json | jq '.groups[] | select(.oldest_s > 60)'"
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli.admin_client import Reach
 from kvhearth_server.cli.output import (
+    AsJson,
+    SocketDir,
     console,
     facts,
     note,
@@ -20,7 +22,6 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.cli.reach import Reach
 
 EPILOG = "Example: kvhearth ls 3f9c --json | jq .contract"
 

@@ -1,4 +1,4 @@
-"""What verbs print: data on stdout, as one JSON object or as text; everything else on stderr."""
+"""Options that several verbs take."""
 
 from __future__ import annotations
 
@@ -7,13 +7,37 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object with stable names on stdout.")
+]
+SocketDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--socket-dir",
+        envvar="KVHEARTH_SOCKET_DIR",
+        help="The daemon's directory of sockets. Default: as the daemon's settings say.",
+        metavar="DIR",
+        show_default=False,
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file of settings (environment: KVHEARTH_CONFIG).",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+
 
 _WIDTH_OFF_TERMINAL = 200
 _DIGITS_SHOWN = 12

@@ -10,8 +10,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from kvhearth_server.cli.serve import metavar
-from kvhearth_server.config import Settings, Shown, SsdDir, TenantSetting
-from kvhearth_server.units import format_size
+from kvhearth_server.config.load import Settings, Shown, SsdDir, TenantSetting
+from kvhearth_server.config.value_types import format_size
 
 _COLUMNS = 96
 _HEAD = """\

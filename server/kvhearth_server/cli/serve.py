@@ -13,15 +13,9 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvhearth.version import __version__
-from kvhearth_server.config import (
-    Settings,
-    Shown,
-    flag_of,
-    load_settings,
-    unread_environment,
-)
+from kvhearth_server.config.load import Settings, Shown, flag_of, load_settings, unread_environment
+from kvhearth_server.config.value_types import format_size
 from kvhearth_server.observability import logs
-from kvhearth_server.units import format_size
 
 EPILOG = (
     "Example: kvhearth serve --memory 64GiB --hugepages=require "
@@ -134,7 +128,7 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
 
 
 @with_flags_of(Settings)
-def serve(config: Path | None = None, **flags: object) -> None:
+def serve(context: typer.Context, config: Path | None = None, **flags: object) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT.
 
     A flag goes before the environment, that before the YAML file, that before the default:
@@ -146,4 +140,4 @@ def serve(config: Path | None = None, **flags: object) -> None:
     # After the settings, so that a mistake in them is told without the time to load gRPC.
     from kvhearth_server import daemon
 
-    raise typer.Exit(daemon.run(settings))
+    raise typer.Exit(daemon.run(settings, disk=context.obj))

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from kvhearth_server.cli.options import AsJson, SocketDir
-from kvhearth_server.cli.output import console, note, plain, row, say_json, short, table
-from kvhearth_server.cli.reach import Reach
+from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.output import (
+    AsJson,
+    SocketDir,
+    console,
+    note,
+    plain,
+    row,
+    say_json,
+    short,
+    table,
+)
 
 EPILOG = "Example: kvhearth sessions --json | jq '.sessions[].pid'"
 

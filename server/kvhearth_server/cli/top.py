@@ -15,9 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli import ssd_shown
-from kvhearth_server.cli.options import AsJson, SocketDir
+from kvhearth_server.cli import stats as ssd_shown
+from kvhearth_server.cli.admin_client import Reach
 from kvhearth_server.cli.output import (
+    AsJson,
+    SocketDir,
     console,
     duration,
     percent,
@@ -28,7 +30,6 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.cli.reach import Reach
 
 EPILOG = "Example: kvhearth top; kvhearth top --once --json"
 REFRESH_S = 1.0

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from kvhearth.version import PROTOCOL_VERSION, __version__
-from kvhearth_server.cli.options import AsJson
-from kvhearth_server.cli.output import say_json
+from kvhearth_server.cli.output import AsJson, say_json
 
 EPILOG = "Example: kvhearth version --json"
 

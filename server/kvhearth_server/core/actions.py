@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth.model import I64, U32
-from kvhearth_server.core.table import State
+from kvhearth_server.core.slot_table import State
 
 
 @dataclass(frozen=True)

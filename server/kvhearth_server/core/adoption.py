@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvhearth.model import FLAG_VERIFY, I64, Bools, Records
 from kvhearth_server.core.actions import Mark, SlabSized, Sum
 from kvhearth_server.core.groups import Group
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat
-from kvhearth_server.core.table import State
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvhearth.model import I64, U32, Bools
-from kvhearth_server.core.table import SlotTable
+from kvhearth_server.core.slot_table import SlotTable
 
 _FEW = 4
 """So many heads cost less one by one."""

@@ -11,17 +11,17 @@ import numpy as np
 from kvhearth.errors import Reason
 from kvhearth.model import U32
 from kvhearth_server.core.actions import Catalogue
-from kvhearth_server.core.books import Holders, book_portions, check_books
-from kvhearth_server.core.climbing import Climbing
+from kvhearth_server.core.check_books import Holders, book_portions, check_books
 from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.lookup import Reading
 from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.pinning import Pinning
-from kvhearth_server.core.reading import Reading
-from kvhearth_server.core.sinking import Sinking
+from kvhearth_server.core.pins import Pinning
+from kvhearth_server.core.promotion import Climbing
+from kvhearth_server.core.reservations import Writing
+from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import CoreState, Limits, require
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.core.writing import Writing
+from kvhearth_server.core.writeback import Sinking
 
 
 class Core:

@@ -15,8 +15,8 @@ from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.policies import Coldest
 from kvhearth_server.core.removal import forget_blocks, remove_blocks
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.table import State, Sunk
 
 _CONSIDER_SLABS_EVERY = 64
 """Between two looks at whether another size's coldest slab is colder than our own next victim."""

@@ -1,23 +1,131 @@
-"""Groups and their members: one engine, its scheduler and its ranks.
-
-A member that left is not done with: until it is *drained* (it said that its copies had finished, or
-its process, its mapping and a grace are gone) it may still write to what its group held.
-"""
+"""Reservations that were aborted in doubt, so that a later word can free what they put aside."""
 
 from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.doubts import Doubts
-from kvhearth_server.core.leases import Leases
-from kvhearth_server.core.table import SlotTable, State
+from kvhearth_server.core.slot_table import SlotTable, State
+
+
+class Leases(MutableMapping[int, I64]):
+    """Lease id to slots, in the order in which the leases were granted.
+
+    Slots are given and taken as I64, as all of the core does, but kept in 4 bytes each: a lease
+    names every slot that it keeps, and many leases may keep the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, U32 | int] = {}
+        """A lease on one slot may stand here as its number: an array costs more to make."""
+
+    def __getitem__(self, lease_id: int) -> I64:
+        slots = self._slots[lease_id]
+        return np.array([slots], np.int64) if isinstance(slots, int) else slots.astype(np.int64)
+
+    def __setitem__(self, lease_id: int, slots: I64) -> None:
+        self._slots[lease_id] = slots.astype(np.uint32)
+
+    def enter_one(self, lease_id: int, slot: int) -> None:
+        """As ``self[lease_id] = slots``, of one slot."""
+        self._slots[lease_id] = slot
+
+    def __delitem__(self, lease_id: int) -> None:
+        del self._slots[lease_id]
+
+    def __contains__(self, lease_id: object) -> bool:
+        return lease_id in self._slots
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def all_slots(self) -> U32:
+        """The slots of all leases, one after the other; shape (slots held,)."""
+        each = self._slots.values()
+        ones = np.array([slots for slots in each if isinstance(slots, int)], np.uint32)
+        return np.concatenate([ones, *(slots for slots in each if not isinstance(slots, int))])
+
+    @property
+    def slot_count(self) -> int:
+        """Slots held, each once for every lease on it."""
+        return self.nbytes // 4
+
+    @property
+    def nbytes(self) -> int:
+        """What the lists take."""
+        return sum(4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())
+
+
+DOUBTS_REMEMBERED = 1024
+_SLOTS_KEPT_MIN = 4096
+
+
+class Doubts:
+    """What each of one group's reservations was when it was aborted in doubt.
+
+    Memory is bounded by the number of reservations and by what is still put aside: records of which
+    nothing is are dropped when there is twice as much on record as there was at the last look.
+    """
+
+    def __init__(self) -> None:
+        self._handed: OrderedDict[int, list[Handed]] = OrderedDict()
+        self._slots = 0
+        self._look_at = _SLOTS_KEPT_MIN
+
+    def __contains__(self, reservation_id: int) -> bool:
+        return reservation_id in self._handed
+
+    def __len__(self) -> int:
+        return len(self._handed)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots on record."""
+        return self._slots
+
+    def get(self, reservation_id: int) -> list[Handed] | None:
+        """What a reservation was, if it was aborted in doubt."""
+        return self._handed.get(reservation_id)
+
+    def add(self, table: SlotTable, owner: int, reservation_id: int, handed: list[Handed]) -> None:
+        """Remember a reservation; of too many the oldest is forgotten, and what it put aside comes
+        back with the group's end.
+        """
+        self._handed[reservation_id] = handed
+        self._slots += _size(handed)
+        while len(self._handed) > DOUBTS_REMEMBERED:
+            self._slots -= _size(self._handed.popitem(last=False)[1])
+        if self._slots > self._look_at:
+            for number, parts in list(self._handed.items()):
+                if not any(len(part.still_held(table, owner)) for part in parts):
+                    self.pop(number)
+            self._look_at = max(_SLOTS_KEPT_MIN, 2 * self._slots)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._handed.clear()
+        self._slots = 0
+
+    def pop(self, reservation_id: int) -> list[Handed] | None:
+        """Forget a reservation; what it was."""
+        handed = self._handed.pop(reservation_id, None)
+        if handed is not None:
+            self._slots -= _size(handed)
+        return handed
+
+
+def _size(handed: list[Handed]) -> int:
+    return sum(part.slots.size for part in handed)
+
 
 RESERVATIONS_REMEMBERED = 64
 _DOUBTFUL_PARTS_MAX = 64

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, U32, Bools
-from kvhearth_server.core.buckets import Buckets, Hashes, Same, hash_one, hash_words, multipliers
-from kvhearth_server.core.table import Pick
+from kvhearth_server.core.hash_table import Buckets, Hashes, Same, hash_one, hash_words, multipliers
+from kvhearth_server.core.slot_table import Pick
 
 _U64 = npt.NDArray[np.uint64]
 _WORD_BYTES = 8

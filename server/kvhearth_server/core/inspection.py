@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvhearth.model import Tier
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.table import State
 
 
 @dataclass(frozen=True)

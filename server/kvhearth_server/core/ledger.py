@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhearth.model import I64
-from kvhearth_server.core.table import Pick, SlotTable
+from kvhearth_server.core.slot_table import Pick, SlotTable
 
 
 @dataclass

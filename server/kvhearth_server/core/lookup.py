@@ -8,12 +8,24 @@ that ends at ``L``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
-from kvhearth.model import I64, Bools
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools, Records, Tier
+from kvhearth_server.core.fast_path import Asked, Singles, Wholes
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.reservations import SlotsItem
+from kvhearth_server.core.slot_table import State
+from kvhearth_server.core.state import CoreState, flat, require
 
 
 @dataclass(frozen=True)
@@ -81,3 +93,378 @@ def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:
     if spec.kind is GroupKind.MAMBA:
         return Need(max(0, end - 1), end)
     return Need(max(0, end - window_blocks(spec)), end)
+
+
+# A member of an enumeration costs a search each time it is named.
+_SUMMED = int(State.SUMMED)
+_TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
+"""By whether a block is present."""
+_SHARED = 1024
+"""Blocks of an answer up to which arrays that say the same of each are made once for all."""
+_YES, _IN_DRAM = np.ones(_SHARED, np.bool_), np.full(_SHARED, Tier.DRAM, np.uint8)
+for _shared in (_YES, _IN_DRAM):
+    _shared.setflags(write=False)
+
+
+class KeysItem(NamedTuple):
+    """Keys of one KV group, in chain order."""
+
+    kv_group: int
+    keys: Sequence[bytes]
+
+
+class Presence(NamedTuple):
+    """Answer for one KV group; arrays of shape (n,), extents (leased x shards,).
+
+    Where all blocks are there, ready in memory and leased, one array may be all three; only there.
+    """
+
+    kv_group: int
+    present: Bools
+    ready: Bools
+    leased: Bools
+    tiers: U8
+    extents: Records
+
+    @classmethod
+    def of_whole(cls, kv_group: int, extents: Records) -> Presence:
+        """The answer if every block of one shard each is there and leased."""
+        count = len(extents)
+        if count <= _SHARED:
+            yes, in_dram = _YES[:count], _IN_DRAM[:count]
+        else:
+            yes, in_dram = np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
+        return cls(kv_group, yes, yes, yes, in_dram, extents)
+
+
+class Found(NamedTuple):
+    """Answer to a lookup; ``short`` is why less was leased than could be restored."""
+
+    lease_id: int
+    hit_tokens: int
+    groups: list[Presence]
+    short: Reason | None
+    wishes: list[Wish]
+    """Blocks on slower tiers that would make the hit longer."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One KV group's keys resolved: heads (-1 for none), what is current here, what may be served,
+    and what is on a slower tier only (None: nothing is).
+    """
+
+    kv_group: int
+    spec: GroupSpec
+    heads: I64
+    present: Bools
+    ready: Bools
+    below: Bools | None
+
+
+class Reading:
+    """Lookups and leases of attached schedulers."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._singles = Singles(state)
+        self._wholes = Wholes(state)
+
+    def lookup(
+        self,
+        session: int,
+        epoch: int,
+        items: list[KeysItem],
+        lease_id: int,
+        *,
+        now: float = 0.0,
+    ) -> Found:
+        """Which blocks are there, how far they reach, and a lease on what a load needs.
+
+        Args:
+            lease_id: the client's name for the lease; 0 asks for none.
+            now: what the lease's age is counted from.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
+                ``too_many_leases``, ``lease_exists``.
+        """
+        state = self._state
+        if lease_id and len(items) == 1:
+            found = self._lookup_plain(session, epoch, items[0], lease_id, now)
+            if found is not None:
+                return found
+        group, namespace, seen = self._resolve(session, epoch, items)
+        if lease_id:
+            self._check_lease(group, lease_id)
+        boundaries = hit_boundaries([(one.spec, one.ready) for one in seen])
+        hit, slots, short = self._affordable(group, seen, boundaries, bool(lease_id))
+        needs = [blocks_needed(one.spec, hit) for one in seen]
+        for one in seen:
+            self._mark_used(one.heads[one.present])
+        withdrawn = lease_id in group.released_early
+        groups = [
+            self._presence(one, need if lease_id and not withdrawn else Need(0, 0))
+            for one, need in zip(seen, needs, strict=True)
+        ]
+        granted = 0
+        if lease_id and hit and not withdrawn:
+            hold(state, group.segment, slots)
+            group.leases[lease_id] = slots
+            group.leased_at[lease_id] = now
+            state.count("leased_keys", sum(need.end - need.first for need in needs))
+            pages = [one.spec.page_bytes for one in seen]
+            extents = [len(one.extents) for one in groups]
+            state.count("leased_bytes", sum(map(int.__mul__, extents, pages)))
+            granted = lease_id
+        state.count("lookups")
+        self._count_keys(seen)
+        return Found(granted, hit, groups, short, self._wishes(namespace, items, seen))
+
+    def _lookup_plain(
+        self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
+    ) -> Found | None:
+        """As ``lookup``, of a group that has all its keys; None: the general way must look."""
+        group = self._state.group_of(session)
+        namespace = self._state.namespaces.get(group.namespace)
+        if epoch != namespace.epoch:
+            return None
+        if (count := len(item.keys)) == 1:
+            return self._lookup_one(group, namespace, item, lease_id, now)
+        whole = self._wholes.lookup(group, namespace, item.kv_group, item.keys, lease_id)
+        if whole is None:
+            return None
+        group.leases[lease_id] = whole.slots
+        group.leased_at[lease_id] = now
+        presence = Presence.of_whole(item.kv_group, whole.extents)
+        hit = count * namespace.contract.groups[item.kv_group].block_tokens
+        return Found(lease_id, hit, [presence], None, [])
+
+    def _lookup_one(
+        self, group: Group, namespace: Namespace, item: KeysItem, lease_id: int, now: float
+    ) -> Found | None:
+        """As ``_lookup_plain``, of one key."""
+        one = Asked(item.kv_group, item.keys[0], lease_id)
+        extent = self.lookup_one(group, namespace, one, now)
+        if extent is None:
+            return None
+        spec = namespace.contract.groups[item.kv_group]
+        extents = np.frombuffer(bytearray(extent), EXTENT_DTYPE)
+        presence = Presence.of_whole(item.kv_group, extents)
+        return Found(lease_id, spec.block_tokens, [presence], None, [])
+
+    def lookup_one(
+        self, group: Group, namespace: Namespace, one: Asked, now: float
+    ) -> bytes | None:
+        """As ``lookup`` with a lease, of one key of a session of a living group: its extent, or
+        None, with nothing changed: ask ``lookup``.
+        """
+        head = self._singles.lookup(group, namespace, one)
+        if head < 0:
+            return None
+        self._singles.mark_used(head)
+        group.leases.enter_one(one.lease_id, head)
+        group.leased_at[one.lease_id] = now
+        spec = namespace.contract.groups[one.kv_group]
+        return self._singles.extent(head, spec.page_bytes)
+
+    def presence(
+        self, session: int, epoch: int, items: list[KeysItem]
+    ) -> tuple[list[Presence], list[Wish]]:
+        """Which blocks are there, without a lease, and which could climb."""
+        _, namespace, seen = self._resolve(session, epoch, items)
+        groups = [self._presence(one, Need(0, 0)) for one in seen]
+        return groups, self._wishes(namespace, items, seen)
+
+    def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
+        """Mark blocks as used; returns how many there are."""
+        _, _, seen = self._resolve(session, epoch, items)
+        parts = [np.zeros(0, np.int64), *(one.heads[one.present] for one in seen)]
+        heads = np.concatenate(parts)
+        self._mark_used(heads)
+        return len(heads)
+
+    def release(self, session: int, lease_ids: list[int]) -> None:
+        """End leases. Known ones end in any case.
+
+        Raises:
+            KVHearthError: ``group_gone``; ``unknown_lease`` naming the ids that the group does not
+                hold.
+        """
+        group = self._state.group_of(session)
+        unknown = [i for i in lease_ids if not drop_lease(self._state, group, i)]
+        for lease_id in unknown:
+            group.note_early_release(lease_id)
+        if unknown:
+            text = ", ".join(map(str, unknown[:8]))
+            raise KVHearthError(Reason.UNKNOWN_LEASE, f"this group holds no lease {text}")
+
+    def suspects(self, session: int, items: list[SlotsItem]) -> list[I64]:
+        """Blocks of this session's tenant whose bytes a reader found wrong and that still live,
+        each once; see ``SlotTable.blocks_of``.
+
+        The shell sums them before it believes it, then calls ``remove_bad``.
+        """
+        table = self._state.table
+        group = self._state.group_of(session)
+        parts = [np.zeros(0, np.int64)]
+        for item in items:
+            good = table.in_use(item.slots)
+            slots = item.slots[good]
+            live = table.generation[slots] == item.generations[good]
+            live &= table.state[slots] == _SUMMED
+            links = table.head[slots[live]].astype(np.int64)
+            parts.append(np.where(links > 0, links - 1, slots[live]))
+        heads = np.unique(np.concatenate(parts))
+        return table.blocks_of(heads[table.namespace[heads] == group.namespace])
+
+    def remove_bad(self, heads: I64, generations: U32, source: str) -> int:
+        """Remove distinct blocks whose bytes do not match their checksums; those that were gone
+        already are passed over. Returns how many were removed.
+        """
+        table = self._state.table
+        live = (table.generation[heads] == generations) & (table.state[heads] == _SUMMED)
+        removed = int(np.count_nonzero(live))
+        if removed:
+            self._state.count("checksum_failures", removed, source)
+            remove_blocks(self._state, heads[live], "checksum")
+        return removed
+
+    def _resolve(
+        self, session: int, epoch: int, items: list[KeysItem]
+    ) -> tuple[Group, Namespace, list[_Seen]]:
+        state, table = self._state, self._state.table
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        asked = sum(len(item.keys) for item in items)
+        require(
+            asked <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{asked} keys in one call, at most {state.limits.keys_max}",
+        )
+        seen = []
+        for item in items:
+            spec = state.spec(namespace, item.kv_group)
+            heads = state.index.find(namespace.number, item.kv_group, item.keys)
+            safe = np.maximum(heads, 0)
+            present = table.epoch[safe] == namespace.epoch
+            present &= heads >= 0
+            ready = table.state[safe] == _SUMMED
+            ready &= present
+            below = None
+            if state.below is not None and np.count_nonzero(present) < len(present):
+                below = state.below.present(namespace, item.kv_group, item.keys) & ~present
+            seen.append(_Seen(item.kv_group, spec, heads, present, ready, below))
+        kinds = {one.kv_group for one in seen}
+        require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
+        return group, namespace, seen
+
+    def _count_keys(self, seen: list[_Seen]) -> None:
+        """Each key asked for is a hit, or a miss for one reason."""
+        count = self._state.count
+        for one in seen:
+            asked, found = len(one.heads), int(np.count_nonzero(one.heads >= 0))
+            current, ready = np.count_nonzero(one.present), np.count_nonzero(one.ready)
+            count("lookup_keys", asked)
+            count("hit_keys", int(ready))
+            if one.below is not None:
+                count("below_keys", int(np.count_nonzero(one.below)))
+                outdated = int(np.count_nonzero(one.below & (one.heads >= 0)))
+                asked -= int(np.count_nonzero(one.below))
+                found -= outdated
+            count("miss_keys", asked - found, "absent")
+            count("miss_keys", found - int(current), "epoch")
+            count("miss_keys", int(current - ready), "not_summed")
+
+    def _check_lease(self, group: Group, lease_id: int) -> None:
+        require(
+            lease_id not in group.leases,
+            Reason.LEASE_EXISTS,
+            f"lease {lease_id} exists; release it or choose another id",
+        )
+        require(
+            len(group.leases) < self._state.limits.leases_max,
+            Reason.TOO_MANY_LEASES,
+            f"the group holds {len(group.leases)} leases; release some",
+        )
+
+    def _affordable(
+        self, group: Group, seen: list[_Seen], boundaries: I64, leasing: bool
+    ) -> tuple[int, I64, Reason | None]:
+        """The longest boundary, or, under the cap on what is held, the longest that it allows; and
+        the slots that it needs.
+        """
+        none = np.zeros(0, np.int64)
+        if not len(boundaries):
+            return 0, none, None
+        hit = int(boundaries[0])
+        if not leasing:
+            return hit, none, None
+        room = hold_room(self._state, group.segment)
+        slots = self._lease_slots(seen, hit)
+        if newly_held_bytes(self._state, slots) <= room:
+            return hit, slots, None
+        low, high = 0, len(boundaries)
+        while low < high:
+            middle = (low + high) // 2
+            slots = self._lease_slots(seen, int(boundaries[middle]))
+            if newly_held_bytes(self._state, slots) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        if low == len(boundaries):
+            return 0, none, Reason.HELD_CAP
+        hit = int(boundaries[low])
+        return hit, self._lease_slots(seen, hit), Reason.HELD_CAP
+
+    def _lease_slots(self, seen: list[_Seen], hit: int) -> I64:
+        """All shards of the blocks that a hit needs, each once, though a key may be asked twice."""
+        table = self._state.table
+        parts = []
+        for one in seen:
+            need = blocks_needed(one.spec, hit)
+            parts.append(flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards)))
+        slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if not np.count_nonzero(slots[1:] <= slots[:-1]):
+            return slots
+        return np.unique(slots)
+
+    def _presence(self, one: _Seen, need: Need) -> Presence:
+        table = self._state.table
+        leased = np.zeros(len(one.heads), np.bool_)
+        leased[need.first : need.end] = True
+        slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
+        extents = table.extents(slots, one.spec.page_bytes, summed=True)
+        tiers, present = _TIER[one.present.view(np.uint8)], one.present
+        if one.below is not None:
+            tiers[one.below] = Tier.SSD
+            present = present | one.below
+        return Presence(one.kv_group, present, one.ready, leased, tiers, extents)
+
+    def _wishes(self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]) -> list[Wish]:
+        """What must climb so that the hit becomes as long as all tiers together allow."""
+        if not any(one.below is not None and one.below.any() for one in seen):
+            return []
+        either = [one.ready if one.below is None else one.ready | one.below for one in seen]
+        pairs = [(one.spec, there) for one, there in zip(seen, either, strict=True)]
+        boundaries = hit_boundaries(pairs)
+        if not len(boundaries):
+            return []
+        wishes = []
+        for item, one in zip(items, seen, strict=True):
+            if one.below is None:
+                continue
+            need = blocks_needed(one.spec, int(boundaries[0]))
+            rows = np.flatnonzero(one.below[need.first : need.end]) + need.first
+            keys = [item.keys[row] for row in rows.tolist()]
+            before = [item.keys[row - 1] if row else b"" for row in rows.tolist()]
+            if keys:
+                wishes.append(Wish(namespace, one.kv_group, one.spec, keys, before))
+        return wishes
+
+    def _mark_used(self, heads: I64) -> None:
+        if len(heads):
+            self._state.policies.touch(heads)
+            self._state.table.used_at[heads] = self._state.tick()
+            self._state.offers.used(heads)

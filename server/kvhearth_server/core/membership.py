@@ -11,10 +11,10 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64
 from kvhearth_server.core.actions import Catalogue, Mark
 from kvhearth_server.core.groups import Group, Member, MemberState
-from kvhearth_server.core.holding import drop_lease
+from kvhearth_server.core.holds import drop_lease
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, require
-from kvhearth_server.core.table import State
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
-from kvhearth_server.core.table import Pick, SlotTable
+from kvhearth_server.core.slot_table import Pick, SlotTable
 
 _WARMEST = 1 << 62
 _STALE_MAX = 64

@@ -7,8 +7,8 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.slot_table import State, Sunk
 from kvhearth_server.core.state import CoreState, flat
-from kvhearth_server.core.table import State, Sunk
 
 EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
 """Causes that are evictions: the block was good, somebody needed its room."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvhearth.model import I64
-from kvhearth_server.core.table import SlotTable, State
+from kvhearth_server.core.slot_table import SlotTable, State
 
 
 class _SizeClass:

@@ -13,17 +13,17 @@ from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.actions import Action, Mark, SlabSized
-from kvhearth_server.core.below import Below
 from kvhearth_server.core.chains import Chains
 from kvhearth_server.core.events import EventLog
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Index
 from kvhearth_server.core.ledger import Ledger
+from kvhearth_server.core.lower_tier import Below
 from kvhearth_server.core.namespaces import Namespace, Namespaces
-from kvhearth_server.core.offers import Offers
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slabs import SlabPool
-from kvhearth_server.core.table import Geometry, SlotTable, State
+from kvhearth_server.core.slot_table import Geometry, SlotTable, State
+from kvhearth_server.core.writeback_queue import Offers
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

@@ -16,16 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from kvhearth.contract import (
-    CONTRACT_JSON_BYTES_MAX,
-    KEY_BYTES_MAX,
-    Contract,
-)
+from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.faults import hit
+from kvhearth.failpoints import hit
 from kvhearth.model import EXTENT_BYTES, I64, U32
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire import Hello, SegmentInfo, Welcome
+from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome
 from kvhearth_server.core.actions import (
     Action,
     Bind,
@@ -40,16 +36,15 @@ from kvhearth_server.core.actions import (
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
-from kvhearth_server.engine.ages import TickClock
-from kvhearth_server.engine.catalogue import catalogue_content
-from kvhearth_server.engine.restart import loading_from, quiet_at, take_over
+from kvhearth_server.engine.epoch_store import SsdCatalogue
+from kvhearth_server.engine.recovery import catalogue_content, loading_from, quiet_at, take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
-from kvhearth_server.engine.ssd_catalogue import SsdCatalogue
-from kvhearth_server.engine.tiering import Tiering
+from kvhearth_server.engine.tick_clock import TickClock
+from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
+from kvhearth_server.observability.client_counters import Reported
 from kvhearth_server.observability.counters import Counters
-from kvhearth_server.observability.reported import Reported
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
 from kvhearth_server.tiers.ssd.tier import SsdTier
 

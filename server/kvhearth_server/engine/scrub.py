@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator
 import numpy as np
 
 from kvhearth.model import I64, Bools
-from kvhearth_server.core.below import Wish
-from kvhearth_server.core.table import State
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
-from kvhearth_server.engine.tiering import Tiering
+from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.tiers.base import Corrupt, Done, Family, Outcome
 
 DRAM, SSD = "dram", "ssd"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import mmap
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -11,14 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.faults import hit
-from kvhearth_server.core.table import SlotTable
-from kvhearth_server.memory.dirlock import lock_directory
-from kvhearth_server.memory.durable import DurableBlob
-from kvhearth_server.memory.generations import Generations
+from kvhearth.failpoints import hit
+from kvhearth.model import U32
+from kvhearth_server.core.slot_table import SlotTable
+from kvhearth_server.memory.durable_file import DurableBlob, lock_directory
 from kvhearth_server.memory.journal import VERSION, Journal, journal_path
-from kvhearth_server.memory.pages import HugepagePolicy, KernelMemory, filesystem_kind
+from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import (
     CATALOGUE_BYTES_MAX,
     CATALOGUE_FORMAT,
@@ -33,6 +36,28 @@ from kvhearth_server.memory.plan import (
 from kvhearth_server.memory.resize import resize, settle
 from kvhearth_server.memory.room import check_room, room_of
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
+
+_F_ADD_SEALS = 1033
+_SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
+
+
+class Generations:
+    """The daemon's writable mapping of the memfd. Nobody gets another after the seal."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.fd = os.memfd_create("kvhearth-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = -(-max(count, 1) * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
+        self.array: U32 = np.frombuffer(self._map, np.uint32, count)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes with the last array that uses it."""
+        os.close(self.fd)
+
 
 Progress = Callable[[str, int, int], None]
 """Told (what, done bytes, total bytes) while memory is populated."""

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.faults import hit
+from kvhearth.failpoints import hit
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Records
 from kvhearth_server.core.actions import Bind, BindOne, Mark, SlabSized, Summed
+from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.core.state import flat
-from kvhearth_server.core.table import Geometry, SlotTable, State
 from kvhearth_server.memory.segments import Segment
 
 MAGIC = 0x4B56484A

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.memory.durable import peek
+from kvhearth_server.config.value_types import format_size
+from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.memory.durable_file import peek
 from kvhearth_server.memory.journal import VERSION, journal_bytes, journal_path
-from kvhearth_server.memory.pages import HugepagePolicy
-from kvhearth_server.units import format_size
+from kvhearth_server.memory.page_kinds import HugepagePolicy
 
 CATALOGUE_FORMAT = 2
 CATALOGUE_NAME = "catalogue"

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.faults import hit
+from kvhearth.failpoints import hit
 from kvhearth.model import I64, Records
-from kvhearth_server.core.table import Geometry, State
-from kvhearth_server.memory.durable import DurableBlob
+from kvhearth_server.core.slot_table import Geometry, State
+from kvhearth_server.memory.durable_file import DurableBlob
 from kvhearth_server.memory.journal import (
     BOUND_WORDS,
     STATE_WORDS,
@@ -29,7 +29,7 @@ from kvhearth_server.memory.journal import (
     tables,
 )
 from kvhearth_server.memory.mapping import Progress
-from kvhearth_server.memory.pages import HugepagePolicy, filesystem_kind
+from kvhearth_server.memory.page_kinds import HugepagePolicy, filesystem_kind
 from kvhearth_server.memory.plan import RESIZED_NAME, ArenaPlan, describe, segment_path
 from kvhearth_server.memory.room import room_of
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.table import Geometry
-from kvhearth_server.memory.durable import file_bytes
+from kvhearth_server.config.value_types import format_size
+from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.memory.durable_file import file_bytes
 from kvhearth_server.memory.journal import journal_bytes, journal_path
-from kvhearth_server.memory.pages import (
+from kvhearth_server.memory.page_kinds import (
     MIB,
     Filesystem,
     FilesystemKind,
@@ -30,7 +31,6 @@ from kvhearth_server.memory.plan import (
     segment_path,
 )
 from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place
-from kvhearth_server.units import format_size
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,17 @@ import stat
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import (
     Progress,
+    Segment,
     address_of,
     advise_huge,
     closed_on_failure,
     map_shared,
     populate,
 )
-from kvhearth_server.memory.pages import (
+from kvhearth_server.memory.page_kinds import (
     BASE_PAGE_BYTES,
     GIB,
     MIB,
@@ -35,8 +37,6 @@ from kvhearth_server.memory.pages import (
     PageKind,
     filesystem_kind,
 )
-from kvhearth_server.memory.region import Segment
-from kvhearth_server.units import format_size
 
 __all__ = ["Segment", "create_segment", "open_segment"]
 

@@ -1,17 +1,111 @@
-"""Structured logs on stderr: JSON for machines, coloured lines on a terminal.
-
-``get_logger(name).info("slab given", slot_bytes=65536)``: the event is a constant text, what varies
-is a field. Records of the standard library's logging (gRPC, asyncio) come out in the same form.
-"""
+"""Logs that a flood of bad input cannot flood."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Literal, TextIO
 
 import structlog
+from rich.console import Console
+from rich.progress import Progress, TaskID
 from structlog.typing import Processor
+
+KINDS_MAX = 64
+
+
+class Throttle:
+    """Lets some events of each kind through in an interval, and counts those that it holds back.
+
+    Not for several threads at once. Beyond ``KINDS_MAX`` kinds all further ones are one.
+
+    Args:
+        interval_s: how long an interval is, from its first event, in seconds.
+        clock: seconds that only rise.
+        burst: events of a kind that are let through in an interval.
+    """
+
+    def __init__(
+        self,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        burst: int = 1,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._burst = burst
+        self._next: dict[str, float] = {}
+        self._passed: dict[str, int] = {}
+        self._held_back: dict[str, int] = {}
+
+    def admit(self, kind: str) -> int | None:
+        """How many of this kind were held back since the last that was let through; None if this
+        one is held back, too.
+        """
+        if kind not in self._next and len(self._next) >= KINDS_MAX:
+            kind = ""
+        now = self._clock()
+        if now >= self._next.get(kind, now):
+            self._next[kind], self._passed[kind] = now + self._interval_s, 0
+        elif self._passed[kind] >= self._burst:
+            self._held_back[kind] = self._held_back.get(kind, 0) + 1
+            return None
+        self._passed[kind] += 1
+        return self._held_back.pop(kind, 0)
+
+
+class LimitedLog:
+    """A logger for what peers can cause: so many lines of each kind in an interval.
+
+    Args:
+        log: of ``get_logger``.
+        throttle: what decides; by default one line a second.
+    """
+
+    def __init__(self, log: Any, throttle: Throttle | None = None) -> None:
+        self._log = log
+        self._throttle = Throttle() if throttle is None else throttle
+
+    def warning(self, event: str, *, kind: str, **fields: object) -> None:
+        """Log ``event`` unless it is held back; ``suppressed`` tells how many before it were.
+
+        Args:
+            kind: what is counted together: an event and a reason.
+        """
+        if (told := self._admitted(kind, fields)) is not None:
+            self._log.warning(event, **told)
+
+    def info(self, event: str, *, kind: str, **fields: object) -> None:
+        """As ``warning``, for what is in order."""
+        if (told := self._admitted(kind, fields)) is not None:
+            self._log.info(event, **told)
+
+    def _admitted(self, kind: str, fields: dict[str, object]) -> dict[str, object] | None:
+        suppressed = self._throttle.admit(kind)
+        if suppressed is None:
+            return None
+        return {**fields, "suppressed": suppressed} if suppressed else fields
+
+
+class LimitedRecords(logging.Filter):
+    """The same for warnings of the standard library's logging, by their text; errors all pass."""
+
+    def __init__(self, throttle: Throttle | None = None) -> None:
+        super().__init__()
+        self._throttle = Throttle() if throttle is None else throttle
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is logged."""
+        if record.levelno > logging.WARNING:
+            return True
+        suppressed = self._throttle.admit(str(record.msg))
+        if suppressed:
+            record.suppressed = suppressed
+        return suppressed is not None
+
 
 Level = Literal["debug", "info", "warning", "error"]
 Form = Literal["auto", "json", "console"]
@@ -87,3 +181,45 @@ def get_logger(name: str) -> Any:
         name: dotted, starting with ``kvhearth.``; may be called before ``configure``.
     """
     return structlog.stdlib.get_logger(name)
+
+
+class StartBar:
+    """A context in which ``note`` draws; silent when stderr is no terminal.
+
+    While it is drawn the log goes through it, so that no line of the log ends up inside of a bar.
+
+    Args:
+        doing: the word before what is counted, such as ``populating``.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._shown = sys.stderr.isatty()
+        self._tasks: dict[str, TaskID] = {}
+        self._log_stream: TextIO | None = None
+
+    def __enter__(self) -> StartBar:
+        if self._shown:
+            self._bar.start()
+            self._log_stream = redirect(sys.stderr)
+        return self
+
+    def note(self, what: str, done: int, total: int) -> None:
+        """Of ``what``, ``done`` of ``total`` are there."""
+        if not self._shown:
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(f"{self._doing} {what}", total=total)
+        self._bar.update(self._tasks[what], completed=done)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._shown:
+            self._bar.stop()
+        if self._log_stream is not None:
+            redirect(self._log_stream)

@@ -7,9 +7,8 @@ import contextlib
 from collections.abc import Iterator
 
 from kvhearth.errors import KVHearthError
-from kvhearth_server.observability.log_rate import LimitedLog
-from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.transport.plain import plain_text
+from kvhearth_server.observability.logs import LimitedLog, get_logger
+from kvhearth_server.transport.messages import plain_text
 
 _NAME_CHARS = 64
 _log = get_logger("kvhearth.admin")

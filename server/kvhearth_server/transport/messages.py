@@ -14,11 +14,11 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keys import PackedKeys, split_keys
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth_server.core.binding import CommitItem
-from kvhearth_server.core.reading import KeysItem, Presence
-from kvhearth_server.core.single import Asked, One
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.fast_path import Asked, One
+from kvhearth_server.core.lookup import KeysItem, Presence
+from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.state import group_spec, require
-from kvhearth_server.core.writing import SlotsItem
 
 GROUPS_PER_CALL_MAX = 64
 _DRAM = bytes([Tier.DRAM])
@@ -213,3 +213,24 @@ def _checksums(data: bytes, count: int, spec: GroupSpec) -> U8 | None:
             f"{len(data)} bytes for {count} x {spec.shards} checksums of {CHECKSUM_BYTES}",
         )
     return np.frombuffer(data, np.uint8).reshape(count, spec.shards, CHECKSUM_BYTES)
+
+
+TEXT_BYTES_MAX = 1024
+DETAIL_NAME_BYTES_MAX = 64
+DETAILS_MAX = 4
+
+
+def plain_text(text: str, bytes_max: int = TEXT_BYTES_MAX) -> str:
+    """``text`` cut to ``bytes_max`` bytes of UTF-8, half surrogate pairs written as escapes."""
+    data = text[:bytes_max].encode("utf-8", "backslashreplace")
+    return data[:bytes_max].decode("utf-8", "ignore")
+
+
+def plain_error(error: KVHearthError) -> KVHearthError:
+    """The same refusal with texts that fit into every frame and header."""
+    details = list(error.details.items())[:DETAILS_MAX]
+    return KVHearthError(
+        error.reason,
+        plain_text(error.message),
+        **{plain_text(name, DETAIL_NAME_BYTES_MAX): plain_text(value) for name, value in details},
+    )

@@ -22,13 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhearth.connectors.vllm.guard import guarded, nothing
-from kvhearth.connectors.vllm.metadata import Handshake, StepMeta, WorkerReport
+from kvhearth.connectors.vllm.fail_open import guarded, nothing
 from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
 from kvhearth.connectors.vllm.scheduler import SchedulerHalf, engage
 from kvhearth.connectors.vllm.settings import Settings, parse_settings
+from kvhearth.connectors.vllm.step_metadata import Handshake, StepMeta, WorkerReport
 from kvhearth.connectors.vllm.worker import WorkerHalf, hash_tokens_of
-from kvhearth.meters import LOGGER
+from kvhearth.counters import LOGGER
 
 BLOCKS_OUTERMOST = "BLHNC"
 HANDSHAKE_STEPS_MAX = 64

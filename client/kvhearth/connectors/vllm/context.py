@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhearth.client import KVClient
+from kvhearth.connectors.vllm.counters import Tally
 from kvhearth.connectors.vllm.groups import EngineGroups
-from kvhearth.connectors.vllm.metadata import Geometry
-from kvhearth.connectors.vllm.policy import LoadPolicy
+from kvhearth.connectors.vllm.load_policy import LoadPolicy
 from kvhearth.connectors.vllm.settings import Settings
-from kvhearth.connectors.vllm.stats import Tally
+from kvhearth.connectors.vllm.step_metadata import Geometry
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,4 @@
-"""Who this engine's KV bytes are: the contract, from vLLM's configuration and the real pages.
-
-vLLM's block hashes cover tokens, LoRA name and path, multimodal content, prompt embeddings and
-``cache_salt``, and nothing of the model, so all the rest must be here. What cannot be named (dummy
-weights, a random hash seed) gets a namespace of this engine's own.
-"""
+"""LoRA adapters of one run of the engine: each is known by the digest of the files it came from."""
 
 from __future__ import annotations
 
@@ -11,16 +6,113 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvhearth.connectors.vllm.digests import directory_digest
-from kvhearth.connectors.vllm.metadata import Geometry
+import xxhash
+
+from kvhearth.connectors.vllm.step_metadata import Geometry
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
+from kvhearth.counters import LOGGER, Warnings
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.meters import LOGGER
+
+_PIECE_BYTES = 8 << 20
+_KEPT_FROM_BYTES = 16 << 20
+_FILES_MAX = 4096
+_KEPT_MAX = 4096
+_IGNORED = (".git", "__pycache__", ".cache")
+
+_lock = threading.Lock()
+
+
+def directory_digest(folder: Path) -> str:
+    """Hex digest of the names and bytes of all files below ``folder``.
+
+    Large files are read once: what was read is remembered in the user's cache folder, by device,
+    inode, size and time of change.
+
+    Raises:
+        OSError: a file cannot be read, or there are more than 4096.
+    """
+    whole = hashlib.sha256()
+    for path in _files(folder):
+        name = path.relative_to(folder).as_posix()
+        whole.update(f"{len(name)}:{name}:".encode())
+        whole.update(_file_digest(path))
+    return whole.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(_walk(folder))
+    if len(found) > _FILES_MAX:
+        raise OSError(f"{folder} has more than {_FILES_MAX} files")
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for base, folders, files in os.walk(folder, followlinks=False):
+        folders[:] = [name for name in folders if name not in _IGNORED]
+        for name in files:
+            path = Path(base) / name
+            if path.is_file():
+                yield path
+
+
+def _file_digest(path: Path) -> bytes:
+    facts = path.stat()
+    if facts.st_size < _KEPT_FROM_BYTES:
+        return _read(path)
+    mark = f"{facts.st_dev}:{facts.st_ino}:{facts.st_size}:{facts.st_mtime_ns}:{facts.st_ctime_ns}"
+    with _lock:
+        kept = _load()
+        if mark in kept:
+            return bytes.fromhex(kept[mark])
+        LOGGER.info("reading %s once to know the weights (%d MiB)", path, facts.st_size >> 20)
+        digest = _read(path)
+        kept[mark] = digest.hex()
+        _save(kept)
+        return digest
+
+
+def _read(path: Path) -> bytes:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.digest()
+
+
+def _store() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "kvhearth" / "digests.json"
+
+
+def _load() -> dict[str, str]:
+    try:
+        data = json.loads(_store().read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {mark: text for mark, text in data.items() if isinstance(text, str) and len(text) == 32}
+
+
+def _save(kept: dict[str, str]) -> None:
+    """Best effort: without it the files are read again at the next start."""
+    path = _store()
+    some = dict(list(kept.items())[-_KEPT_MAX:])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(some))
+        part.rename(path)
+    except OSError as error:
+        LOGGER.info("the weights' digest is not remembered: %s", error)
+
 
 KINDS = {
     "full_attention": GroupKind.FULL,
@@ -305,3 +397,47 @@ def _without_volatile(config: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _VOLATILE:
             clean[str(name)] = _without_volatile(value) if isinstance(value, Mapping) else value
     return clean
+
+
+REMEMBERED_MAX = 4096
+
+
+class Adapters:
+    """Digests as they were when an adapter was first seen, since vLLM loads its files once: what
+    lies there later is not what it computes with. Used by several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: OrderedDict[tuple[int, str], bytes] = OrderedDict()
+        self._warnings = Warnings()
+
+    def digest(self, lora_request: Any) -> bytes | None:
+        """Digest of a request's adapter; None if it has none (said in the log).
+
+        Args:
+            lora_request: vLLM's; with its ``load_inplace`` the files are read anew.
+        """
+        path = str(lora_request.lora_path)
+        key = (int(lora_request.lora_int_id), path)
+        anew = bool(getattr(lora_request, "load_inplace", False))
+        with self._lock:
+            found = self._digests.get(key)
+            if found is not None and not anew:
+                self._digests.move_to_end(key)
+                return found
+        try:
+            taken = adapter_digest(path)
+        except OSError as error:
+            with self._lock:
+                self._digests.pop(key, None)
+            self._warnings.warn("adapter", "KV of an adapter is not kept: %s", error)
+            return None
+        with self._lock:
+            if not anew:
+                taken = self._digests.setdefault(key, taken)
+            self._digests[key] = taken
+            self._digests.move_to_end(key)
+            if len(self._digests) > REMEMBERED_MAX:
+                self._digests.popitem(last=False)
+        return taken

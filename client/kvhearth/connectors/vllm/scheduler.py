@@ -9,27 +9,27 @@ from functools import partial
 from typing import Any
 
 from kvhearth.client import connect
-from kvhearth.connectors.vllm.asking import HANDOVER, Requests
+from kvhearth.connectors.vllm.block_refs import BlockHolds
 from kvhearth.connectors.vllm.context import Context
+from kvhearth.connectors.vllm.counters import Tally
+from kvhearth.connectors.vllm.fail_open import guarded, nothing
 from kvhearth.connectors.vllm.groups import EngineGroups
-from kvhearth.connectors.vllm.guard import guarded, nothing
-from kvhearth.connectors.vllm.holds import BlockHolds
 from kvhearth.connectors.vllm.identity import weights_change
-from kvhearth.connectors.vllm.loads import Loads
-from kvhearth.connectors.vllm.metadata import (
+from kvhearth.connectors.vllm.load_policy import Bounds, LoadPolicy
+from kvhearth.connectors.vllm.load_tracker import Loads
+from kvhearth.connectors.vllm.requests import HANDOVER, Requests
+from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.step_metadata import (
     STEP_TOKENS_MIN,
     Geometry,
     Handshake,
     StepMeta,
     WorkerReport,
 )
-from kvhearth.connectors.vllm.policy import Bounds, LoadPolicy
-from kvhearth.connectors.vllm.settings import Settings
-from kvhearth.connectors.vllm.stats import Tally
-from kvhearth.connectors.vllm.stores import Stores
+from kvhearth.connectors.vllm.store_tracker import Stores
 from kvhearth.connectors.vllm.worker import WorkerHalf
 from kvhearth.contract import Contract
-from kvhearth.meters import LOGGER
+from kvhearth.counters import LOGGER
 
 STEPS_MAX = 64
 BLOCK_FREES_S = 1.0

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvhearth.client import KVClient, connect
+from kvhearth.connectors.vllm.counters import Tally
 from kvhearth.connectors.vllm.identity import engine_contract, weights_change
-from kvhearth.connectors.vllm.metadata import (
+from kvhearth.connectors.vllm.kv_pages import engine_pages
+from kvhearth.connectors.vllm.settings import Settings
+from kvhearth.connectors.vllm.step_metadata import (
     STEP_TOKENS_MIN,
     Geometry,
     Handshake,
@@ -24,17 +27,14 @@ from kvhearth.connectors.vllm.metadata import (
     StoreJob,
     WorkerReport,
 )
-from kvhearth.connectors.vllm.pages import engine_pages
-from kvhearth.connectors.vllm.settings import Settings
-from kvhearth.connectors.vllm.stats import Tally
 from kvhearth.contract import Contract
 from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.counters import LOGGER, Warnings
 from kvhearth.errors import KVHearthError
-from kvhearth.layout import PagedKV
-from kvhearth.meters import LOGGER, Warnings
 from kvhearth.model import I64
-from kvhearth.pipeline.movers import CopierFactory, Movers, host_or_cuda
-from kvhearth.populate import Populate
+from kvhearth.page_layout import PagedKV
+from kvhearth.prefault import Populate
+from kvhearth.transfer.copier_pool import CopierFactory, Movers, host_or_cuda
 
 QUEUE_MAX = 4096
 """Loads or stores that wait for a copier: vLLM's own queues bound them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvhearth_server.core.eviction.arrays import I64, U32
+from kvhearth_server.core.eviction.ring import I64, U32
 
 
 def nothing_passed() -> None:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvhearth_server.core.eviction.arrays import FREQ_MAX, I64, U32, PolicyArrays
 from kvhearth_server.core.eviction.base import nothing_passed
-from kvhearth_server.core.eviction.ring import FifoRing, remove_slots
+from kvhearth_server.core.eviction.ring import (
+    FREQ_MAX,
+    I64,
+    U32,
+    FifoRing,
+    PolicyArrays,
+    remove_slots,
+)
 
 
 class SievePolicy:

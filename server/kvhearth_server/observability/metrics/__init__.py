@@ -8,8 +8,7 @@ from __future__ import annotations
 from kvhearth_server.observability.metrics.cache import CACHE
 from kvhearth_server.observability.metrics.metric import Metric
 from kvhearth_server.observability.metrics.service import SERVICE
-from kvhearth_server.observability.metrics.ssd import SSD
-from kvhearth_server.observability.metrics.tiers import TIERS
+from kvhearth_server.observability.metrics.ssd import SSD, TIERS
 
 __all__ = ["TABLE", "Metric"]
 

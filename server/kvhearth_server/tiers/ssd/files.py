@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvhearth_server.tiers.ssd.disk.kernel import reserve
+from kvhearth_server.tiers.ssd.disk.syscalls import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.settings import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kvhearth_server.tiers.base import (
     Done,
     Evicted,
     Facts,
+    Failed,
     Family,
     Health,
     LoadBatch,
@@ -29,19 +30,66 @@ from kvhearth_server.tiers.base import (
     Throttled,
     check_places,
 )
-from kvhearth_server.tiers.ssd.admission import Admission, AdmitAll
-from kvhearth_server.tiers.ssd.adopting import Progress
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue
-from kvhearth_server.tiers.ssd.disk.kernel import signal_event
-from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.assembly import Environment, build
+from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.disk.executor import Job
+from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
-from kvhearth_server.tiers.ssd.parts import Doors, build
-from kvhearth_server.tiers.ssd.reclaim import CARRY_PAGES
+from kvhearth_server.tiers.ssd.log import Log
+from kvhearth_server.tiers.ssd.reclaimer import CARRY_PAGES
+from kvhearth_server.tiers.ssd.recovery.restore import Progress
 from kvhearth_server.tiers.ssd.settings import SsdSettings
-from kvhearth_server.tiers.ssd.status import SsdStatus
-from kvhearth_server.tiers.ssd.tasks import Task
-from kvhearth_server.tiers.ssd.walking import walk
-from kvhearth_server.tiers.ssd.watch import Watch
+from kvhearth_server.tiers.ssd.stats import SsdStatus
+from kvhearth_server.tiers.ssd.transfers import Task
+from kvhearth_server.tiers.ssd.walk import walk
+from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll
+
+_EVERY_S = 0.25
+
+
+class Watch:
+    """Looks at the age of requests, every quarter of a second at most."""
+
+    def __init__(self, log: Log, counts: Counts, slow_s: float, stuck_s: float) -> None:
+        self._log, self._counts = log, counts
+        self._slow_s, self._stuck_s = slow_s, stuck_s
+        self._next_at = 0.0
+
+    def ended(self, job: Job, now: float) -> None:
+        """A request came back: was it slow?"""
+        took = job.ended_at - job.begun_at if job.begun_at and job.ended_at else 0.0
+        if took > self._slow_s and (directory := self._directory_of(job)) is not None:
+            directory.health.slow(took, now)
+            self._counts.add("slow_requests")
+
+    def look(self, tasks: Iterable[Task], now: float) -> list[Completion]:
+        """Notices for batches of which something is stuck that was not before."""
+        if now < self._next_at:
+            return []
+        self._next_at = now + _EVERY_S
+        stuck: dict[Directory, int] = {}
+        notices = []
+        for task in tasks:
+            late = [job for job in task.jobs if now - job.queued_at > self._stuck_s]
+            for job in late:
+                # A request that waited for its turn is late only because others are.
+                hangs = job.begun_at and now - job.begun_at > self._stuck_s
+                directory = self._directory_of(job) if hangs else None
+                if directory is not None:
+                    stuck[directory] = stuck.get(directory, 0) + 1
+            if any(not job.told_stuck for job in late):
+                for job in task.jobs:
+                    job.told_stuck = True
+                self._counts.add("stuck_batches")
+                notices.append(Completion(task.ticket, [(Failed("stuck"), task.out)], final=False))
+        for lane in self._log.lanes:
+            lane.directory.health.stuck = stuck.get(lane.directory, 0)
+        return notices
+
+    def _directory_of(self, job: Job) -> Directory | None:
+        found = (s.directory for s in self._log.segments.values() if s.fd == job.fd)
+        return next(found, None)
+
 
 _abandoned: list[object] = []
 """What a device that hangs still writes to; never freed."""
@@ -55,7 +103,7 @@ class SsdTier:
         regions: the bytes of each arena segment, in the order that places number them.
         admission: what is worth a write; everything by default.
         on_progress: called while the log is read back.
-        files, queue, clock: doors to the outside, for tests.
+        environment: files, clock and disk queue; the machine's own by default.
 
     Raises:
         DirectoryError: no directory can be used.
@@ -71,17 +119,15 @@ class SsdTier:
         *,
         admission: Admission | None = None,
         on_progress: Progress | None = None,
-        files: Files | None = None,
-        queue: DiskQueue | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        environment: Environment | None = None,
     ) -> None:
-        doors = Doors(files or Files(), clock, queue)
-        self._parts = build(settings, regions, doors, on_progress)
+        environment = environment or Environment()
+        self._parts = build(settings, regions, environment, on_progress)
         self.settings = settings
         self.counts = self._parts.counts
         self.event_fd = self._parts.driver.event_fd
         self._regions = list(regions)
-        self._clock = clock
+        self._clock = environment.clock
         self._admission: Admission = admission or AdmitAll()
         self._budget = self._parts.log.wear.budget
         self.status = SsdStatus(self._parts, self._budget)

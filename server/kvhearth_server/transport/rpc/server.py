@@ -1,24 +1,63 @@
-"""The gRPC server on the unix socket: our two services, health and reflection."""
+"""CacheService: decisions over gRPC, for clients in other languages and for tracing."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
+from kvhearth.wire.frames import METHODS
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.transport.decisions import Decisions
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.transport.dispatch import Decisions
 from kvhearth_server.transport.rpc.admin import AdminService
-from kvhearth_server.transport.rpc.cache import SERVICE as CACHE
-from kvhearth_server.transport.rpc.cache import CacheService
-from kvhearth_server.transport.rpc.guard import MessageGuard
+from kvhearth_server.transport.rpc.errors import Context, MessageGuard, guarded, metadata_value
+
+SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+TOKEN_KEY = "kvhearth-token"
+
+
+class CacheService:
+    """The gRPC face of ``Decisions``."""
+
+    def __init__(self, engine: Engine, decisions: Decisions) -> None:
+        self._engine = engine
+        self._decisions = decisions
+
+    def admit(self, context: Context) -> Session:
+        """The session of the caller's token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        return self._decisions.admit(metadata_value(context, TOKEN_KEY))
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve every method of the schema on ``server``."""
+        handlers = {name: self._handler(name) for name in METHODS}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def _handler(self, name: str) -> Any:
+        async def handle(request: Any, context: Context) -> Any:
+            def work() -> Any:
+                return self._decisions.decide(name, request, self.admit(context))
+
+            return await guarded(self._engine, context, work)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle,
+            request_deserializer=getattr(cache_pb2, f"{name}Request").FromString,
+            response_serializer=getattr(cache_pb2, f"{name}Response").SerializeToString,
+        )
+
 
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-_SERVICES = (CACHE, _ADMIN)
+_SERVICES = (SERVICE, _ADMIN)
 
 _CONCURRENT_RPCS_MAX = 2048
 """More are refused by gRPC itself; each client has a handful under way."""
@@ -38,7 +77,7 @@ class RpcServer:
         ]
         cache = CacheService(engine, decisions)
         admin = AdminService(engine, admin_token)
-        guard = MessageGuard(engine, {CACHE: cache.admit, _ADMIN: admin.admit})
+        guard = MessageGuard(engine, {SERVICE: cache.admit, _ADMIN: admin.admit})
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=_CONCURRENT_RPCS_MAX, interceptors=[guard], options=options
         )

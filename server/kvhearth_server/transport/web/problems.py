@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.transport.plain import plain_error, plain_text
+from kvhearth_server.transport.messages import plain_error, plain_text
 
 CONTENT_TYPE = "application/problem+json"
 _TYPE = "urn:kvhearth:reason:"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.kernel import (
+from kvhearth_server.tiers.ssd.disk.syscalls import (
     aio_numbers,
     make_event,
     put_vectors,

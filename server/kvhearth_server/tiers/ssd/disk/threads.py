@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvhearth_server.tiers.ssd.disk.base import Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.kernel import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
 
 _THREADS_MAX = 8
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.kernel import (
+from kvhearth_server.tiers.ssd.disk.syscalls import (
     IO_URING_ENTER,
     IO_URING_REGISTER,
     IO_URING_SETUP,

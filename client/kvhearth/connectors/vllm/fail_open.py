@@ -1,0 +1,41 @@
+"""The fail-open boundary of the connector: no exception of ours reaches the engine's loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from kvhearth.counters import LOGGER, Warnings
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_warnings = Warnings()
+
+
+def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
+    """Make a method answer ``otherwise()`` where it would raise.
+
+    Its object has a method ``trouble(name)``, which counts that and raises nothing.
+    """
+
+    def wrap(method: MethodT) -> MethodT:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - fail-open boundary: the engine's own loop
+                _warnings.warn(name, "%s goes without the cache: %r", name, error)
+                LOGGER.debug("%s failed", name, exc_info=True)
+                self.trouble(name)
+                return otherwise()
+
+        return cast(MethodT, call)
+
+    return wrap
+
+
+def nothing() -> None:
+    """For methods that answer nothing."""

@@ -1,0 +1,195 @@
+"""Loads of the scheduler's half: from a request's lookup to the report of every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvhearth.connectors.vllm.context import Context
+from kvhearth.connectors.vllm.groups import rows
+from kvhearth.connectors.vllm.lookup_queue import Lookup
+from kvhearth.connectors.vllm.step_metadata import LoadJob, Move, RankLoaded
+from kvhearth.connectors.vllm.store_tracker import Progress
+from kvhearth.contract import GroupKind
+from kvhearth.model import Records
+from kvhearth.results import LookupResult
+
+
+@dataclass(eq=False)
+class RequestState:
+    """What is remembered of a live request.
+
+    Attributes:
+        request: vLLM's.
+        progress: of its stores.
+        lookup: the question that its next admission is decided by; None before it was put and
+            after it was used.
+        seen: whether the lookup's answer was counted.
+        given_up: nothing is loaded any more: a load failed, or an answer took too long.
+        declined: this lookup's hit is not loaded.
+        asked_count: questions since the request was last admitted.
+        asked_tokens: that the last one was about.
+        offer: (tokens the engine has, tokens offered) of the last answer.
+        computed_tokens: that the engine had when vLLM last asked.
+        judged, worth: the last answer with blocks that climb, and whether they are waited for.
+        waited: the request has waited for them.
+        sources: tokens of its last load that were in DRAM, and that had to climb from SSD.
+        loading: a load of ours is under way.
+        admitted: vLLM has given it blocks; it may have KV.
+        dispatched_tokens: end of the tokens that steps dispatched since its last admission compute.
+            All KV up to there is written when those steps end: vLLM schedules a request only when
+            every connector's load has arrived.
+        handover_tokens: another engine has prefilled so many tokens for it.
+        handover_until: until when its blocks are waited for, monotonic seconds.
+        max_load_tokens: the request's own bound, 0 for none.
+    """
+
+    request: Any
+    progress: Progress
+    lookup: Lookup | None = None
+    seen: bool = False
+    given_up: bool = False
+    declined: bool = False
+    asked_count: int = 0
+    asked_tokens: int = 0
+    offer: tuple[int, int] = (0, 0)
+    computed_tokens: int = 0
+    judged: LookupResult | None = None
+    worth: bool = False
+    waited: bool = False
+    sources: tuple[int, int] = (0, 0)
+    loading: bool = False
+    admitted: bool = False
+    dispatched_tokens: int = 0
+    handover_tokens: int = 0
+    handover_until: float = 0.0
+    max_load_tokens: int = 0
+
+
+@dataclass(eq=False)
+class _Load:
+    state: RequestState
+    found: LookupResult
+    tokens: int
+    begun_at: float
+    outcomes: list[RankLoaded] = field(default_factory=list)
+
+
+class Loads:
+    """Plans loads, and ends their leases when every rank has reported.
+
+    Args:
+        context: of the engine.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._client = context.client
+        self._groups = context.groups
+        self._shards = context.geometry.shards
+        self._policy = context.policy
+        self._tally = context.tally
+        self._under_way: dict[str, _Load] = {}
+        self._due: list[LoadJob] = []
+        self._lost: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """Loads under way."""
+        return len(self._under_way)
+
+    def take_due(self) -> tuple[list[LoadJob], list[str]]:
+        """What was planned since the last call, and requests whose load could not be planned."""
+        due, lost = self._due, self._lost
+        self._due, self._lost = [], []
+        return due, lost
+
+    def lose(self, request_id: str) -> None:
+        """vLLM waits for a load of this request that will never begin: to be reported as failed."""
+        self._lost.append(request_id)
+
+    def begin(self, state: RequestState, block_ids: Any, tokens: int) -> None:
+        """Load ``tokens`` beyond what the engine has into its blocks.
+
+        Args:
+            block_ids: vLLM's block table, by vLLM's group.
+        """
+        lookup, request_id = state.lookup, state.request.request_id
+        state.lookup, state.loading = None, True
+        found = None if lookup is None else lookup.result
+        if lookup is None or found is None or lookup.session_id != self._client.session_id:
+            self.lose(request_id)
+            return
+        lookup.cancelled = True  # its lease is this load's now
+        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic())
+        start = state.offer[0]
+        moves = self._moves(found, block_ids, start, start + tokens)
+        if moves is None:
+            self.lose(request_id)
+            return
+        dram = min(max(lookup.first_tokens - start, 0), tokens)
+        state.sources = (dram, tokens - dram)
+        self._tally.add("load_requests")
+        self._tally.add("load_tokens", tokens)
+        self._tally.add("hit_dram_tokens", dram)
+        self._tally.add("hit_ssd_tokens", tokens - dram)
+        for group, spec in enumerate(self._groups.specs):
+            if spec.kind is not GroupKind.MAMBA:
+                end = (start + tokens) // spec.block_tokens
+                state.progress.next_block[group] = max(state.progress.next_block[group], end)
+        self._due.append(LoadJob(request_id, found.boot_id, moves))
+
+    def _moves(
+        self, found: LookupResult, block_ids: Any, start: int, end: int
+    ) -> dict[int, Move] | None:
+        """What goes where; None if the lookup's lease or vLLM's blocks do not cover it."""
+        moves = {}
+        for group, kv_group in enumerate(self._groups.kv_groups):
+            blocks = self._groups.needed(group, start, end)
+            result, table = found.groups[group], block_ids[kv_group]
+            at = rows(result.leased, blocks)
+            if at is None or blocks.stop > len(table):
+                return None
+            pages = np.asarray(table[blocks.start : blocks.stop], np.int64)
+            kept = pages != 0  # vLLM's null block: the window does not reach back so far
+            full = self._groups.specs[group].kind is GroupKind.FULL
+            if full and not kept.all():
+                return None
+            extents: Records = result.extents.reshape(-1, self._shards)[at[kept]]
+            moves[group] = Move(pages[kept], extents)
+        return moves
+
+    def reported(self, request_id: str, outcomes: Sequence[RankLoaded]) -> None:
+        """Some ranks are done with the request's load; ranks may report in different steps."""
+        load = self._under_way.get(request_id)
+        if load is not None:
+            load.outcomes.extend(outcomes)
+
+    def finish(self, request_id: str, *, failed: bool) -> None:
+        """Every rank is done with the request's load: nobody reads the slots any more."""
+        load = self._under_way.pop(request_id, None)
+        if load is None:
+            return
+        load.state.loading = False
+        seconds = time.monotonic() - load.begun_at
+        bad: dict[int, Records] = {}
+        for outcome in load.outcomes:
+            self._tally.add("load_bytes", outcome.bytes)
+            for group, extents in outcome.bad.items():
+                bad[group] = np.concatenate([bad[group], extents]) if group in bad else extents
+        self._client.release(load.found.lease, bad=bad or None)
+        if failed:
+            load.state.given_up = True
+            self._tally.add("load_failed")
+        else:
+            self._tally.add("load_seconds", seconds)
+            self._policy.load.observe(load.tokens, seconds)
+
+    def close(self) -> None:
+        """Give all leases back: the workers have ended, or their session's end tells so."""
+        for load in self._under_way.values():
+            self._client.release(load.found.lease)
+        self._under_way.clear()

@@ -1,0 +1,266 @@
+"""Questions to the daemon, asked on threads of their own: the scheduler never waits for an RPC.
+
+    asked ──▶ answered ──▶ taken or dropped
+                │    ▲
+                └────┘ asked again while blocks climb from SSD
+
+Only the scheduler takes and drops; only the desk's threads settle.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvhearth.client import KVClient
+from kvhearth.connectors.vllm.groups import EngineGroups
+from kvhearth.results import LookupResult
+from kvhearth.transfer.hit import ClimbWait
+from kvhearth.wire.messages import absent
+from kvhearth.worker_thread import Worker
+
+_TICK_S = 0.25
+
+Fold = Callable[[], bytes | None]
+
+
+class Lookup:
+    """One question under way.
+
+    Attributes:
+        asked_at: when it was put, monotonic seconds.
+        answered_at: when the last answer came.
+        first_tokens: hit of the first answer, in tokens.
+        session_id: under which it was answered; its lease is void under another.
+        fold: what was folded into the keys; None if that could not be found out.
+        prefetch: blocks on SSD are to climb.
+        climbing: some do, and the daemon is asked again when that may have ended.
+        climb_at: when the first answer came to a question that let blocks climb.
+        climbed_s: from then to the answer after which none was worth asking for any more.
+        taken: the answer is in use, and no later one replaces it.
+    """
+
+    def __init__(
+        self, hashes: Sequence[bytes], find_fold: Fold | None, *, prefetch: bool = False
+    ) -> None:
+        self.asked_at = time.monotonic()
+        self.answered_at = 0.0
+        self.first_tokens = 0
+        self.session_id = ""
+        self.fold: bytes | None = b"" if find_fold is None else None
+        self.hashes = hashes
+        self.find_fold = find_fold
+        self.prefetch = prefetch
+        self.pauses: ClimbWait | None = None
+        self.climbing = False
+        self.climb_at = 0.0
+        self.climbed_s = 0.0
+        self.cancelled = False
+        self.taken = False
+        self._result: LookupResult | None = None
+        self._done = threading.Event()
+
+    @property
+    def result(self) -> LookupResult | None:
+        """The last answer, or None while there is none."""
+        return self._result
+
+    def wait(self, seconds: float) -> LookupResult | None:
+        """The answer, waiting up to ``seconds`` for the first one."""
+        if self._result is None and seconds > 0:
+            self._done.wait(seconds)
+        return self._result
+
+    def settle(self, result: LookupResult, session_id: str) -> None:
+        """An answer came."""
+        if self._result is None:
+            self.first_tokens = result.hit_tokens
+        self.session_id = session_id
+        self.answered_at = time.monotonic()
+        self._result = result
+        self._done.set()
+
+
+class LookupDesk:
+    """Threads that ask; a lease that nobody wants any more is given back here.
+
+    Args:
+        client: the scheduler's.
+        groups: of its contract.
+        climb_s: how long a lookup is asked again at most, because blocks climb.
+        threads: how many ask at a time.
+        queue_max: questions waiting at most; more are not taken.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        groups: EngineGroups,
+        *,
+        climb_s: float,
+        threads: int = 2,
+        queue_max: int = 4096,
+    ) -> None:
+        self._client = client
+        self._groups = groups
+        self._climb_s = climb_s
+        self._queue: deque[Lookup] = deque()
+        self._queue_max = queue_max
+        # Of live requests only, less than `queue_max`: each was in the queue.
+        self._climbing: list[tuple[float, int, Lookup]] = []
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._at_hand: dict[int, Lookup] = {}
+        self._wake = threading.Condition()
+        self._workers = [
+            Worker(f"kvhearth-lookup-{index}", self._step, self._recover)
+            for index in range(threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def ask(
+        self, hashes: Sequence[bytes], find_fold: Fold | None = None, *, prefetch: bool = False
+    ) -> Lookup | None:
+        """Put a question; None if too many wait.
+
+        Args:
+            hashes: the request's block hashes, a list of their own.
+            find_fold: finds out what else belongs into the keys; runs on the desk's thread and may
+                read files.
+            prefetch: let blocks on SSD climb, and ask again when they may have.
+        """
+        lookup = Lookup(hashes, find_fold, prefetch=prefetch)
+        return lookup if self._enqueue(lookup) else None
+
+    def climb(self, lookup: Lookup) -> bool:
+        """Let what an answer has found on SSD climb after all; whether that is asked for."""
+        lookup.prefetch = lookup.climbing = True
+        lookup.climbing = self._enqueue(lookup)
+        return lookup.climbing
+
+    def _enqueue(self, lookup: Lookup) -> bool:
+        with self._wake:
+            if len(self._queue) + len(self._climbing) >= self._queue_max:
+                self._client.count("lookup_throttled")
+                return False
+            self._queue.append(lookup)
+            self._wake.notify()
+        return True
+
+    def take(self, lookup: Lookup) -> LookupResult | None:
+        """The answer, which is not replaced by a later one from now on. Idempotent."""
+        with self._lock:
+            lookup.taken, lookup.climbing = True, False
+            return lookup.result
+
+    def drop(self, lookup: Lookup, *, gone: bool = False) -> None:
+        """Nobody wants the answer, or the lease, any more. Idempotent.
+
+        Args:
+            gone: nor what climbs for it: the request went away.
+        """
+        with self._lock:
+            if lookup.cancelled:
+                return
+            lookup.cancelled, lookup.climbing = True, False
+            result = lookup.result
+        if result is None:
+            return
+        if gone:
+            self._client.cancel(result)
+        else:
+            self._client.release(result.lease)
+
+    def close(self, deadline_s: float) -> bool:
+        """End the threads; False if one did not end in time."""
+        until = time.monotonic() + deadline_s
+        with self._wake:
+            for lookup in self._queue:
+                lookup.cancelled = True
+            self._queue.clear()
+            self._climbing.clear()
+            self._wake.notify_all()
+        left = [worker.stop(max(until - time.monotonic(), 0.0)) for worker in self._workers]
+        return all(left)
+
+    # -- the threads -------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        with self._wake:
+            lookup = self._next()
+            if lookup is None:
+                self._wake.wait(self._pause_s())
+                lookup = self._next()
+        if lookup is None or lookup.cancelled or lookup.taken:
+            return
+        self._at_hand[threading.get_ident()] = lookup
+        self._answer(lookup)
+        self._at_hand.pop(threading.get_ident(), None)
+
+    def _next(self) -> Lookup | None:
+        """What is to be asked now."""
+        if self._queue:
+            return self._queue.popleft()
+        if self._climbing and self._climbing[0][0] <= time.monotonic():
+            return heapq.heappop(self._climbing)[2]
+        return None
+
+    def _pause_s(self) -> float:
+        if not self._climbing:
+            return _TICK_S
+        return min(max(self._climbing[0][0] - time.monotonic(), 0.0), _TICK_S)
+
+    def _answer(self, lookup: Lookup) -> None:
+        session_id = self._client.session_id
+        if lookup.find_fold is not None and lookup.result is None:
+            lookup.fold = lookup.find_fold()
+        if lookup.fold is None:
+            lookup.settle(LookupResult(0, None, {}, reason="no_adapter_digest"), session_id)
+            return
+        prefetch, before = lookup.prefetch, lookup.result
+        keys = self._groups.keys(lookup.hashes, lookup.fold)
+        result = self._client.lookup(keys, lease=True, prefetch=prefetch)
+        with self._lock:
+            unwanted = lookup.cancelled or lookup.taken
+            failed = before is not None and bool(result.reason)
+            if before is None or not (unwanted or failed):
+                lookup.settle(result, session_id)
+                self._plan(lookup, result, prefetch=prefetch)
+            else:
+                lookup.climbing = False
+        if unwanted:
+            self._client.cancel(result)
+        elif before is not None and not failed:
+            # After its successor: what climbs must not be without anybody who wants it.
+            self._client.cancel(before)
+
+    def _plan(self, lookup: Lookup, result: LookupResult, *, prefetch: bool) -> None:
+        """Ask again when what climbs may be up."""
+        if not prefetch or lookup.cancelled:
+            return
+        now = lookup.answered_at
+        if lookup.pauses is None:
+            lookup.pauses, lookup.climb_at = ClimbWait(now + self._climb_s), now
+        lookup.climbing = lookup.pauses.answered(result.eta_us, now)
+        if lookup.climbing:
+            with self._wake:
+                entry = (lookup.pauses.due_at, next(self._numbers), lookup)
+                heapq.heappush(self._climbing, entry)
+                self._wake.notify()
+        elif lookup.pauses.asked_count:
+            lookup.climbed_s = now - lookup.climb_at
+
+    def _recover(self) -> None:
+        self._client.count("lookup_crashes")
+        lookup = self._at_hand.pop(threading.get_ident(), None)
+        if lookup is None:
+            return
+        lookup.climbing = False
+        if lookup.result is None:
+            nothing = LookupResult(0, None, absent({}), reason="internal")
+            lookup.settle(nothing, self._client.session_id)

@@ -1,0 +1,421 @@
+"""Live requests of the scheduler's half: asked for when they come, offered when vLLM asks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvhearth.connectors.vllm.context import Context
+from kvhearth.connectors.vllm.identity import Adapters
+from kvhearth.connectors.vllm.load_policy import Verdict
+from kvhearth.connectors.vllm.load_tracker import Loads, RequestState
+from kvhearth.connectors.vllm.lookup_queue import Lookup, LookupDesk
+from kvhearth.connectors.vllm.store_tracker import Progress
+from kvhearth.model import Tier
+from kvhearth.results import LookupResult
+
+
+class Climbs:
+    """Judges each answer once, and learns how long climbs take. On the scheduler's thread.
+
+    Args:
+        context: of the engine.
+        desk: asks again while blocks climb.
+        eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
+    """
+
+    def __init__(self, context: Context, desk: LookupDesk, eagle_tokens: int) -> None:
+        self._groups = context.groups
+        self._policy = context.policy
+        self._tally = context.tally
+        self._desk = desk
+        self._eagle_tokens = eagle_tokens
+
+    def waits(
+        self, state: RequestState, lookup: Lookup, limit_tokens: int, computed_tokens: int
+    ) -> bool:
+        """Whether the request waits for a later answer than the one that is there.
+
+        Args:
+            limit_tokens: up to which a hit may reach.
+            computed_tokens: that the engine has.
+        """
+        result = lookup.result
+        if result is None or not result.eta_us or (lookup.prefetch and not lookup.climbing):
+            return False
+        if state.judged is not result:
+            state.judged = result
+            state.worth = self._worth(result, limit_tokens, computed_tokens)
+        if not state.worth or not (lookup.prefetch or self._desk.climb(lookup)):
+            return False
+        if not state.waited:
+            state.waited = True
+            self._tally.add("climb_waits")
+        return True
+
+    def _worth(self, result: LookupResult, limit_tokens: int, computed_tokens: int) -> bool:
+        eagle, step = self._eagle_tokens, self._groups.step_tokens
+        most = min(self._groups.ceiling(result, limit_tokens + eagle) - eagle, limit_tokens)
+        ready = min(result.hit_tokens - eagle, limit_tokens)
+        return self._policy.awaits(
+            max(ready - ready % step - computed_tokens, 0),
+            most - most % step - computed_tokens,
+            result.eta_us / 1e6,
+        )
+
+    def ended(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
+        """The answer is used as it is: learn from what climbed until it came."""
+        state.judged = None
+        if lookup.climb_at and result.hit_tokens > lookup.first_tokens:
+            seconds = lookup.climbed_s or lookup.answered_at - lookup.climb_at
+            self._policy.climb.observe(result.hit_tokens - lookup.first_tokens, seconds)
+        if not state.waited:
+            return
+        state.waited = False
+        seconds = lookup.climbed_s or time.monotonic() - lookup.climb_at
+        self._tally.add("climb_seconds", seconds)
+        if result.eta_us:
+            self._tally.add("climb_late")
+            if result.hit_tokens <= lookup.first_tokens:
+                # Nothing came: it takes longer than that.
+                self._policy.climb.observe(self._groups.step_tokens, seconds)
+
+
+HANDOVER = "kvhearth_tokens"
+"""Name in ``kv_transfer_params``: so many tokens another engine has prefilled."""
+
+SPIN_S = 0.0002
+"""How long a step may wait, in all, for answers that are about to come."""
+IDLE_SPIN_S = 0.003
+"""The same while no request was admitted: a step that schedules nothing takes as long, and the
+threads that ask would share the processor with it."""
+EARLY_MAX = 256
+"""Requests that wait for their turn and have been asked for: each may hold a lease."""
+ASKS_MAX = 8
+"""Questions for one admission; sessions that end one after the other must not hold a request up."""
+_HANDOVER_PAUSE_S = 0.005
+_AGES_S = 1.0
+"""How often answers are looked through for leases that have grown old."""
+
+
+class Requests:
+    """What is remembered of each request, and what is offered for it.
+
+    Args:
+        context: of the engine.
+        loads: where admitted hits go.
+        eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
+        consumes: hits are loaded; else the daemon is asked only for what need not be stored.
+    """
+
+    def __init__(
+        self, context: Context, loads: Loads, eagle_tokens: int, *, consumes: bool
+    ) -> None:
+        self._consumes = consumes
+        self._settings = context.settings
+        self._client = context.client
+        self._groups = context.groups
+        self._policy = context.policy
+        self._tally = context.tally
+        self._hash_tokens = context.groups.hash_tokens
+        self._loads = loads
+        self._eagle_tokens = eagle_tokens
+        self._steps_back = eagle_tokens > 0
+        climb_s = context.settings.climb_wait_ms / 1000
+        self._desk = LookupDesk(context.client, context.groups, climb_s=climb_s)
+        self._climbs = Climbs(context, self._desk, eagle_tokens)
+        self._states: dict[str, RequestState] = {}
+        self._asking: set[str] = set()
+        self._adapters = Adapters()
+        self._aged_at = 0.0
+        self._spun_s = 0.0
+        self._admitted_count = 0
+
+    def begin_step(self) -> None:
+        """A scheduling step has ended: the next one may wait anew."""
+        self._spun_s = 0.0
+        now = time.monotonic()
+        if now - self._aged_at >= _AGES_S:
+            self._aged_at = now
+            self._drop_aged(now)
+
+    def _drop_aged(self, now: float) -> None:
+        """Give leases back that a long queue has made old; the requests ask anew at their turn."""
+        for request_id in list(self._asking):
+            state = self._states[request_id]
+            lookup = state.lookup
+            result = None if lookup is None else lookup.result
+            if lookup is None or result is None:
+                continue
+            if _aged(lookup, now, self._settings.lease_s):
+                if not state.seen:
+                    self._note(state, lookup, result)
+                self._drop(state)
+                state.offer = (0, 0)
+                state.asked_count = max(state.asked_count - 1, 0)
+
+    def for_stores(self, request_id: str) -> RequestState | None:
+        """A live request, with what an answer that has come tells of its stores."""
+        state = self._states.get(request_id)
+        if state is None or state.lookup is None or state.seen:
+            return state
+        result = state.lookup.result
+        if result is not None:
+            self._note(state, state.lookup, result)
+            if not self._consumes:
+                self._drop(state)
+        return state
+
+    @property
+    def count(self) -> int:
+        """Number of live requests."""
+        return len(self._states)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """A live request."""
+        return self._states.get(request_id)
+
+    def new(self, request: Any) -> None:
+        """A request came: ask at once, so that the answer is there when its turn comes."""
+        state = self._state_of(request)
+        if not request.skip_reading_prefix_cache and len(self._asking) < EARLY_MAX:
+            self._ask(state)
+
+    def _state_of(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is not None:
+            return state
+        params = request.kv_transfer_params or {}
+        handover = _count(params.get(HANDOVER))
+        progress = Progress(request.block_hashes, [0] * self._groups.count)
+        if request.lora_request is not None:
+            progress.fold = None
+        bounds = [_count(params.get("max_offload_tokens"))]
+        if self._settings.offload_prompt_only:
+            bounds.append(request.num_prompt_tokens)
+        progress.tokens_max = min([bound for bound in bounds if bound] or [1 << 62])
+        state = RequestState(
+            request,
+            progress,
+            handover_tokens=handover,
+            handover_until=time.monotonic() + self._settings.handover_wait_ms / 1000,
+            max_load_tokens=_count(params.get("max_load_tokens")),
+        )
+        self._states[request.request_id] = state
+        return state
+
+    def _ask(self, state: RequestState, tokens_max: int = 0) -> None:
+        """Put the question for a request, or for its first ``tokens_max`` tokens only."""
+        state.seen = state.declined = False
+        state.offer = (0, 0)
+        tokens = len(state.request.block_hashes) * self._hash_tokens
+        end = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
+        tokens = min(tokens, tokens_max or end)
+        tokens -= tokens % self._groups.step_tokens
+        state.asked_count += 1
+        state.asked_tokens = tokens
+        if not tokens or state.asked_count > ASKS_MAX:
+            state.declined = True
+            return
+        hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
+        lora = state.request.lora_request
+        find = None if lora is None else lambda: self._adapters.digest(lora)
+        prefetch = self._consumes and self._policy.prefetches(tokens)
+        state.lookup = self._desk.ask(hashes, find, prefetch=prefetch)
+        state.declined = state.lookup is None
+        if state.lookup is not None:
+            self._asking.add(state.request.request_id)
+        self._tally.add("lookups")
+
+    def _drop(self, state: RequestState, *, gone: bool = False) -> None:
+        """The request's question, or the lease that it brought, is of no use any more; what climbs
+        neither if the request is ``gone``.
+        """
+        if state.lookup is not None:
+            self._desk.drop(state.lookup, gone=gone)
+            state.lookup = None
+        state.waited = False
+        self._asking.discard(state.request.request_id)
+
+    def _limit(self, state: RequestState, computed_tokens: int) -> int:
+        """Tokens up to which a load may reach."""
+        limit = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
+        most = self._policy.most(state.max_load_tokens)
+        return min(limit, computed_tokens + most) if most else limit
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``computed_tokens`` can be loaded; None if the answer is not there
+        yet. Idempotent, as vLLM asks in each step until the request is admitted.
+        """
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        state = self._state_of(request)
+        state.computed_tokens = computed_tokens
+        if state.given_up or state.loading or state.declined:
+            return 0, False
+        if state.lookup is None:
+            self._ask(state)
+        if state.lookup is not None and not self._answered(state, computed_tokens):
+            # Given up, or worth waiting for.
+            return (None if state.lookup is not None else 0), False
+        if state.lookup is None:
+            return 0, False
+        if not state.offer[1] or state.offer[0] != computed_tokens:
+            tokens = self._offered(state, computed_tokens)
+            if tokens is None:
+                return None, False
+            state.offer = (computed_tokens, tokens)
+        return state.offer[1], state.offer[1] > 0
+
+    def _answered(self, state: RequestState, computed_tokens: int) -> bool:
+        """Whether there is an answer to go by; without one, and without a question that is still
+        under way, the request goes without.
+        """
+        lookup, now = state.lookup, time.monotonic()
+        assert lookup is not None
+        result = lookup.result
+        spin_s = (SPIN_S if self._admitted_count else IDLE_SPIN_S) - self._spun_s
+        if result is None and spin_s > 0:
+            result = lookup.wait(spin_s)
+            self._spun_s += time.monotonic() - now
+        if result is None:
+            if now - lookup.asked_at >= self._settings.lookup_wait_ms / 1000:
+                self._tally.add("lookup_late")
+                self._drop(state)
+                state.given_up = True
+            return False
+        looked_at = state.seen
+        if not looked_at:
+            self._note(state, lookup, result)
+        wanted = min(state.handover_tokens, state.asked_tokens)
+        wanted -= wanted % self._groups.step_tokens
+        if result.hit_tokens < wanted and not result.reason and now < state.handover_until:
+            if now - lookup.answered_at > _HANDOVER_PAUSE_S and not lookup.climbing:
+                self._drop(state)
+                state.asked_count = 0
+                self._ask(state)
+            return False
+        void = lookup.session_id != self._client.session_id
+        if void or _aged(lookup, now, self._settings.lease_s):
+            self._drop(state)
+            # A wait for room costs no question. An answer that was old at the first look does:
+            # with steps longer than a lease the request would wait for ever.
+            if looked_at and not void:
+                state.asked_count -= 1
+            self._ask(state)
+            return False
+        if not lookup.taken:
+            limit = self._limit(state, computed_tokens)
+            if self._climbs.waits(state, lookup, limit, computed_tokens):
+                return False
+            self._climbs.ended(state, lookup, self._desk.take(lookup) or result)
+        return True
+
+    def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
+        """Once for each answer: what it tells of what need not be stored."""
+        state.seen = True
+        if result.reason:
+            self._tally.add("lookup_failed")
+        state.progress.fold = lookup.fold
+        # What stays on SSD is stored again by who computes it: in DRAM it serves the next one.
+        state.progress.present = {
+            group: found.present if lookup.prefetch else found.tiers == Tier.DRAM
+            for group, found in result.groups.items()
+        }
+
+    def _offered(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Tokens to load; None if the daemon must be asked once more, for fewer."""
+        assert state.lookup is not None
+        result = state.lookup.result
+        assert result is not None
+        limit = self._limit(state, computed_tokens)
+        if self._eagle_tokens:
+            limit = min(limit, result.hit_tokens - self._eagle_tokens)
+        limit -= limit % self._groups.step_tokens
+        reach = self._groups.reach(result, limit)
+        if reach < limit < result.hit_tokens:
+            # What was leased is for the longest hit: a shorter one needs other windows and states.
+            self._drop(state)
+            self._ask(state, limit)
+            return None
+        tokens = reach - computed_tokens
+        if tokens <= 0:
+            self._decline(state)
+            return 0
+        if not state.offer[1]:
+            self._tally.add("hit_tokens", tokens)
+        if self._policy.judge(tokens) is Verdict.LOAD:
+            return tokens
+        self._tally.add("declined_tokens", tokens)
+        self._decline(state)
+        return 0
+
+    def _decline(self, state: RequestState) -> None:
+        self._drop(state)
+        state.declined = True
+
+    def allocated(self, request: Any, block_ids: Any, external_tokens: int) -> None:
+        """vLLM admitted the request; ``external_tokens`` are to be loaded.
+
+        Raises:
+            ValueError: for tokens that were never offered.
+        """
+        state = self._states.get(request.request_id)
+        if state is None:
+            if external_tokens:
+                raise ValueError(f"{external_tokens} tokens of a request that was never seen")
+            return
+        # A load of another connector has written nothing yet, whatever vLLM counts as computed.
+        state.dispatched_tokens = 0
+        if state.loading:
+            return  # vLLM's second call, for the blocks after the loaded ones
+        if not state.admitted:
+            self._tally.add("hit_engine_tokens", state.computed_tokens)
+            self._admitted_count += 1
+        state.admitted = True
+        if external_tokens:
+            self._asking.discard(request.request_id)
+            self._loads.begin(state, block_ids, external_tokens)
+        elif self._consumes:
+            self._drop(state)
+        # Only a preempted request is asked for again: then anew.
+        state.declined, state.asked_count, state.offer = False, 0, (0, 0)
+
+    def finished(self, request_id: str) -> RequestState | None:
+        """A request ended; what was remembered of it."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._drop(state, gone=True)
+            self._admitted_count -= state.admitted
+        return state
+
+    def forget(self) -> None:
+        """Give the leases back that no load has taken; requests that wait ask anew."""
+        for state in self._states.values():
+            self._drop(state)
+            state.offer = (0, 0)
+
+    def outdate(self) -> None:
+        """The weights are others now, or what was kept is gone: requests that may have KV of before
+        load and store nothing more.
+        """
+        for state in self._states.values():
+            state.progress.present = {}
+            if state.admitted:
+                state.progress.tokens_max = 0
+                state.given_up = True
+
+    def close(self, deadline_s: float) -> None:
+        """End the threads, give the leases back."""
+        self._desk.close(deadline_s)
+        self.forget()
+
+
+def _count(value: Any) -> int:
+    """A count from outside: a positive integer, or 0."""
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
+def _aged(lookup: Lookup, now: float, lease_s: float) -> bool:
+    """Whether a lease is to be given back; while blocks climb, a new one comes by itself."""
+    return now - lookup.answered_at > lease_s and not lookup.climbing

@@ -1,0 +1,294 @@
+"""The breaker: after a few failures in a row a call is answered at once, without asking the daemon.
+
+Pure: the caller brings the time and the jitter. Not thread-safe; the caller holds a lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvhearth.counters import LOGGER, Counters, Warnings
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.session.link import Link
+from kvhearth.session.manager import SESSION_ENDS, Keeper
+from kvhearth.session.outbox import Errand
+from kvhearth.transports.base import ReplyT, RequestT, Rpc
+
+COUNTED = frozenset({Reason.DAEMON_AWAY, Reason.DEADLINE})
+"""Failures that say that the daemon does not answer. Any other refusal is an answer."""
+
+
+class BreakerState(enum.StrEnum):
+    """Where a breaker stands: ``CLOSED`` lets calls through, ``OPEN`` none, ``HALF_OPEN`` one."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Opens after ``failures_max`` counted failures in a row, then lets one probe through at a
+    time.
+
+    Args:
+        failures_max: failures in a row that open it.
+        backoff_s: pause before the first probe; doubles with each probe that fails.
+        backoff_max_s: the longest pause.
+        jitter: a number in [0, 1) for each pause; a pause is 0.5 to 1.0 of its nominal length.
+    """
+
+    def __init__(
+        self, failures_max: int, backoff_s: float, backoff_max_s: float, jitter: Callable[[], float]
+    ) -> None:
+        self._failures_max = failures_max
+        self._backoff_s = backoff_s
+        self._backoff_max_s = backoff_max_s
+        self._jitter = jitter
+        self.calm = True
+        """Whether it is closed and the last call was answered: ``allow`` would say yes, and
+        recording one more answer would change nothing.
+        """
+        self._failures = 0
+        self._openings = 0
+        self._state = BreakerState.CLOSED
+        self._next_probe = 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        """Where it stands."""
+        return self._state
+
+    def allow(self, now: float) -> bool:
+        """Whether a call may be made. In half-open this hands out the one probe.
+
+        A probe whose outcome is never recorded does not block the next one for longer than a pause.
+        """
+        if self._state is BreakerState.CLOSED:
+            return True
+        if now < self._next_probe:
+            return False
+        self._state = BreakerState.HALF_OPEN
+        self._next_probe = now + self._pause_s()
+        return True
+
+    def record(self, reason: Reason | None, now: float) -> None:
+        """Tell a call's outcome: ``None`` for an answer, else why it failed."""
+        if reason not in COUNTED:
+            self.reset()
+            return
+        self.calm = False
+        self._failures += 1
+        if self._state is BreakerState.HALF_OPEN or (
+            self._state is BreakerState.CLOSED and self._failures >= self._failures_max
+        ):
+            self._openings += 1
+            self._state = BreakerState.OPEN
+            self._next_probe = now + self._pause_s()
+
+    def reset(self) -> None:
+        """Close it, as with a new session."""
+        self._failures = 0
+        self._openings = 0
+        self._state = BreakerState.CLOSED
+        self.calm = True
+
+    def _pause_s(self) -> float:
+        doublings = min(max(self._openings - 1, 0), 32)
+        nominal_s = min(self._backoff_s * 2.0**doublings, self._backoff_max_s)
+        return nominal_s * (0.5 + 0.5 * self._jitter())
+
+
+T = TypeVar("T")
+ArgumentT = TypeVar("ArgumentT")
+
+_FAILURES_MAX = 3
+_BACKOFF_S = 0.5
+_BACKOFF_MAX_S = 10.0
+
+_ANSWERED_LATE = frozenset(
+    {
+        Reason.DEADLINE,
+        Reason.DAEMON_AWAY,
+        Reason.INTERNAL,
+        Reason.CLOSED,
+        Reason.BAD_MESSAGE,
+    }
+)
+
+_LOST = SESSION_ENDS | {Reason.DAEMON_AWAY}
+"""How a call ends of whose daemon nobody knew yet that it is dead, or another one now."""
+
+
+class NotSent(KVHearthError):
+    """A call that never left this process."""
+
+
+def outcome_unknown(error: KVHearthError) -> bool:
+    """Whether the daemon may have done what was asked although the call failed."""
+    return not isinstance(error, NotSent) and error.reason in _ANSWERED_LATE
+
+
+def understood(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
+    """``read(argument)``, or None where an engine's argument is not what it should be."""
+    try:
+        return read(argument)
+    except Exception:  # noqa: BLE001 - the fail-open boundary: reading runs the engine's own code
+        LOGGER.exception("an argument cannot be read")
+        return None
+
+
+class Caller:
+    """Makes calls for the facade: gate, breaker, counters, and the rule that nothing is raised.
+
+    Args:
+        keeper: holds the link.
+        counters: what decisions came to.
+        decides: this process may take decisions; without that there is no link for them.
+    """
+
+    def __init__(self, keeper: Keeper, counters: Counters, *, decides: bool) -> None:
+        self._keeper = keeper
+        self._decides = decides
+        self._counters = counters
+        self._warnings = Warnings()
+        self._breaker = Breaker(_FAILURES_MAX, _BACKOFF_S, _BACKOFF_MAX_S, random.random)
+        self._breaker_link: Link | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether this client answers nothing any more: closed, or a forked child's copy."""
+        return self._closed or os.getpid() != self._pid
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child's copy, in which a lock may be held for ever."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Answer every decision with ``closed`` from now on."""
+        self._closed = True
+
+    def link(self) -> Link:
+        """The link to use now; a dead daemon is noticed here, without waiting for a deadline.
+
+        Raises:
+            KVHearthError: ``not_scheduler``, ``closed``, ``daemon_away`` or why the daemon refuses
+                this engine.
+        """
+        link = self.held_link()
+        if self._died(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
+        return link
+
+    def link_to_ask(self) -> Link:
+        """As ``link``, for a ``call`` that comes next: where that notices a dead daemon as soon,
+        nothing is asked here.
+        """
+        link = self.held_link()
+        if not link.transport.warm() and self._died(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
+        return link
+
+    def held_link(self) -> Link:
+        """As ``link``, but its daemon may have died since it was last looked at."""
+        if not self._decides:
+            raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
+        if self._closed:
+            raise NotSent(Reason.CLOSED, "this client is closed")
+        link = self._keeper.link
+        if link is None:
+            refusal = self._keeper.refusal
+            reason = Reason.DAEMON_AWAY if refusal is None else refusal.reason
+            raise NotSent(reason, "not attached to a daemon")
+        return link
+
+    def decide(self, name: str, work: Callable[[], T], miss: Callable[[str], T]) -> T:
+        """Return ``work()``, or ``miss(reason)`` if it fails in any way."""
+        if self._closed or os.getpid() != self._pid:
+            return miss(Reason.CLOSED)
+        self._counters.add(name)
+        try:
+            return work()
+        except KVHearthError as error:
+            reason = error.reason
+            self._warnings.warn(f"{name}:{reason}", "%s goes without the cache: %s", name, error)
+        except Exception:  # noqa: BLE001 - the fail-open boundary: the engine sees none
+            reason = Reason.INTERNAL
+            LOGGER.exception("%s failed", name)
+        self._counters.add(f"{name}_failed")
+        self._counters.add(f"fail_open_{reason}")
+        return miss(reason)
+
+    def call(
+        self, link: Link, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float
+    ) -> ReplyT:
+        """One call through the breaker.
+
+        Raises:
+            KVHearthError: as the transport, ``daemon_away`` whatever that says of a daemon that
+                died; ``NotSent`` while the breaker is open; ``stale_boot`` if another daemon
+                answers. The link is lost then, and when the session has ended.
+        """
+        # Without the lock, which nothing here needs while all is well.
+        calm = link is self._breaker_link and self._breaker.calm
+        if not calm and not self._allowed(link):
+            raise NotSent(Reason.DAEMON_AWAY, "the daemon did not answer lately")
+        try:
+            reply = link.transport.call(rpc, request, deadline_s)
+        except KVHearthError as error:
+            self._record(error.reason)
+            if error.reason in _LOST and self._died(link):
+                raise KVHearthError(Reason.DAEMON_AWAY, "the daemon has gone") from None
+            if error.reason in SESSION_ENDS:
+                self._keeper.lose(link, error)
+            raise
+        if not self._breaker.calm:
+            self._record(None)
+        if reply.boot_id != link.boot_id:
+            self._keeper.lose(link, "another daemon answers")
+            raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
+        return reply
+
+    def post(
+        self,
+        link: Link,
+        rpc: Rpc[Any, Any],
+        request: Any,
+        *,
+        kind: str = "",
+        weight: int = 1,
+        parts: int = 0,
+    ) -> None:
+        """Queue a request that nobody waits for; see ``Errand`` for the arguments."""
+        welcome = link.welcome
+        kind = kind or rpc.name
+        self._keeper.put(
+            Errand(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
+        )
+
+    def _died(self, link: Link) -> bool:
+        """Whether the daemon has died; the link is lost then."""
+        if link.session.alive():
+            return False
+        self._keeper.lose(link, "its life line ended")
+        return True
+
+    def _allowed(self, link: Link) -> bool:
+        with self._lock:
+            if link is not self._breaker_link:
+                self._breaker_link = link
+                self._breaker.reset()
+            return self._breaker.allow(time.monotonic())
+
+    def _record(self, reason: Reason | None) -> None:
+        with self._lock:
+            self._breaker.record(reason, time.monotonic())

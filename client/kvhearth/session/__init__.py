@@ -1,0 +1,1 @@
+"""One attached client: handshake, mapped arena, heartbeats, queued releases."""

@@ -1,0 +1,351 @@
+"""Who must have finished copying before a session may be let go."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvhearth.counters import LOGGER, Counters, Report, Warnings
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.session.epoch import Epochs
+from kvhearth.session.link import Link, open_link
+from kvhearth.session.outbox import Courier, Errand
+from kvhearth.transports.base import HEARTBEAT
+from kvhearth.url import DaemonUrl
+from kvhearth.wire.handshake import Hello
+
+Drain = Callable[[float], bool]
+"""Waits up to so many seconds for copies that are under way; True if none is left."""
+
+
+class Drains:
+    """The registered drains of one process."""
+
+    def __init__(self) -> None:
+        self._drains: list[Drain] = []
+
+    def add(self, drain: Drain) -> None:
+        """Register a drain for good."""
+        self._drains.append(drain)
+
+    def finished(self, deadline_s: float) -> bool:
+        """Whether all drains said within ``deadline_s`` that no copy is left."""
+        end = time.monotonic() + deadline_s
+        for drain in tuple(self._drains):
+            try:
+                if not drain(max(end - time.monotonic(), 0.0)):
+                    return False
+            except Exception:  # noqa: BLE001 - foreign code: what it did not say is not drained
+                LOGGER.exception("a drain failed")
+                return False
+        return True
+
+
+REFUSALS = frozenset(
+    {
+        Reason.BAD_CONTRACT,
+        Reason.CONTRACT_MISMATCH,
+        Reason.PEER_NOT_ALLOWED,
+        Reason.PROTOCOL_VERSION,
+    }
+)
+"""Refused attaches that only a person can mend."""
+SESSION_ENDS = frozenset({Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE, Reason.STALE_INCARNATION})
+"""Answers after which the session is worth nothing."""
+
+Attached = Callable[[], None]
+"""Prepares something for a session that has just begun; does not wait."""
+
+_TICK_S = 0.25
+_GATHER_S = 0.1
+_LINGER_S = 0.025
+_ATTACH_PAUSE_S = 0.1
+_ATTACH_PAUSE_MAX_S = 2.0
+_REATTACH_PAUSE_S = 0.5
+_REFUSED_PAUSE_S = 30.0
+_DRAIN_S = 2.0
+_CRASH_PAUSE_S = 1.0
+_EXIT_S = 0.5
+
+
+class Keeper:
+    """Owns the link. Other threads read ``link`` and tell ``lose``, ``put`` and ``stop``.
+
+    Args:
+        url: where the daemon is.
+        hello: what this process says; the keeper fills in the previous session.
+        counters: what heartbeats carry.
+    """
+
+    def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters) -> None:
+        self.refusal: KVHearthError | None = None
+        self.epochs = Epochs()
+        self._url = url
+        self._hello = hello
+        self._counters = counters
+        self._report = Report()
+        self._warnings = Warnings()
+        self.drains = Drains()
+        self._attached: list[Attached] = []
+        self._courier = Courier(self._call, counters, self._warnings)
+        self._state = threading.Condition()
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        # `link` is what others may use for decisions now; `_held` is what was not let go yet.
+        self.link: Link | None = None
+        self._held: Link | None = None
+        self._group_complete = False
+        self._attach_at = 0.0
+        self._attach_failures = 0
+        self._beat_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvhearth-keeper", daemon=True)
+        _live.add(self)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add_attached(self, attached: Attached) -> None:
+        """Register for good; see ``KVClient.add_attached``."""
+        self._attached.append(attached)
+        if self.link is not None:
+            self._prepare(attached)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait for a complete group; False after the time, a refusal or ``stop``."""
+        with self._state:
+            self._state.wait_for(
+                lambda: self._ready() or self.refusal is not None or self._stopped.is_set(),
+                timeout_s,
+            )
+            return self._ready()
+
+    def lose(self, link: Link, why: object) -> None:
+        """Stop using ``link``; the thread lets it go and attaches anew."""
+        with self._state:
+            if self.link is not link:
+                return
+            self.link = None
+            self._group_complete = False
+            # Before the drains are asked: what begins after they answered would be missed.
+            link.session.retire()
+            self._state.notify_all()
+        self._counters.add("links_lost")
+        self._warnings.warn("lost", "lost the KVHearth daemon, attaching anew: %s", why)
+        self._wake.set()
+
+    def put(self, errand: Errand) -> None:
+        """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
+        self._courier.put(errand)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def beat(self, link: Link) -> None:
+        """One heartbeat.
+
+        Raises:
+            KVHearthError: as the call; a session that ended is lost by then.
+        """
+        report = self._report.rise(link.boot_id, self._counters.snapshot())
+        reply = self._call(link, HEARTBEAT, pb.HeartbeatRequest(counters=report))
+        self._report.heard(link.boot_id)
+        with self._state:
+            self.epochs.heard(link.boot_id, reply.epoch)
+            self._group_complete = reply.group_complete
+            self._state.notify_all()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread; the link stays held. Idempotent."""
+        self._stopped.set()
+        self._wake.set()
+        with self._state:
+            self._state.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def finish(self, deadline_s: float) -> bool:
+        """After ``stop``: drain, deliver, say goodbye. False if copies did not drain."""
+        end = time.monotonic() + deadline_s
+        link = self._held
+        if link is None:
+            return True
+        link.session.retire()
+        if not self.drains.finished(deadline_s):
+            LOGGER.warning("copies are still running: the KVHearth session stays open")
+            return False
+        if self.link is link:
+            self._courier.deliver(link, end)
+        with self._state:
+            self.link = self._held = None
+        link.close()
+        return True
+
+    def _ready(self) -> bool:
+        return self.link is not None and self._group_complete
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                pause_s = self._step()
+            except Exception:  # noqa: BLE001 - the thread's main goes on whatever happens
+                self._counters.add("keeper_failures")
+                LOGGER.exception("the KVHearth keeper failed, going on in %.0f s", _CRASH_PAUSE_S)
+                self._stopped.wait(_CRASH_PAUSE_S)
+                continue
+            if self._wake.wait(pause_s):
+                # What comes together travels together; what comes while it travels wakes us again.
+                self._stopped.wait(_LINGER_S)
+                self._wake.clear()
+
+    def _step(self) -> float:
+        """Do what is due; returns seconds until something may be due again."""
+        link = self._held
+        if link is not None and self.link is link and not link.session.alive():
+            self.lose(link, "its life line ended")
+        if link is not None and self.link is not link and not self._let_go(link):
+            return _TICK_S
+        if self._held is None:
+            wait_s = self._attach_at - time.monotonic()
+            return min(wait_s, _TICK_S) if wait_s > 0 else self._attach()
+        assert link is not None
+        self._courier.deliver(link, time.monotonic() + self._url.call_ms / 1000)
+        if time.monotonic() >= self._beat_at:
+            self._beat_quietly(link)
+        return max(min(self._beat_at - time.monotonic(), _TICK_S), 0.0)
+
+    def _attach(self) -> float:
+        try:
+            link = open_link(self._url, self._hello)
+        except KVHearthError as error:
+            return self._attach_failed(error)
+        self._held = link
+        welcome = link.welcome
+        self.epochs.attached(link.boot_id, welcome.epoch, welcome.lineage)
+        try:
+            # Usable only once the decisions' socket answers too.
+            self.beat(link)
+        except KVHearthError as error:
+            self._close(link)
+            return self._attach_failed(error)
+        with self._state:
+            if self._stopped.is_set():
+                # `finish` may have looked for a link before this one was there.
+                self._close(link)
+                return 0.0
+            self.link, self.refusal, self._attach_failures = link, None, 0
+            # A daemon that ends each session at once must not make this thread spin.
+            self._attach_at = time.monotonic() + _REATTACH_PAUSE_S
+            self._state.notify_all()
+        self._counters.add("attaches")
+        LOGGER.info("attached to KVHearth, boot %s, session %d", link.boot_id, link.welcome.session)
+        for attached in tuple(self._attached):
+            self._prepare(attached)
+        return self._plan_beat()
+
+    def _prepare(self, attached: Attached) -> None:
+        try:
+            attached()
+        except Exception:  # noqa: BLE001 - foreign code: the session works without
+            LOGGER.exception("a new session could not be prepared")
+
+    def _attach_failed(self, error: KVHearthError) -> float:
+        self._attach_failures += 1
+        self._counters.add("attach_failures")
+        if error.reason in REFUSALS:
+            pause_s = _REFUSED_PAUSE_S
+            if self.refusal is None or self.refusal.reason is not error.reason:
+                LOGGER.error(
+                    "KVHearth refuses this engine, it runs without a cache: %s %s",
+                    error,
+                    error.details,
+                )
+            with self._state:
+                self.refusal = error
+                self._state.notify_all()
+        else:
+            doublings = min(self._attach_failures - 1, 16)
+            nominal_s = min(_ATTACH_PAUSE_S * 2.0**doublings, _ATTACH_PAUSE_MAX_S)
+            pause_s = nominal_s * (0.5 + 0.5 * random.random())
+            self._warnings.warn("attach", "cannot attach to KVHearth, trying on: %s", error)
+        self._attach_at = time.monotonic() + pause_s
+        return min(pause_s, _TICK_S)
+
+    def _let_go(self, link: Link) -> bool:
+        """Close a lost link once copies have drained, and remember that they have."""
+        if not self.drains.finished(_DRAIN_S):
+            self._counters.add("drains_unfinished")
+            self._warnings.warn("drain", "copies of a lost session still run: not attaching yet")
+            return False
+        # What is queued was meant for this session, whose end frees it.
+        self._courier.clear()
+        self._close(link)
+        return True
+
+    def _close(self, link: Link) -> None:
+        """Close a link that no copy uses, and tell the daemon so with the next hello."""
+        link.close()
+        self._held = None
+        self._hello = dataclasses.replace(
+            self._hello,
+            previous_boot=link.boot_id,
+            previous_session=link.welcome.session,
+            previous_drained=True,
+        )
+
+    def _beat_quietly(self, link: Link) -> None:
+        try:
+            self.beat(link)
+        except KVHearthError as error:
+            # Not a goodbye: only the life line tells whether the daemon lives.
+            self._counters.add("heartbeat_failures")
+            self._warnings.warn("heartbeat", "KVHearth does not answer a heartbeat: %s", error)
+        self._plan_beat()
+
+    def _plan_beat(self) -> float:
+        """Seconds to the next heartbeat: sooner while the group gathers."""
+        pause_s = self._url.heartbeat_ms / 1000
+        if not self._group_complete:
+            pause_s = min(pause_s, _GATHER_S)
+        self._beat_at = time.monotonic() + pause_s
+        return min(pause_s, _TICK_S)
+
+    def _call(self, link: Link, rpc: Any, request: Any) -> Any:
+        try:
+            reply = link.transport.call(rpc, request, self._url.call_ms / 1000)
+        except KVHearthError as error:
+            if error.reason in SESSION_ENDS:
+                self.lose(link, error)
+            raise
+        if reply.boot_id != link.boot_id:
+            self.lose(link, "another daemon answers")
+            raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
+        return reply
+
+
+_live: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
+
+def _stop_at_exit() -> None:
+    """A thread inside gRPC can crash an interpreter that ends; sessions end with the process."""
+    for keeper in list(_live):
+        keeper.stop(_EXIT_S)
+        if keeper._held is not None:
+            keeper._held.transport.close()
+            # Copies may still run, so this is not the place to close the life line.
+            keeper._held.session.leave_open()
+
+
+def _after_fork_in_child() -> None:
+    _live.clear()
+
+
+atexit.register(_stop_at_exit)
+os.register_at_fork(after_in_child=_after_fork_in_child)

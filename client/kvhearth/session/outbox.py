@@ -1,0 +1,206 @@
+"""Delivers errands: few messages, again after a silence, never under another session."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from kvhearth.counters import Counters, Warnings
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.session.link import Link
+from kvhearth.transports.base import TOUCH, Rpc
+from kvhearth.wire.status import BareError
+
+TOUCHES_MAX = 256
+"""Touches that may wait. Nothing leaks when one is dropped, so they take no other errand's room."""
+PARTS_MAX = 64
+"""Groups that one message may carry; the daemon refuses more."""
+
+
+class Errand(NamedTuple):
+    """One request that has meaning under one session only.
+
+    Attributes:
+        rpc: the call.
+        request: its message; all its fields are repeated or equal within a ``kind``.
+        weight: ids, slots or keys in it.
+        parts: groups in it.
+        boot_id, session: under which it was made; under another one it is void.
+        kind: errands of one kind may be merged into one message.
+        retries: how often it was sent again after a refusal that was not the daemon's.
+    """
+
+    rpc: Rpc[Any, Any]
+    request: Any
+    weight: int
+    boot_id: str
+    session: int
+    kind: str
+    parts: int = 0
+    retries: int = 0
+
+
+class Outbox:
+    """A bounded queue; the oldest errand goes first, one that finds it full is refused.
+
+    Touches have a bound of their own and go last.
+    """
+
+    def __init__(self, errands_max: int, touches_max: int = TOUCHES_MAX) -> None:
+        self._lock = threading.Lock()
+        self._errands: deque[Errand] = deque()
+        self._touches: deque[Errand] = deque()
+        self._queues = ((self._errands, errands_max), (self._touches, touches_max))
+
+    def put(self, errand: Errand) -> bool:
+        """Queue an errand; False if the queue is full."""
+        with self._lock:
+            queue, most = self._queues[errand.rpc is TOUCH]
+            if len(queue) >= most:
+                return False
+            queue.append(errand)
+            return True
+
+    def put_back(self, errands: Iterable[Errand]) -> int:
+        """Queue errands again before all others; returns how many found no room."""
+        sorted_out: tuple[list[Errand], list[Errand]] = ([], [])
+        for errand in errands:
+            sorted_out[errand.rpc is TOUCH].append(errand)
+        lost = 0
+        with self._lock:
+            for (queue, most), waiting in zip(self._queues, sorted_out, strict=True):
+                room = max(most - len(queue), 0)
+                queue.extendleft(reversed(waiting[:room]))
+                lost += max(len(waiting) - room, 0)
+        return lost
+
+    def take(self) -> list[Errand]:
+        """All errands, oldest first, then the touches; the queue is empty afterwards."""
+        with self._lock:
+            errands = [*self._errands, *self._touches]
+            self._errands.clear()
+            self._touches.clear()
+        return errands
+
+    def __len__(self) -> int:
+        return len(self._errands) + len(self._touches)
+
+
+def batch(errands: Iterable[Errand], weight_max: int) -> list[list[Errand]]:
+    """Group errands into messages of at most ``weight_max`` (one alone may exceed it)."""
+    batches: list[list[Errand]] = []
+    last: dict[str, list[Errand]] = {}
+    totals: dict[str, tuple[int, int]] = {}
+    for errand in errands:
+        weight, parts = totals.get(errand.kind, (0, 0))
+        weight, parts = weight + errand.weight, parts + errand.parts
+        if errand.kind in last and weight <= weight_max and parts <= PARTS_MAX:
+            last[errand.kind].append(errand)
+        else:
+            last[errand.kind] = [errand]
+            batches.append(last[errand.kind])
+            weight, parts = errand.weight, errand.parts
+        totals[errand.kind] = (weight, parts)
+    return batches
+
+
+def merge(errands: list[Errand]) -> Any:
+    """One message for errands of one kind: protobuf appends repeated fields when it merges."""
+    merged = type(errands[0].request)()
+    for errand in errands:
+        merged.MergeFrom(errand.request)
+    return merged
+
+
+ERRANDS_MAX = 4096
+RETRIES_MAX = 3
+"""Of an errand that gRPC itself refused: a release that is dropped leaks a lease."""
+_PAUSE_S = 0.25
+_SILENT = frozenset({Reason.DAEMON_AWAY, Reason.DEADLINE})
+_DONE = frozenset({Reason.UNKNOWN_LEASE, Reason.UNKNOWN_PIN})
+"""Some of the ids were not known; the daemon has ended the others."""
+
+Call = Callable[[Link, Rpc[Any, Any], Any], Any]
+
+
+class Courier:
+    """The queue of errands and its delivery; ``put`` from any thread, the rest from the keeper's.
+
+    Args:
+        call: makes one call with a deadline and raises ``KVHearthError``.
+        counters, warnings: where trouble is told.
+    """
+
+    def __init__(self, call: Call, counters: Counters, warnings: Warnings) -> None:
+        self._call = call
+        self._counters = counters
+        self._warnings = warnings
+        self._outbox = Outbox(ERRANDS_MAX)
+        self._pause_until = 0.0
+
+    def put(self, errand: Errand) -> None:
+        """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
+        if not self._outbox.put(errand):
+            self._counters.add("outbox_overflow")
+            self._warnings.warn("outbox", "dropped a %s: too many wait already", errand.kind)
+
+    def clear(self) -> None:
+        """Forget all errands, with the session that they belong to."""
+        self._outbox.take()
+
+    def deliver(self, link: Link, end: float) -> None:
+        """Send what waits, until the monotonic time ``end``; what got no answer waits on."""
+        if time.monotonic() < self._pause_until:
+            return
+        errands = self._outbox.take()
+        session = (link.boot_id, link.welcome.session)
+        mine = [errand for errand in errands if (errand.boot_id, errand.session) == session]
+        if len(mine) != len(errands):
+            self._counters.add("errands_void", len(errands) - len(mine))
+        batches = batch(mine, link.welcome.keys_max)
+        again: list[Errand] = []
+        for index, together in enumerate(batches):
+            try:
+                if time.monotonic() >= end:
+                    raise KVHearthError(Reason.DEADLINE, "no time left for releases")
+                again += self._send(link, together)
+            except KVHearthError as error:
+                self._counters.add("errands_late")
+                self._warnings.warn("errands", "releases wait, the daemon is silent: %s", error)
+                again += [errand for rest in batches[index:] for errand in rest]
+                break
+        if again:
+            self._counters.add("outbox_overflow", self._outbox.put_back(again))
+            self._pause_until = time.monotonic() + _PAUSE_S
+
+    def _send(self, link: Link, together: list[Errand]) -> list[Errand]:
+        """Send errands in one message, or one by one if the daemon refuses that.
+
+        Returns:
+            What is to be sent again, of a message that gRPC refused and not the daemon.
+
+        Raises:
+            KVHearthError: ``daemon_away`` or ``deadline``: to be sent again later.
+        """
+        try:
+            self._call(link, together[0].rpc, merge(together))
+        except KVHearthError as error:
+            if error.reason in _SILENT:
+                raise
+            if error.reason in _DONE:
+                self._counters.add("errands_unknown")
+                return []
+            retries = max(errand.retries for errand in together)
+            not_ours = isinstance(error, BareError) and error.reason is not Reason.BAD_MESSAGE
+            if not_ours and retries < RETRIES_MAX:
+                self._counters.add("errands_retried")
+                return [each._replace(retries=retries + 1) for each in together]
+            if len(together) == 1:
+                self._counters.add("errands_refused")
+                self._warnings.warn("refused", "the daemon refuses a release: %s", error)
+                return []
+            return [left for errand in together for left in self._send(link, [errand])]
+        return []

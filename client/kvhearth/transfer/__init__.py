@@ -1,0 +1,24 @@
+"""Between an engine and its client and copiers: bounded queues, and threads that do the waiting.
+
+For engines whose scheduler and only rank are one process. Engines of several ranks use the parts:
+``Stock`` where the scheduler is, ``Movers`` at each rank.
+"""
+
+from kvhearth.transfer.copier_pool import Movers
+from kvhearth.transfer.load import LoadPipeline
+from kvhearth.transfer.loading import LoadDone, LoadTicket
+from kvhearth.transfer.slot_pool import Slots, Stock
+from kvhearth.transfer.store import StorePipeline
+from kvhearth.transfer.storing import StoreDone, StoreTicket
+
+__all__ = [
+    "LoadDone",
+    "LoadPipeline",
+    "LoadTicket",
+    "Movers",
+    "Slots",
+    "Stock",
+    "StoreDone",
+    "StorePipeline",
+    "StoreTicket",
+]

@@ -1,0 +1,290 @@
+"""Copiers of the arena that is mapped now: made at the first copy, dropped when its session ends.
+
+A GPU's arena is registered with CUDA from the attach on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Protocol
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
+from kvhearth.copiers.device import CopyDevice
+from kvhearth.copiers.host import HostCopier
+from kvhearth.copiers.host_register import Registrations
+from kvhearth.counters import Warnings
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.page_layout import PagedKV
+from kvhearth.session.arena import ArenaMapping
+
+CopierFactory = Callable[[PagedKV, ArenaView], Copier]
+_of_process = Registrations()
+
+
+class CopyOrder(Protocol):
+    """Puts copies, which a thread of ours issues, after the engine's work at their submission."""
+
+    def mark(self) -> object:
+        """This moment of the calling thread's current stream.
+
+        Raises:
+            RuntimeError: the CUDA context is broken.
+        """
+
+    def after(self, mark: object) -> AbstractContextManager[None]:
+        """Within it, copies that are issued wait for what came before ``mark``."""
+
+
+class HostOrder:
+    """``CopyOrder`` of CPU memory: what was written before a submission is there."""
+
+    def mark(self) -> object:
+        """See ``CopyOrder.mark``."""
+        return None
+
+    def after(self, mark: object) -> AbstractContextManager[None]:
+        """See ``CopyOrder.after``."""
+        return nullcontext()
+
+
+class CudaOrder:
+    """``CopyOrder`` by an event at submission.
+
+    A copier waits for the current stream of the thread that calls it. That is a stream of our own
+    here, which waits for the event: the engine's later work holds nothing up.
+
+    Args:
+        device: such as ``"cuda:0"``.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda: Any = importlib.import_module("torch").cuda
+        self._device = device
+        self._stream = self._cuda.Stream(device=device)
+
+    def mark(self) -> object:
+        """See ``CopyOrder.mark``."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def after(self, mark: object) -> Iterator[None]:
+        """See ``CopyOrder.after``."""
+        # First, since it makes the stream's GPU this thread's.
+        with self._cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+
+
+def host_or_cuda(
+    *,
+    sums: bool = True,
+    verify_fraction: float = VERIFY_FRACTION,
+    device: CopyDevice | None = None,
+) -> CopierFactory:
+    """Makes the copier that fits the tensors.
+
+    Args:
+        sums: ``HostCopier``'s.
+        verify_fraction: ``CudaCopier``'s; the host copier compares every block that it loads.
+        device: ``CudaCopier``'s, which is made for any tensors then.
+    """
+
+    def make(kv: PagedKV, arena: ArenaView) -> Copier:
+        if device is None and kv.device == "cpu":
+            return HostCopier(kv, arena, sums=sums)
+        from kvhearth.copiers.cuda import CudaCopier
+
+        return CudaCopier(kv, arena, device=device, verify_fraction=verify_fraction)
+
+    return make
+
+
+@dataclass(eq=False)
+class _Mapped:
+    """One arena and the copiers of it, by KV group."""
+
+    arena: ArenaMapping
+    copiers: dict[int, Copier] = field(default_factory=dict)
+
+
+class Movers:
+    """One copier for each KV cache group of this rank, of the arena that is mapped now.
+
+    It registers ``drain`` with the client: before a lost session is let go, all copies have ended
+    and nothing here holds its memory any more. ``copier`` never waits for that. Thread-safe.
+
+    Args:
+        client: of the process.
+        kv: by KV group, the registered pages, all on one device.
+        make: makes a copier.
+        registrations: registers arenas with CUDA; None for the process's own, for pages on a GPU.
+
+    Raises:
+        KVHearthError: ``bad_contract`` if the pages are not those of the client's contract.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        kv: Mapping[int, PagedKV],
+        make: CopierFactory | None = None,
+        *,
+        registrations: Registrations | None = None,
+    ) -> None:
+        devices = {pages.device for pages in kv.values()}
+        if len(devices) != 1:
+            raise KVHearthError(
+                Reason.BAD_CONTRACT, f"pages on {sorted(devices)}: register those of one device"
+            )
+        _check_pages(client, kv)
+        self.device = devices.pop()
+        on_gpu = self.device != "cpu"
+        self.order: CopyOrder = CudaOrder(self.device) if on_gpu else HostOrder()
+        self._registrations = registrations or (_of_process if on_gpu else None)
+        self._client = client
+        self._kv = dict(kv)
+        self._make = make or host_or_cuda()
+        # Held while a copier is made, but never while copies or CUDA's registration end.
+        self._lock = threading.Lock()
+        self._mapped: _Mapped | None = None
+        self._leaving: _Mapped | None = None
+        self._closed = False
+        self._warnings = Warnings()
+        client.add_drain(self.drain)
+        client.add_attached(self._attached)
+
+    def copier(self, kv_group: int, boot_id: str) -> Copier | None:
+        """The copier into the mapped arena of that boot; None if that is not mapped (any more), or
+        no copier can be made.
+        """
+        try:
+            return self._copier(kv_group, boot_id)
+        except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
+            # Asked for anew with each batch: said once, not each time.
+            self._warnings.warn(f"copier:{kv_group}", "no copier for group %d: %r", kv_group, error)
+            return None
+
+    def _copier(self, kv_group: int, boot_id: str) -> Copier | None:
+        with self._lock:
+            # Read with the lock held. The link is lost before its drain begins: a copier of its
+            # arena is either made before that drain takes the lock, or not at all.
+            arena = self._client.arena
+            if arena is None or arena.boot_id != boot_id:
+                return None
+            mapped = self._take(arena)
+            if mapped is None:
+                return None
+            copier = mapped.copiers.get(kv_group)
+            if copier is None:
+                copier = mapped.copiers[kv_group] = self._make(self._kv[kv_group], arena)
+            return copier
+
+    def key_problem(self, kv_group: object, keys: Sequence[bytes]) -> str:
+        """Why these cannot be keys of blocks that are moved here, or empty."""
+        if not isinstance(kv_group, Integral) or kv_group not in self._kv:
+            return str(Reason.BAD_GROUP)
+        size = self._client.contract.hash_bytes
+        if not all(isinstance(key, bytes) and len(key) == size for key in keys):
+            return str(Reason.BAD_KEYS)
+        return ""
+
+    def drain(self, deadline_s: float) -> bool:
+        """End the copiers and let go of the arena; False if that takes longer: call again.
+
+        The next ``copier`` makes new ones, for the arena that is mapped then.
+        """
+        return self._drain(deadline_s, close=False)
+
+    def close(self, deadline_s: float) -> bool:
+        """``drain``, and make no more copiers."""
+        return self._drain(deadline_s, close=True)
+
+    def _attached(self) -> None:
+        """A session has begun: prepare its arena, on the client's thread."""
+        with self._lock:
+            arena = self._client.arena
+            if arena is not None:
+                self._take(arena)
+
+    def _take(self, arena: ArenaMapping) -> _Mapped | None:
+        """The state of the mapped arena, with the lock held; None while another one is left."""
+        if self._closed or self._leaving is not None:
+            return None
+        if self._mapped is None:
+            self._mapped = _Mapped(arena)
+            if self._registrations is not None:
+                index = int(self.device.partition(":")[2] or 0)
+                self._registrations.acquire(arena, self, index, self._registration_failed)
+        return self._mapped if self._mapped.arena is arena else None
+
+    def _registration_failed(self) -> None:
+        self._client.count("registration_failed")
+
+    def _drain(self, deadline_s: float, *, close: bool) -> bool:
+        until = time.monotonic() + deadline_s
+        if not self._lock.acquire(timeout=max(deadline_s, 0.0)):
+            return False
+        try:
+            self._closed |= close
+            if self._leaving is None:
+                self._leaving, self._mapped = self._mapped, None
+            leaving = self._leaving
+        finally:
+            self._lock.release()
+        if leaving is None:
+            return True
+        if not self._end(leaving, until):
+            return False
+        with self._lock:
+            if self._leaving is leaving:
+                self._leaving = None
+        return True
+
+    def _end(self, leaving: _Mapped, until: float) -> bool:
+        """Wait for copies, then for CUDA to let go of the arena; no lock is held meanwhile."""
+        for copier in leaving.copiers.values():
+            if not copier.close(max(until - time.monotonic(), 0.0)):
+                return False
+        if self._registrations is None:
+            return True
+        left_s = max(until - time.monotonic(), 0.0)
+        return self._registrations.release(leaving.arena, self, left_s)
+
+
+def _check_pages(client: KVClient, kv: Mapping[int, PagedKV]) -> None:
+    groups = client.contract.groups
+    for kv_group, pages in kv.items():
+        if not 0 <= kv_group < len(groups):
+            raise KVHearthError(
+                Reason.BAD_CONTRACT, f"group {kv_group} is not one of the contract's {len(groups)}"
+            )
+        if pages.page_bytes != groups[kv_group].page_bytes:
+            raise KVHearthError(
+                Reason.BAD_CONTRACT,
+                f"group {kv_group}: pages of {pages.page_bytes} bytes, the contract says "
+                f"{groups[kv_group].page_bytes}",
+            )
+
+
+def check_single_rank(client: KVClient) -> None:
+    """Refuse an engine of several ranks.
+
+    Raises:
+        KVHearthError: ``bad_contract``.
+    """
+    contract = client.contract
+    if contract.world_size != 1 or any(spec.shards != 1 for spec in contract.groups):
+        raise KVHearthError(
+            Reason.BAD_CONTRACT,
+            f"{contract.world_size} ranks: a pipeline serves an engine of one process, use Stock "
+            "in its scheduler and Movers at its ranks",
+        )

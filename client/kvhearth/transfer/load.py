@@ -1,0 +1,386 @@
+"""Loads: from a request's keys to the engine's pages, and how much of the prompt that spares."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.base import BlockFailure
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.fail_open import understood
+from kvhearth.page_layout import PagedKV
+from kvhearth.results import LookupResult, PrefetchResult
+from kvhearth.transfer.admission import Admission
+from kvhearth.transfer.copier_pool import CopierFactory, Movers, check_single_rank
+from kvhearth.transfer.hit import ClimbWait, usable_tokens
+from kvhearth.transfer.loading import (
+    Climb,
+    LoadDone,
+    LoadFlight,
+    LoadJob,
+    LoadPart,
+    LoadTicket,
+    missed,
+    own_load,
+)
+from kvhearth.transfer.pages import KeysAndPages, own_pages
+from kvhearth.worker_thread import Worker
+
+FLIGHTS_MAX = 8
+"""Loads whose copies may be under way."""
+CLIMBS_MAX = 64
+"""Loads that may wait for what climbs: each holds a lease."""
+
+_SLICE_S = 0.1
+_TICK_S = 0.25
+_COPY_S = 30.0
+
+
+class LoadPipeline:
+    """Looks up, copies and verifies the blocks of requests, on a thread of its own.
+
+    The pages of a load are untouchable from ``submit`` until its ``LoadDone``. No method raises,
+    none waits longer than it says; a daemon that is away is a miss at once, and so is a load during
+    which the weights were bumped. Thread-safe. In a forked child it takes nothing.
+
+    Args:
+        client: a scheduler and rank 0 in one process, with the arena mapped.
+        kv: by KV cache group, the registered pages.
+        queue_blocks_max: blocks submitted and not done at most.
+        copiers: makes copiers; None for the one that fits the tensors.
+
+    Raises:
+        KVHearthError: ``bad_contract`` if ``kv`` does not fit the client's contract, or the engine
+            has several ranks; ``config_invalid`` for a bound below 1.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        kv: Mapping[int, PagedKV],
+        *,
+        queue_blocks_max: int = 65536,
+        copiers: CopierFactory | None = None,
+    ) -> None:
+        if queue_blocks_max < 1:
+            raise KVHearthError(Reason.CONFIG_INVALID, "a pipeline's bounds must be 1 or more")
+        check_single_rank(client)
+        self._client = client
+        self._queue_blocks_max = queue_blocks_max
+        self._movers = Movers(client, kv, copiers)
+        self._door: Admission[LoadDone] = Admission(queue_blocks_max)
+        self._queue: deque[LoadJob] = deque()
+        self._climbing: list[LoadJob] = []
+        self._flights: deque[LoadFlight] = deque()
+        # What the thread has at hand, for `_recover`.
+        self._at_hand: LoadJob | None = None
+        self._worker = Worker("kvhearth-load", self._step, self._recover)
+        self._changed = self._worker.changed
+        self._worker.start()
+
+    def submit(
+        self,
+        groups: KeysAndPages,
+        *,
+        prefetch: bool = False,
+        climb_s: float = 0.0,
+        wait_s: float = 0.0,
+    ) -> LoadTicket | None:
+        """Queue a request's blocks to be looked up and loaded.
+
+        Args:
+            groups: what is wanted where; all groups that the request's hit depends on.
+            prefetch: let blocks on slower tiers begin to climb.
+            climb_s: with ``prefetch``, how long the load may wait for them. It takes what is there
+                then; the rest goes on climbing.
+            wait_s: how long to wait for room in the queue.
+
+        Returns:
+            The ticket, or None while the queue is full. Arguments that cannot be right, and more
+            blocks than the queue ever takes, are taken and fail.
+        """
+        job = self._enqueue(understood(own_pages, groups), Climb(prefetch, climb_s), wait_s)
+        return None if job is None else job.ticket
+
+    def load_now(
+        self,
+        groups: KeysAndPages,
+        *,
+        prefetch: bool = False,
+        climb_s: float = 0.0,
+        deadline_s: float = 10.0,
+    ) -> LoadDone | None:
+        """Load and wait for it; arguments as for ``submit``.
+
+        After ``deadline_s`` seconds a load that has not begun to copy is given up (``deadline``),
+        and what climbs for it alone is called off; one that has is waited for, since its pages are
+        being written.
+
+        Returns:
+            None if those copies did not end in another 30 seconds: the pages are untouchable until
+            ``poll`` brings the outcome. It is a broken GPU or a machine that stands still.
+        """
+        until = time.monotonic() + deadline_s
+        wanted = understood(own_pages, groups)
+        job = self._enqueue(wanted, Climb(prefetch, climb_s), deadline_s)
+        if job is None:
+            return missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
+        done = self.wait(job.ticket, until - time.monotonic())
+        if done is None:
+            _give_up(self._changed, [job])
+            done = self.wait(job.ticket, _COPY_S)
+        return done
+
+    def prefetch(self, groups: Mapping[int, Sequence[bytes]]) -> PrefetchResult:
+        """Ask for blocks on slower tiers to climb; see ``KVClient.prefetch``."""
+        return self._client.prefetch(groups)
+
+    def poll(self) -> list[LoadDone]:
+        """Loads that are done and were not given out yet, oldest first; does not block."""
+        return [] if self._worker.foreign else self._door.claim_all()
+
+    def wait(self, ticket: LoadTicket, deadline_s: float) -> LoadDone | None:
+        """The outcome of one load, waiting up to ``deadline_s`` seconds; None if it did not come,
+        or was given out before.
+        """
+        return None if self._worker.foreign else self._door.claim(ticket.number, deadline_s)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Whether all that was submitted is done, waiting up to ``deadline_s`` seconds for it."""
+        return self._worker.foreign or self._door.wait_empty(deadline_s)
+
+    def close(self, deadline_s: float = 5.0) -> bool:
+        """Take no more; give up what has not begun, finish the rest. Idempotent.
+
+        Returns:
+            False if copies were still under way then: their pages are in use. Call it again.
+        """
+        if self._worker.foreign:
+            return True
+        until = time.monotonic() + deadline_s
+        self._door.close()
+        with self._changed:
+            _give_up(self._changed, [*self._queue, *self._climbing])
+        if not self._door.wait_empty(deadline_s):
+            return False
+        ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
+        return self._movers.close(max(until - time.monotonic(), _SLICE_S)) and ended
+
+    def check_books(self) -> None:
+        """Raise AssertionError if a load was lost."""
+        self._door.check_books()
+
+    def _enqueue(self, wanted: KeysAndPages | None, climb: Climb, wait_s: float) -> LoadJob | None:
+        if self._worker.foreign:
+            return None
+        groups = wanted or {}
+        own, blocks, problem = own_load(self._movers, groups, self._queue_blocks_max)
+        if wanted is None:
+            problem = str(Reason.BAD_MESSAGE)
+        mark: object = None
+        if self._door.closed:
+            problem = str(Reason.CLOSED)
+        if not problem:
+            try:
+                mark = self._movers.order.mark()
+            except RuntimeError:
+                problem = str(BlockFailure.COPY_FAILED)
+        number = self._door.enter(0 if problem else blocks, wait_s)
+        if not number:
+            self._client.count("load_throttled", blocks)
+            return None
+        job = LoadJob(LoadTicket(number, blocks), own, climb, self._client.epoch, mark)
+        if problem:
+            self._client.count("load_refused", blocks)
+            self._door.leave(number, missed(job.ticket, groups, problem))
+            return job
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify_all()
+        return job
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        with self._changed:
+            job = self._next()
+            if job is None and not self._flights:
+                self._changed.wait_for(
+                    lambda: self._worker.stopping or self._next() is not None,
+                    self._pause_s(_TICK_S),
+                )
+                return
+            if job is not None:
+                (self._queue if job.found is None else self._climbing).remove(job)
+            self._at_hand = job
+        if job is not None:
+            self._begin(job)
+        else:
+            self._end_oldest()
+        self._at_hand = None
+
+    def _next(self) -> LoadJob | None:
+        """The load whose turn it is; it stays where it is."""
+        if len(self._flights) >= FLIGHTS_MAX:
+            return None
+        now = time.monotonic()
+        for job in self._climbing:
+            if job.cancelled or _due_at(job) <= now:
+                return job
+        return self._queue[0] if self._queue and len(self._climbing) < CLIMBS_MAX else None
+
+    def _pause_s(self, most_s: float) -> float:
+        """Until a load that waits is due, ``most_s`` at most."""
+        if len(self._flights) >= FLIGHTS_MAX:
+            return most_s
+        now = time.monotonic()
+        return max(min([most_s, *(_due_at(job) - now for job in self._climbing)]), 0.0)
+
+    def _begin(self, job: LoadJob) -> None:
+        """Look a load up and begin its copies, unless blocks climb for it that it waits for."""
+        job.started_at = job.started_at or time.monotonic()
+        if not job.cancelled:
+            self._look_up(job)
+            if not job.cancelled and self._waits(job):
+                return
+        found, job.found = job.found or LookupResult(0, None, {}), None
+        flight = LoadFlight(job, found, reason=found.reason)
+        self._flights.append(flight)
+        if job.cancelled:
+            self._client.cancel(found)
+            flight.found = LookupResult(0, None, {})
+            given_up = Reason.CLOSED if self._door.closed else Reason.DEADLINE
+            flight.reason = flight.reason or str(given_up)
+            return
+        for kv_group in job.groups:
+            self._copy(flight, kv_group)
+
+    def _look_up(self, job: LoadJob) -> None:
+        keys = {kv_group: names for kv_group, (names, _) in job.groups.items()}
+        found, before = self._client.lookup(keys, prefetch=job.climb.prefetch), job.found
+        if before is not None and found.reason:
+            job.wait = ClimbWait(until=0.0)  # go on with what is leased
+            return
+        job.found = found
+        if before is not None:
+            # Only now: what climbs must not be without anybody who wants it.
+            self._client.cancel(before)
+
+    def _waits(self, job: LoadJob) -> bool:
+        """Whether the load waits for what climbs; it is asked for again then."""
+        found, now = job.found, time.monotonic()
+        if not job.climb.prefetch or found is None or found.reason or self._door.closed:
+            return False
+        job.wait = job.wait or ClimbWait(now + job.climb.seconds)
+        if job.epoch != self._client.epoch or not job.wait.answered(found.eta_us, now):
+            return False
+        with self._changed:
+            self._climbing.append(job)
+        return True
+
+    def _copy(self, flight: LoadFlight, kv_group: int) -> None:
+        """Begin to copy what of one group is leased."""
+        found, job = flight.found, flight.job
+        result = found.groups[kv_group]
+        positions = np.flatnonzero(result.leased)
+        if not len(positions):
+            return
+        copier = self._movers.copier(kv_group, found.boot_id)
+        if copier is None:
+            flight.reason = flight.reason or str(BlockFailure.STALE_BOOT)
+            return
+        pages = job.groups[kv_group][1][positions]
+        try:
+            with self._movers.order.after(job.mark):
+                ticket = copier.load(found.boot_id, result.extents, pages, wait_s=_SLICE_S)
+        except KVHearthError:  # closed meanwhile, with the session
+            ticket = None
+        if ticket is None:
+            flight.reason = flight.reason or str(BlockFailure.STALE_BOOT)
+            return
+        flight.parts.append(LoadPart(kv_group, positions, result.extents, copier, ticket))
+
+    def _end_oldest(self) -> None:
+        """Finish the oldest load if its copies have ended."""
+        flight = self._flights[0]
+        for part in flight.parts:
+            if part.done is None:
+                part.done = part.copier.wait(part.ticket, self._pause_s(_SLICE_S))
+            if part.done is None:
+                return
+        self._at_hand = flight.job
+        self._flights.popleft()
+        self._finish(flight)
+
+    def _finish(self, flight: LoadFlight) -> None:
+        """Give the lease back, tell what was wrong, and end the load."""
+        job, reason, copied_bytes, copy_s = flight.job, flight.reason, 0, 0.0
+        loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in job.groups.items()}
+        same_weights = job.epoch == self._client.epoch
+        if not same_weights:
+            reason = Reason.STALE_EPOCH
+        bad = {}
+        failed = 0
+        for part in flight.parts:
+            done = part.done
+            assert done is not None, "a load ends after its copies"
+            loaded[part.kv_group][part.positions] = done.ok & same_weights
+            copied_bytes += done.bytes
+            copy_s += done.seconds
+            failed += int(np.count_nonzero(~done.ok))
+            reason = reason or next(iter(done.reasons), "")
+            if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
+                # The daemon sums them itself before it believes it.
+                bad[part.kv_group] = part.extents[~done.ok]
+        self._client.release(flight.found.lease, bad=bad or None)
+        hit_tokens = flight.found.hit_tokens if same_weights else 0
+        specs = self._client.contract.groups
+        usable = usable_tokens([(specs[g], flags) for g, flags in loaded.items()], hit_tokens)
+        self._client.count("load_blocks", sum(int(flags.sum()) for flags in loaded.values()))
+        self._client.count("load_failed", failed)
+        self._client.count("load_bytes", copied_bytes)
+        self._client.count("load_copy_us", round(copy_s * 1e6))
+        seconds = time.monotonic() - job.started_at
+        self._door.leave(
+            job.ticket.number,
+            LoadDone(
+                job.ticket,
+                hit_tokens,
+                usable,
+                loaded,
+                str(reason),
+                copied_bytes,
+                seconds,
+            ),
+        )
+
+    def _recover(self) -> None:
+        """After a step that raised: the load at hand has failed, once its copies have ended."""
+        self._client.count("load_crashes")
+        job, self._at_hand = self._at_hand, None
+        if job is None:
+            return
+        for flight in self._flights:
+            if flight.job is job:  # some of its copies may be under way
+                flight.reason = flight.reason or str(Reason.INTERNAL)
+                return
+        if job.found is not None:
+            self._client.cancel(job.found)
+        self._door.leave(job.ticket.number, missed(job.ticket, job.groups, Reason.INTERNAL))
+
+
+def _due_at(job: LoadJob) -> float:
+    return 0.0 if job.wait is None else job.wait.due_at
+
+
+def _give_up(changed: threading.Condition, jobs: list[LoadJob]) -> None:
+    """Nobody wants these any more."""
+    with changed:
+        for job in jobs:
+            job.cancelled = True
+        changed.notify_all()

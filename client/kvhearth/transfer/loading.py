@@ -1,0 +1,130 @@
+"""One load: what was asked, what is under way, what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.copiers.base import Copier, Done, Ticket
+from kvhearth.errors import Reason
+from kvhearth.model import I64, Bools, Records
+from kvhearth.results import LookupResult
+from kvhearth.transfer.copier_pool import Movers
+from kvhearth.transfer.hit import ClimbWait
+from kvhearth.transfer.pages import KeysAndPages, page_numbers
+
+
+@dataclass(frozen=True)
+class LoadTicket:
+    """One submitted load.
+
+    Attributes:
+        number: unique in its pipeline, from 1.
+        blocks: how many were asked for, over all groups.
+    """
+
+    number: int
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadDone:
+    """What became of a load; its pages are the engine's again. Given out once.
+
+    Attributes:
+        ticket: the load.
+        hit_tokens: what the daemon had, from the start.
+        usable_tokens: the longest run from the start that the loaded blocks of all groups allow to
+            compute on; the rest is to be recomputed. Less than ``hit_tokens`` only where a block
+            failed.
+        loaded: by group, (n,): which pages hold their keys' bytes. The contents of other pages are
+            undefined.
+        reason: why the daemon was not asked, or a block failed (a reason of the error table or a
+            ``BlockFailure``), or empty. Empty with 0 tokens is a miss.
+        bytes: copied into pages that hold their bytes.
+        seconds: from the begin of the first lookup to the end of the last copy.
+    """
+
+    ticket: LoadTicket
+    hit_tokens: int
+    usable_tokens: int
+    loaded: dict[int, Bools]
+    reason: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Climb:
+    """What a load asks of slower tiers: let blocks begin to climb, and wait for them so long."""
+
+    prefetch: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class LoadJob:
+    """A load inside the pipeline; only its thread changes it, but for ``cancelled``.
+
+    Attributes:
+        found: the last answer; its lease is the load's. None before and after the job waited.
+        wait: how that goes on; None before the first answer.
+    """
+
+    ticket: LoadTicket
+    groups: dict[int, tuple[tuple[bytes, ...], I64]]
+    climb: Climb
+    epoch: int
+    mark: object
+    cancelled: bool = False
+    started_at: float = 0.0
+    found: LookupResult | None = None
+    wait: ClimbWait | None = None
+
+
+@dataclass(eq=False)
+class LoadPart:
+    """One group's copies: of the blocks at ``positions`` of what was asked for."""
+
+    kv_group: int
+    positions: I64
+    extents: Records
+    copier: Copier
+    ticket: Ticket
+    done: Done | None = None
+
+
+@dataclass(eq=False)
+class LoadFlight:
+    """A load whose copies are under way."""
+
+    job: LoadJob
+    found: LookupResult
+    parts: list[LoadPart] = field(default_factory=list)
+    reason: str = ""
+
+
+def missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
+    """The outcome of a load of which nothing came."""
+    loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in groups.items()}
+    return LoadDone(ticket, 0, 0, loaded, str(reason))
+
+
+def own_load(
+    movers: Movers, groups: KeysAndPages, blocks_max: int
+) -> tuple[dict[int, tuple[tuple[bytes, ...], I64]], int, str]:
+    """Copies of a caller's arguments, the count of their blocks, and what is wrong with them."""
+    own = {}
+    problem = ""
+    for kv_group, (keys, pages) in groups.items():
+        names, numbers = tuple(keys), page_numbers(pages)
+        problem = problem or movers.key_problem(kv_group, names)
+        if numbers is None or len(numbers) != len(names):
+            problem = problem or str(Reason.BAD_EXTENTS)
+        else:
+            own[kv_group] = (names, numbers)
+    blocks = sum(len(keys) for keys, _ in groups.values())
+    if blocks > blocks_max:
+        problem = problem or str(Reason.TOO_MANY_KEYS)
+    return own, blocks, problem

@@ -1,0 +1,1 @@
+"""Encoding of what travels between client and daemon: frames, handshake, messages, statuses."""

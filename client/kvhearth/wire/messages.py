@@ -1,0 +1,456 @@
+"""Between the facade's values and the protocol's messages. Pure; refuses what does not fit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import (
+    CHECKSUM_BYTES,
+    EXTENT_BYTES,
+    EXTENT_DTYPE,
+    EXTENT_RECORD,
+    U8,
+    Bools,
+    Records,
+    Tier,
+    unpack_bits,
+)
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.results import CommitGroup, GroupResult
+from kvhearth.wire.handshake import Welcome
+
+_FEW = 4
+"""So many extents cost less one by one."""
+
+
+def parse_extents(
+    contract: Contract, welcome: Welcome, group: int, data: bytes, count: int
+) -> Records:
+    """``count`` extents, each inside its segment and of the group's page length.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    if len(data) != count * EXTENT_BYTES:
+        raise bad_reply(f"group {group}: {len(data)} bytes are not {count} extents")
+    # A copy, so that the caller may write to it; copying the bytes is quicker than the records.
+    extents = np.frombuffer(bytearray(data), EXTENT_DTYPE)
+    page_bytes = contract.groups[group].page_bytes
+    # A reader or writer trusts these numbers with its memory.
+    if count <= _FEW:
+        right, inside = _count_few(welcome, page_bytes, data)
+    elif _all_good(welcome, page_bytes, extents):
+        return extents
+    else:
+        right, inside = _count_many(welcome, page_bytes, extents)
+    if right != count:
+        raise bad_reply(f"group {group}: an extent is not of the contract's page length")
+    if welcome.segments and inside != count:
+        raise bad_reply(f"group {group}: an extent lies outside the arena")
+    return extents
+
+
+def _all_good(welcome: Welcome, page_bytes: int, extents: Records) -> bool:
+    """Whether all extents are right, and inside one segment; a no says nothing.
+
+    Costs a quarter of ``_count_many``: bytes are compared where they must be the same in each
+    extent, and of the other numbers only the largest is looked at.
+    """
+    count = len(extents)
+    if extents["length"].tobytes() != page_bytes.to_bytes(4, "little") * count:
+        return False
+    if not welcome.segments:
+        return True
+    segments = extents["segment"].tobytes()
+    room_bytes = welcome.rooms.get(int.from_bytes(segments[:2], "little"))
+    if room_bytes is None or segments != segments[:2] * count:
+        return False
+    slots, offsets = extents["slot"], extents["offset"]
+    if slots.item(slots.argmax()) >= welcome.generation_count:
+        return False
+    return bool(offsets.item(offsets.argmax()) + page_bytes <= room_bytes)
+
+
+def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int]:
+    """As ``_count_many``; for few extents numpy's calls cost more."""
+    rooms = welcome.rooms
+    right = inside = 0
+    for slot, segment, _, offset, length, _, _ in EXTENT_RECORD.iter_unpack(data):
+        right += length == page_bytes
+        within = offset + page_bytes <= rooms.get(segment, 0)
+        inside += within and slot < welcome.generation_count
+    return right, inside
+
+
+def _count_many(welcome: Welcome, page_bytes: int, extents: Records) -> tuple[int, int]:
+    """How many extents have a page's length, and how many lie inside the arena if they have."""
+    right = int(np.count_nonzero(extents["length"] == page_bytes))
+    known = extents["slot"] < welcome.generation_count
+    inside = 0
+    for info in welcome.segments:
+        last = info.bytes - page_bytes
+        if last >= 0:
+            within = extents["offset"] <= np.uint64(last)
+            within &= extents["segment"] == info.segment
+            within &= known
+            inside += int(np.count_nonzero(within))
+    return right, inside
+
+
+def bad_reply(problem: str) -> KVHearthError:
+    """The error of a reply that cannot be meant so."""
+    return KVHearthError(Reason.BAD_MESSAGE, f"the daemon's reply makes no sense: {problem}")
+
+
+KeysByGroup = Mapping[int, Sequence[bytes]]
+_TIERS = bytes(Tier)
+_DRAM = bytes([Tier.DRAM])
+_SLOT, _GENERATION = slice(0, 4), slice(20, 24)
+"""Of an extent's bytes."""
+
+
+class _OfGroup(Protocol):
+    @property
+    def group(self) -> int: ...
+
+
+OfGroupT = TypeVar("OfGroupT", bound=_OfGroup)
+
+
+class Query(NamedTuple):
+    """Keys as they travel.
+
+    Attributes:
+        blobs: the keys that travel, by group; at most the call's bound of keys in total.
+        asked: keys that the caller named, by group.
+        sent: keys that travel, by group: the first ones of each.
+        key_count: keys that travel.
+        cut_count: keys that were left out.
+    """
+
+    blobs: dict[int, bytes]
+    asked: dict[int, int]
+    sent: dict[int, int]
+    key_count: int
+    cut_count: int = 0
+
+    def put_into(self, groups: Any) -> None:
+        """Append to ``groups``, a request's ``repeated GroupKeys``.
+
+        Messages that are made there need not be copied there.
+        """
+        for group, blob in self.blobs.items():
+            groups.add(group=group, keys=blob)
+
+
+def own_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
+    """A caller's keys, read once."""
+    return {operator.index(group): tuple(keys) for group, keys in groups.items()}
+
+
+def own_counts(groups: Mapping[int, int]) -> dict[int, int]:
+    """A caller's counts, as plain integers."""
+    return {operator.index(group): operator.index(count) for group, count in groups.items()}
+
+
+def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
+    """A caller's commit, its keys read once."""
+    return {
+        operator.index(group): CommitGroup(
+            tuple(item.keys), np.asarray(item.extents), item.checksums, bytes(item.parent)
+        )
+        for group, item in groups.items()
+    }
+
+
+def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
+    """The keys of a call.
+
+    Too many keys are cut to the same share of every group: its first keys, so that all groups keep
+    the same run of tokens from the start.
+
+    Raises:
+        KVHearthError: ``bad_group`` or ``bad_keys``.
+    """
+    asked = {group: len(keys) for group, keys in groups.items()}
+    sent, total, cut_count = asked, sum(asked.values()), 0
+    if total > keys_max:
+        sent = {group: count * keys_max // total for group, count in asked.items()}
+        groups = {group: keys[: sent[group]] for group, keys in groups.items()}
+        cut_count = total - sum(sent.values())
+    blobs = {group: _pack_keys(contract, group, keys) for group, keys in groups.items()}
+    return Query(blobs, asked, sent, total - cut_count, cut_count)
+
+
+def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
+    """The keys of a commit, counted; they travel with their slots.
+
+    Raises:
+        KVHearthError: ``too_many_keys``.
+    """
+    asked = {group: len(item.keys) for group, item in groups.items()}
+    total = sum(asked.values())
+    if total > keys_max:
+        raise KVHearthError(Reason.TOO_MANY_KEYS, f"{total} keys, at most {keys_max}")
+    return Query({}, asked, asked, total)
+
+
+def parse_presence(
+    contract: Contract, welcome: Welcome, query: Query, replies: Collection[pb.GroupPresence]
+) -> dict[int, GroupResult]:
+    """Presence as arrays over the keys that were asked for; keys that were cut off are absent.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+    """
+    by_group = _each_once(replies, query.sent)
+    results = {}
+    for group, count in query.sent.items():
+        reply, asked = by_group[group], query.asked[group]
+        whole = _whole(contract, welcome, reply, group, count) if count == asked else None
+        if whole is not None:
+            results[group] = whole
+            continue
+        bitmaps = (reply.present, reply.ready, reply.leased or bytes(len(reply.ready)))
+        present, ready, leased = _bitmaps(bitmaps, count)
+        extent_count = int(np.count_nonzero(leased)) * contract.groups[group].shards
+        extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
+        results[group] = GroupResult(
+            present=_padded(present, asked),
+            ready=_padded(ready, asked),
+            leased=_padded(leased, asked),
+            tiers=_tiers(reply.tiers, count, asked),
+            extents=extents,
+        )
+    return results
+
+
+def _whole(
+    contract: Contract, welcome: Welcome, reply: pb.GroupPresence, group: int, count: int
+) -> GroupResult | None:
+    """As ``parse_presence`` of one group, without taking apart what says the same for every key;
+    None unless all keys, of at least one, are ready and leased.
+    """
+    bits, in_dram, yes, tiers = _of_whole(count)
+    if not count or reply.present != bits or reply.tiers != in_dram:
+        return None
+    if reply.ready != bits or reply.leased != bits:
+        return None
+    extent_count = count * contract.groups[group].shards
+    extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
+    return GroupResult(yes.copy(), yes.copy(), yes.copy(), tiers.copy(), extents)
+
+
+@lru_cache(maxsize=64)
+def _of_whole(count: int) -> tuple[bytes, bytes, Bools, U8]:
+    """What says the same for each of ``count`` keys: a bitmap of set bits and the tiers, as in a
+    reply and as arrays to copy.
+    """
+    bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    return bits, _DRAM * count, np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
+
+
+def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
+    """The presence of a miss."""
+    return {group: _absent_group(len(keys)) for group, keys in groups.items()}
+
+
+def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> dict[int, Bools]:
+    """Bitmaps as arrays over the keys that were asked for.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question.
+    """
+    if query.sent is query.asked and len(query.sent) == len(replies) == 1:
+        for (group, count), reply in zip(query.sent.items(), replies, strict=True):
+            if reply.group == group:
+                return {group: _bits(reply.bits, count)}
+    by_group = _each_once(replies, query.sent)
+    return {
+        group: _padded(_bits(by_group[group].bits, count), query.asked[group])
+        for group, count in query.sent.items()
+    }
+
+
+def pack_counts(contract: Contract, groups: Mapping[int, int]) -> list[types_pb2.GroupCount]:
+    """How many blocks of each group.
+
+    Raises:
+        KVHearthError: ``bad_group``, or ``bad_message`` for a count out of range.
+    """
+    for group, count in groups.items():
+        _check_group(contract, group)
+        if not 0 <= count < 1 << 32:
+            raise KVHearthError(Reason.BAD_MESSAGE, f"group {group}: {count} is not a block count")
+    return [types_pb2.GroupCount(group=group, count=count) for group, count in groups.items()]
+
+
+def parse_reservation(
+    contract: Contract,
+    welcome: Welcome,
+    asked: Mapping[int, int],
+    replies: Collection[types_pb2.GroupExtents],
+) -> dict[int, Records]:
+    """Reserved extents by group, of shape (n, shards); a group without an answer got none.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+    """
+    granted = {reply.group: reply.count for reply in replies}
+    by_group = _each_once(replies, granted)
+    results = {}
+    for group in {*asked, *granted}:
+        count, shards = granted.get(group, 0), _shards(contract, group)
+        if count > asked.get(group, 0):
+            raise bad_reply(f"group {group}: {count} blocks, more than asked for")
+        data = by_group[group].extents if group in by_group else b""
+        flat = parse_extents(contract, welcome, group, data, count * shards)
+        results[group] = flat.reshape(count, shards)
+    return results
+
+
+def no_extents(contract: Contract, groups: Iterable[int]) -> dict[int, Records]:
+    """Empty arrays of shape (0, shards), for groups that the contract knows."""
+    known = [group for group in groups if 0 <= group < len(contract.groups)]
+    return {group: np.empty((0, contract.groups[group].shards), EXTENT_DTYPE) for group in known}
+
+
+def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.GroupSlots:
+    """Slots and generations of extents of any shape.
+
+    Raises:
+        KVHearthError: ``bad_group`` or ``bad_extents``.
+    """
+    _check_group(contract, group)
+    slots, generations, _ = _slots_of(extents)
+    return types_pb2.GroupSlots(group=group, slots=slots, generations=generations)
+
+
+def put_commit(contract: Contract, groups: Any, group: int, commit: CommitGroup) -> None:
+    """Append one group of a commit to ``groups``, a request's ``repeated GroupCommit``.
+
+    Raises:
+        KVHearthError: ``bad_group``, ``bad_keys``, ``bad_extents`` or ``bad_checksums``.
+    """
+    keys = _pack_keys(contract, group, commit.keys)
+    slots, generations, flat_count = _slots_of(commit.extents)
+    count = len(commit.keys) * contract.groups[group].shards
+    if flat_count != count:
+        raise KVHearthError(
+            Reason.BAD_EXTENTS,
+            f"group {group}: {flat_count} extents for {len(commit.keys)} keys, must be {count}",
+        )
+    checksums = b""
+    if commit.checksums is not None:
+        sums = np.asarray(commit.checksums)
+        if sums.dtype != np.uint8 or sums.size != count * CHECKSUM_BYTES:
+            raise KVHearthError(
+                Reason.BAD_CHECKSUMS,
+                f"group {group}: checksums must be uint8 of {count} x {CHECKSUM_BYTES}",
+            )
+        checksums = sums.tobytes()
+    if commit.parent and len(commit.parent) != contract.hash_bytes:
+        raise KVHearthError(Reason.BAD_KEYS, f"group {group}: parent is not a key")
+    groups.add(
+        group=group,
+        keys=keys,
+        slots=slots,
+        generations=generations,
+        checksums=checksums,
+        parent=commit.parent,
+    )
+
+
+def _pack_keys(contract: Contract, group: int, keys: Sequence[bytes]) -> bytes:
+    _check_group(contract, group)
+    try:
+        blob = b"".join(keys)
+    except TypeError as error:
+        raise KVHearthError(Reason.BAD_KEYS, f"group {group}: {error}") from None
+    if list(map(len, keys)).count(contract.hash_bytes) != len(keys):
+        raise KVHearthError(
+            Reason.BAD_KEYS, f"group {group}: keys must have {contract.hash_bytes} bytes each"
+        )
+    return blob
+
+
+def _check_group(contract: Contract, group: int) -> None:
+    if not isinstance(group, int) or not 0 <= group < len(contract.groups):
+        raise KVHearthError(
+            Reason.BAD_GROUP, f"group {group!r} is not in 0..{len(contract.groups) - 1}"
+        )
+
+
+def _shards(contract: Contract, group: int) -> int:
+    if group >= len(contract.groups):
+        raise bad_reply(f"group {group} is not in the contract")
+    return contract.groups[group].shards
+
+
+def _slots_of(extents: Records) -> tuple[bytes, bytes, int]:
+    """Slots and generations as they travel, and how many there are."""
+    array = np.asarray(extents)
+    if array.dtype != EXTENT_DTYPE:
+        raise KVHearthError(Reason.BAD_EXTENTS, f"dtype {array.dtype} is not EXTENT_DTYPE")
+    if array.size == 1:
+        record = array.tobytes()
+        return record[_SLOT], record[_GENERATION], 1
+    flat = array.reshape(-1)
+    return flat["slot"].tobytes(), flat["generation"].tobytes(), len(flat)
+
+
+def _each_once(replies: Collection[OfGroupT], wanted: Mapping[int, int]) -> dict[int, OfGroupT]:
+    by_group = {item.group: item for item in replies}
+    if len(replies) != len(by_group) or by_group.keys() != wanted.keys():
+        raise bad_reply(f"groups {sorted(item.group for item in replies)} answer {sorted(wanted)}")
+    return by_group
+
+
+def _bits(data: bytes, count: int) -> Bools:
+    try:
+        return unpack_bits(data, count)
+    except ValueError as error:
+        raise bad_reply(str(error)) from None
+
+
+def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
+    """Several bitmaps, most of which say the same as the one before."""
+    found = list[Bools]()
+    for index, data in enumerate(maps):
+        same = index and data == maps[index - 1]
+        found.append(found[-1].copy() if same else _bits(data, count))
+    return found
+
+
+def _tiers(data: bytes, count: int, asked: int) -> U8:
+    if len(data) != count:
+        raise bad_reply(f"{len(data)} tiers for {count} keys")
+    if unknown := data.translate(None, _TIERS):
+        raise bad_reply(f"unknown tier {unknown[0]}")
+    return np.frombuffer(bytearray(data.ljust(asked, b"\0")), np.uint8)
+
+
+def _padded(flags: Bools, size: int) -> Bools:
+    if len(flags) == size:
+        return flags
+    padded = np.zeros(size, np.bool_)
+    padded[: len(flags)] = flags
+    return padded
+
+
+def _absent_group(count: int) -> GroupResult:
+    return GroupResult(
+        present=np.zeros(count, np.bool_),
+        ready=np.zeros(count, np.bool_),
+        leased=np.zeros(count, np.bool_),
+        tiers=np.zeros(count, np.uint8),
+        extents=np.empty(0, EXTENT_DTYPE),
+    )

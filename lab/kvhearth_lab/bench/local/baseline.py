@@ -1,0 +1,101 @@
+"""What needs no load: the core without a daemon, and a daemon that nobody asks."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+
+import numpy as np
+
+from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
+from kvhearth_lab.bench.local.figures import Result, p50
+from kvhearth_lab.bench.local.sizes import KEYS, SLAB_BYTES, SMALL_BYTES, Sizes
+from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.harness.daemon import attached, broken, contract, served
+from kvhearth_server.core.commit import CommitItem
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.lookup import KeysItem
+from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.core.state import Limits
+
+_SESSION = 1
+_EPOCH = 1
+_COMMIT_KEYS = 4096
+_SETTLE_S = 2.0
+
+
+def idle_part(result: Result, sizes: Sizes) -> None:
+    """A daemon as its defaults are, HTTP too, with one engine that only sends its heartbeats."""
+    values = result.values
+    with served("--memory", str(sizes.memory_bytes), "--http", "127.0.0.1:0") as daemon:
+        values["ready_s"] = round(daemon.ready()["seconds"], 2)
+        with attached(daemon.url, contract(SMALL_BYTES)):
+            time.sleep(min(_SETTLE_S, sizes.idle_s))
+            values["idle_rss_mib"] = round(daemon.private_bytes() / (1 << 20), 1)
+            before, start = daemon.cpu_s(), time.monotonic()
+            for _ in steps(10, "an idle daemon"):
+                time.sleep(sizes.idle_s / 10)
+            used = (daemon.cpu_s() - before) / (time.monotonic() - start)
+            values["idle_cpu"] = round(used, 5)
+        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+
+
+def core_part(result: Result, sizes: Sizes) -> None:
+    """Microseconds a key of lookups of the core in this process, leases taken, in chain order."""
+    seed = secrets.token_bytes(16)
+    core = _filled(seed, sizes.blocks)
+    places, times = random.Random(4), []
+    for number in range(1, sizes.lookups + 1):
+        start_key = places.randrange(sizes.blocks - KEYS + 1)
+        items = [KeysItem(0, keys_of(seed, start_key, KEYS))]
+        start = time.perf_counter()
+        found = core.reading.lookup(_SESSION, _EPOCH, items, number)
+        times.append(time.perf_counter() - start)
+        if not found.groups[0].leased.all():
+            raise broken(f"the core's lookup missed: {found.short}")
+        core.reading.release(_SESSION, [number])
+        _drop_output(core)
+    core.check_books()
+    result.values["core_us_per_key"] = round(p50(times) * 1e6 / KEYS, 3)
+
+
+def _filled(seed: bytes, blocks: int) -> Core:
+    """A core with so many blocks, committed as a client would."""
+    slabs = -(-blocks * SMALL_BYTES // SLAB_BYTES) + 1
+    geometry = Geometry.of([("bench", slabs * SLAB_BYTES)], SLAB_BYTES, SMALL_BYTES)
+    core = Core(geometry, Limits())
+    core.membership.join(
+        Joining(
+            session=_SESSION,
+            tenant="bench",
+            engine_id="bench",
+            contract=contract(SMALL_BYTES),
+            scheduler=True,
+            rank=0,
+            incarnation=0,
+            mapped=True,
+        )
+    )
+    starts = range(0, blocks, _COMMIT_KEYS)
+    for number in steps(len(starts), f"{blocks:,} blocks in a core"):
+        start = starts[number]
+        keys = keys_of(seed, start, min(_COMMIT_KEYS, blocks - start))
+        parent = keys_of(seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
+        reserved = core.writing.reserve(_SESSION, number + 1, _EPOCH, [(0, len(keys))])
+        handed = reserved.handed[0]
+        sums = np.zeros((*handed.slots.shape, 16), np.uint8)
+        item = CommitItem(0, keys, handed.slots, handed.generations, sums, parent)
+        (stored,) = core.writing.commit(_SESSION, _EPOCH, [item])
+        if not stored.all():
+            raise broken(f"the core refused a block: {reserved.short}")
+        _drop_output(core)
+    return core
+
+
+def _drop_output(core: Core) -> None:
+    """What the shell would act on and count."""
+    core.state.take_actions()
+    core.state.take_counts()
+    core.state.take_evicted()

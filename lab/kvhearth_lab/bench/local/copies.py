@@ -1,0 +1,303 @@
+"""Blocks of 2 MiB in this process, and the plain copy that everything is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.host import HostCopier
+from kvhearth.model import I64, U8
+from kvhearth.page_layout import PagedKV
+from kvhearth.results import CommitGroup
+from kvhearth.transfer import Stock
+from kvhearth.transports.base import CacheTransport
+from kvhearth_lab.bench.local.figures import Result, p50, ratio_of, us
+from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, Sizes
+from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.harness.daemon import Served, attached, broken, contract, empty_call, served, wire
+
+_MAP_HUGETLB = 0x40000
+_HUGE = "2MiB"
+_OTHER = "4KiB or transparent"
+
+
+def blocks(seed: int) -> tuple[U8, str]:
+    """A batch of distinct blocks, touched, shape (BATCH, PAGE_BYTES), and the kind of its pages:
+    huge ones if enough are free, as an engine's pinned pool would be.
+    """
+    size, kind = BATCH * PAGE_BYTES, _HUGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_HUGETLB)
+    except OSError:
+        memory, kind = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _OTHER
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    made = np.frombuffer(memory, np.uint8).reshape(BATCH, PAGE_BYTES)
+    random = np.random.default_rng(seed)
+    made[:] = random.integers(0, 256, PAGE_BYTES, np.uint8)
+    made[:, 0] = np.arange(BATCH)
+    return made, kind
+
+
+def shuffled() -> I64:
+    """All blocks in random order, as a busy engine's pages are: few to join into longer copies."""
+    return np.random.default_rng(2).permutation(BATCH).astype(np.int64)
+
+
+def plain_batch(source: U8, target: U8) -> float:
+    """Seconds to copy a batch, block by block."""
+    start = time.perf_counter()
+    for index in range(BATCH):
+        np.copyto(target[index], source[index])
+    return time.perf_counter() - start
+
+
+def plain_one(source: U8, target: U8, index: int) -> float:
+    """Seconds to copy one block."""
+    start = time.perf_counter()
+    np.copyto(target[index], source[index])
+    return time.perf_counter() - start
+
+
+_WARM_ROUNDS = 2
+"""Until the arena is full and every page of it was touched."""
+_ONES_BETWEEN_QUIET = 16
+"""One follows the other, as an engine's do; the daemon's sums of the one run beside the next."""
+_ROUNDS_AGO = 4
+"""A block that is loaded was stored so long before, or twice as long: it is in no cache now."""
+_STOCK_BLOCKS = 32
+_STOCK_WAIT_S = 20.0
+CONTRACT = contract(PAGE_BYTES)
+Measure = Callable[[], float]
+
+
+@dataclass
+class Bench:
+    """One client, its pages and copiers, and what the last store left to load.
+
+    Attributes:
+        plain, sealing: store from ``source``, the second with checksums.
+        trusting, verifying: load into ``target``.
+    """
+
+    daemon: Served
+    client: KVClient
+    result: Result
+    source: U8
+    target: U8
+    pages: I64
+    plain: HostCopier
+    sealing: HostCopier
+    trusting: HostCopier
+    verifying: HostCopier
+    keys: list[bytes]
+
+    def store(self, copier: HostCopier) -> float:
+        """Seconds of reserve, copy and commit of a batch."""
+        keys = [secrets.token_bytes(32) for _ in range(BATCH)]
+        start = time.perf_counter()
+        slots = self.client.reserve({0: BATCH})
+        extents = slots.groups[0]
+        done = copier.store_now(slots.boot_id, self.pages[: len(extents)], extents[:, 0])
+        group = CommitGroup(keys[: len(extents)], extents, done.checksums)
+        answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+        seconds = time.perf_counter() - start
+        kept = int(np.count_nonzero(answer.stored[0] & done.ok))
+        self.result.store(BATCH, kept)
+        if kept < BATCH // 2:
+            raise broken(f"stores do not work: {slots.reason or answer.reason or done.reasons}")
+        self.keys = keys
+        return seconds
+
+    def load(self, copier: HostCopier) -> float:
+        """Seconds of lookup and copy (and verification) of the batch that was stored last."""
+        start = time.perf_counter()
+        found = self.client.lookup({0: self.keys})
+        extents = found.groups[0].extents
+        done = copier.load_now(found.boot_id, extents, self.pages[: len(extents)])
+        seconds = time.perf_counter() - start
+        self.client.release(found.lease)
+        if len(done.ok) != BATCH or not done.ok.all():
+            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+        return seconds
+
+    def store_one(self, stock: Stock, copier: HostCopier, index: int) -> float:
+        """Seconds of copy and commit of one block, into a slot that was reserved ahead."""
+        if not stock.held(0):  # the thread that fills it is not on the path of an engine either
+            stock.give_back(0, stock.take(0, 1, wait_s=_STOCK_WAIT_S))
+        key = secrets.token_bytes(32)
+        page = self.pages[index : index + 1]
+        start = time.perf_counter()
+        slots = stock.take(0, 1, wait_s=_STOCK_WAIT_S)
+        done = copier.store_now(slots.boot_id, page[: len(slots)], slots.extents[:, 0])
+        group = CommitGroup([key][: len(slots)], slots.extents, done.checksums)
+        answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+        seconds = time.perf_counter() - start
+        self.result.store(1, int(np.count_nonzero(answer.stored[0] & done.ok)))
+        self.keys = [key]
+        return seconds
+
+    def load_one(self, copier: HostCopier, index: int, key: bytes | None = None) -> float:
+        """Seconds of lookup and copy of one block, by default of the one that was stored last; the
+        release is behind.
+        """
+        keys = self.keys if key is None else [key]
+        start = time.perf_counter()
+        found = self.client.lookup({0: keys})
+        extents = found.groups[0].extents
+        page = self.pages[index : index + 1]
+        done = copier.load_now(found.boot_id, extents, page[: len(extents)])
+        seconds = time.perf_counter() - start
+        self.client.release(found.lease)
+        if not len(done.ok) or not done.ok.all():
+            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+        return seconds
+
+
+@contextlib.contextmanager
+def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
+    arena = client.arena
+    if arena is None:
+        raise broken("the arena is not mapped")
+    (source, kind), (target, _) = blocks(1), blocks(2)
+    result.values["source_pages"] = kind
+    stores, loads = PagedKV([source]), PagedKV([target])
+    made = Bench(
+        daemon=daemon,
+        client=client,
+        result=result,
+        source=source,
+        target=target,
+        pages=shuffled(),
+        plain=HostCopier(stores, arena, sums=False),
+        sealing=HostCopier(stores, arena),
+        trusting=HostCopier(loads, arena, verify=False),
+        verifying=HostCopier(loads, arena),
+        keys=[],
+    )
+    try:
+        yield made
+    finally:
+        for copier in (made.plain, made.sealing, made.trusting, made.verifying):
+            copier.close()
+
+
+def copy_part(result: Result, sizes: Sizes) -> None:
+    """All figures of copies."""
+    # Half of the arena may be reserved: a batch, and beside it the stock.
+    flags = ("--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off")
+    with served(*flags) as daemon:
+        result.values["pages"] = daemon.ready()["pages"]
+        with attached(daemon.url, CONTRACT) as client, _bench(daemon, client, result) as bench:
+            _batches(bench, sizes.rounds)
+            with wire(daemon.url, CONTRACT) as calls:
+                _ones(bench, calls, sizes.ones)
+            _first_touches(bench, sizes.first_touches)
+        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+
+
+def _batches(bench: Bench, rounds: int) -> None:
+    measures: dict[str, Measure] = {
+        "store_ratio": lambda: bench.store(bench.plain),
+        "store_sealed_ratio": lambda: bench.store(bench.sealing),
+        "load_ratio": lambda: bench.load(bench.verifying),
+        "load_unverified_ratio": lambda: bench.load(bench.trusting),
+    }
+    baselines: dict[str, list[float]] = {name: [] for name in measures}
+    times: dict[str, list[float]] = {name: [] for name in measures}
+    for number in steps(rounds + _WARM_ROUNDS, "batches of 128 x 2 MiB"):
+        for name, measure in measures.items():
+            baseline = plain_batch(bench.source, bench.target)
+            seconds = measure()
+            bench.daemon.wait_quiet()
+            if number >= _WARM_ROUNDS:
+                baselines[name].append(baseline)
+                times[name].append(seconds)
+        if number == 0 and not np.array_equal(bench.source, bench.target):
+            raise broken("what was loaded is not what was stored")
+    every = [seconds for part in baselines.values() for seconds in part]
+    bench.result.values["memcpy_gbs"] = round(BATCH * PAGE_BYTES / p50(every) / 1e9, 2)
+    for name in measures:
+        bench.result.ratio(name, ratio_of(baselines[name], times[name]))
+
+
+def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
+    """Single blocks; the slots are reserved ahead and the release is behind, so one call is on the
+    path.
+
+    Nothing is copied that was touched lately, by the baseline neither: blocks that are in the
+    processor's cache are copied several times as fast.
+    """
+    stock = Stock(bench.client, {0: _STOCK_BLOCKS})
+    baselines: list[float] = []
+    times: dict[str, list[float]] = {}
+    sealed: deque[bytes] = deque(maxlen=2 * _ROUNDS_AGO)
+    try:
+        for index in range(2 * _ROUNDS_AGO):
+            bench.store_one(stock, bench.sealing, index)
+            sealed += bench.keys
+        for number in steps(count, "single blocks of 2 MiB"):
+            at, old, older = 2 * number % BATCH, sealed[_ROUNDS_AGO], sealed[0]
+            measures = {
+                "store_one": partial(bench.store_one, stock, bench.plain, at),
+                "store_one_sealed": partial(bench.store_one, stock, bench.sealing, at + 1),
+                "load_one": partial(bench.load_one, bench.verifying, at, old),
+                "load_one_unverified": partial(bench.load_one, bench.trusting, at + 1, older),
+            }
+            if not number % _ONES_BETWEEN_QUIET:
+                bench.daemon.wait_quiet()
+            for name, measure in measures.items():
+                index = len(baselines) % BATCH
+                baselines.append(plain_one(bench.source, bench.target, index))
+                times.setdefault(name, []).append(measure())
+                if name == "store_one_sealed":
+                    sealed += bench.keys
+    finally:
+        stock.close()
+    values, memcpy_s = bench.result.values, p50(baselines)
+    # After the others: no engine goes through gRPC between two blocks.
+    times["rpc_one"] = _empty_calls(bench, calls, count)
+    values["memcpy_one_p50_us"] = us(memcpy_s)
+    again = [plain_one(bench.source, bench.target, 0) for _ in range(count)]
+    values["memcpy_one_cached_p50_us"] = us(p50(again))
+    for name, seconds in times.items():
+        values[f"{name}_p50_us"] = us(p50(seconds))
+    for name in ("store_one", "load_one"):
+        values[f"{name}_ratio"] = round(p50(times[name]) / memcpy_s, 2)
+
+
+def _empty_calls(bench: Bench, calls: CacheTransport, count: int) -> list[float]:
+    """Seconds of empty calls, each after a plain copy."""
+    bench.daemon.wait_quiet()
+    times = []
+    for number in steps(count, "empty calls between copies"):
+        plain_one(bench.source, bench.target, number % BATCH)
+        times.append(empty_call(calls))
+    return times
+
+
+def _first_touches(bench: Bench, count: int) -> None:
+    """The first store of a client that has just attached: its page tables are empty."""
+    baselines, times = [], []
+    for number in steps(count, "first touch of a mapping"):
+        bench.daemon.wait_quiet()
+        with attached(bench.daemon.url, CONTRACT, f"bench-fresh-{number}") as fresh:
+            if fresh.arena is None:
+                raise broken("the arena is not mapped")
+            copier = HostCopier(PagedKV([bench.source]), fresh.arena, sums=False)
+            one = Bench(**{**vars(bench), "client": fresh, "plain": copier})
+            baselines.append(plain_batch(bench.source, bench.target))
+            times.append(one.store(copier))
+            bench.daemon.wait_quiet()
+            copier.close()
+            del one, copier
+    bench.result.ratio("first_touch_ratio", ratio_of(baselines, times))

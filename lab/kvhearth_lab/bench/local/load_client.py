@@ -1,0 +1,90 @@
+"""One client of a crowd, a process of its own: ``python -m kvhearth_server.bench.crowd``.
+
+It says ``ready``, waits for a line, looks up for a while and says how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+
+from kvhearth_lab.bench.keys import keys_of
+from kvhearth_lab.bench.local.sizes import CROWD_CLIENTS, CROWD_KEYS, SMALL_BYTES
+from kvhearth_lab.harness.daemon import attached, broken, contract
+
+_READY_S = 60.0
+_LISTS = 64
+
+
+def crowd(url: str, seed: bytes, blocks: int, seconds: float) -> float:
+    """Lookups per second of all clients together.
+
+    Raises:
+        KVHearthError: one of them did not come up, or a lookup of its failed.
+    """
+    with contextlib.ExitStack() as undo:
+        clients = []
+        for number in range(CROWD_CLIENTS):
+            words = [url, seed.hex(), str(number), str(blocks), str(seconds)]
+            command = [sys.executable, "-m", "kvhearth_lab.bench.local.load_client", *words]
+            client = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            undo.callback(_end, client)
+            clients.append(client)
+        for client in clients:
+            if _said(client) != "ready":
+                raise broken("a client of the crowd did not come up")
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        rates = [float(_said(client) or 0) for client in clients]
+    if not all(rates):
+        raise broken("a client of the crowd failed")
+    return sum(rates)
+
+
+def _said(client: subprocess.Popen[str]) -> str:
+    assert client.stdout is not None
+    return client.stdout.readline().strip()
+
+
+def _end(client: subprocess.Popen[str]) -> None:
+    for pipe in (client.stdin, client.stdout):
+        if pipe is not None:
+            pipe.close()
+    try:
+        client.wait(_READY_S)
+    except subprocess.TimeoutExpired:
+        client.kill()
+        client.wait()
+
+
+def main(url: str, seed: str, number: str, blocks: str, seconds: str) -> int:
+    """The client's process; prints its lookups per second, 0 if one failed."""
+    random_ = random.Random(int(number))
+    starts = [random_.randrange(int(blocks) - CROWD_KEYS + 1) for _ in range(_LISTS)]
+    lists = [keys_of(bytes.fromhex(seed), start, CROWD_KEYS) for start in starts]
+    with attached(url, contract(SMALL_BYTES), f"bench-crowd-{number}") as client:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+        count, hits = 0, 0
+        start = time.perf_counter()
+        while time.perf_counter() - start < float(seconds):
+            found = client.lookup({0: lists[count % _LISTS]})
+            client.release(found.lease)
+            hits += bool(found.groups[0].ready.all())
+            count += 1
+        rate = count / (time.perf_counter() - start)
+        sys.stdout.write(f"{rate if hits == count else 0}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""One peer's process: started by the peer's interpreter, asked by lines of JSON, ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvhearth_server.config.load import ENV_PREFIX
+
+PREPARE_S = 300.0
+RUN_S = 120.0
+CLOSE_S = 60.0
+_ANSWER_BYTES_MAX = 1 << 20
+_READ_BYTES = 1 << 16
+_REASON_CHARS_MAX = 300
+_KILL_S = 10.0
+_LOOK_S = 0.5
+"""How often to see whether the process is still there."""
+_HARNESS = Path(__file__).with_name("adapters") / "harness.py"
+_NOT_INSTALLED = "not-installed"
+
+
+class PeerFailed(Exception):
+    """A peer cannot be measured; the text says why, in one line."""
+
+
+def parse_answer(line: bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        PeerFailed: it is no JSON object.
+    """
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise PeerFailed(f"its adapter answers no JSON object: {reason_of(repr(line[:100]))}")
+    return answer
+
+
+def seconds_of(answer: Mapping[str, Any], name: str = "seconds") -> float:
+    """A time of one measurement.
+
+    Raises:
+        PeerFailed: there is none, or none that can be.
+    """
+    seconds = answer.get(name)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise PeerFailed(f"its adapter answers no {name}: {reason_of(repr(seconds))}")
+    return float(seconds)
+
+
+def parse_count(answer: Mapping[str, Any], name: str) -> int:
+    """A field that counts something.
+
+    Raises:
+        PeerFailed: there is none.
+    """
+    count = answer.get(name)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise PeerFailed(f"its adapter answers no {name}: {reason_of(repr(count))}")
+    return count
+
+
+def reason_of(text: str) -> str:
+    """The last line that says something, short enough for a report."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing was said"
+    return last if len(last) <= _REASON_CHARS_MAX else last[: _REASON_CHARS_MAX - 3] + "..."
+
+
+def check_installed(python: Path) -> None:
+    """Raise before anything is started.
+
+    Raises:
+        PeerFailed: there is no such interpreter, or who made its environment left a note why it
+            does not work (``not-installed`` beside ``bin``).
+    """
+    note = python.parent.parent / _NOT_INSTALLED
+    if note.exists():
+        raise PeerFailed(f"not installed: {reason_of(note.read_text(errors='replace'))}")
+    if not os.access(python, os.X_OK):
+        raise PeerFailed(f"no interpreter at {python}")
+
+
+class Adapter:
+    """The process of a peer.
+
+    Args:
+        python: its interpreter.
+        peer: whose file in ``adapters/``: ``lmcache`` or ``mooncake``.
+        folder: for logs and sockets; a short path.
+    """
+
+    def __init__(self, python: Path, peer: str, folder: Path) -> None:
+        self._log_path = folder / "adapter.log"
+        self._rest = b""
+        self._leftovers: list[Path] = []
+        command = [str(python), str(_HARNESS), str(_HARNESS.with_name(f"{peer}_peer.py"))]
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        kept.pop("PYTHONPATH", None)
+        with self._log_path.open("wb") as log:
+            # A session of its own: its daemons end with it, whatever happens.
+            self._process = subprocess.Popen(
+                [*command, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=kept,
+                start_new_session=True,
+            )
+
+    def prepare(self, **config: object) -> dict[str, Any]:
+        """Start the peer; what it says of itself.
+
+        Raises:
+            PeerFailed: it does not start.
+        """
+        answer = self.ask("prepare", PREPARE_S, **config)
+        self._leftovers = [Path(name) for name in answer.pop("leftovers", [])]
+        return answer
+
+    def run(self, measure: str, number: int) -> dict[str, Any]:
+        """One measurement. Raises PeerFailed."""
+        return self.ask("run", RUN_S, measure=measure, number=number)
+
+    def lookups(self, count: int) -> list[float]:
+        """Seconds of each of so many lookups. Raises PeerFailed."""
+        answer = self.ask("lookup", RUN_S, count=count).get("seconds")
+        if not isinstance(answer, list) or len(answer) != count:
+            raise PeerFailed("its adapter answers no times of lookups")
+        return [seconds_of({"seconds": each}) for each in answer]
+
+    def ask(self, op: str, deadline_s: float, **fields: object) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            PeerFailed: the process ended or is late.
+        """
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        return parse_answer(self._line(op, time.monotonic() + deadline_s))
+
+    def close(self) -> None:
+        """End it and everything that it started."""
+        with contextlib.suppress(PeerFailed):
+            if self._process.poll() is None:
+                self.ask("close", CLOSE_S)
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, end)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_S)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        for path in self._leftovers:
+            path.unlink(missing_ok=True)
+
+    def _line(self, op: str, end: float) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        while b"\n" not in self._rest:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise PeerFailed(f"its adapter does not answer to {op} in time: {self._said()}")
+            gone = self._process.poll() is not None
+            if not select.select([stdout], [], [], 0 if gone else min(left, _LOOK_S))[0]:
+                if gone:  # its children may hold the pipe open
+                    raise self._ended()
+                continue
+            part = os.read(stdout.fileno(), _READ_BYTES)
+            if not part:
+                raise self._ended()
+            self._rest += part
+            if len(self._rest) > _ANSWER_BYTES_MAX:
+                raise PeerFailed("its adapter answers without end")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _ended(self) -> PeerFailed:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+        return PeerFailed(f"its adapter ended with {self._process.returncode}: {self._said()}")
+
+    def _said(self) -> str:
+        return reason_of(self._log_path.read_text(errors="replace"))
+
+
+def interpreters(given: Mapping[str, Path | None]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Peers that can be tried, and why the others cannot, by name."""
+    usable: dict[str, Path] = {}
+    skipped: dict[str, str] = {}
+    for name, python in given.items():
+        if python is None:
+            skipped[name] = f"no interpreter was given with --{name}"
+            continue
+        try:
+            check_installed(python)
+        except PeerFailed as failed:
+            skipped[name] = str(failed)
+        else:
+            usable[name] = python
+    return usable, skipped

@@ -1,0 +1,379 @@
+"""Drives one peer for ``kvhearth bench peers``: a line of JSON in, a line of JSON out.
+
+    python harness.py lmcache_peer.py FOLDER
+
+Runs in the peer's own interpreter, so it imports only numpy and the standard library. FOLDER is
+for logs and sockets. What goes wrong ends the process: the last line of stderr says why.
+
+Requests have an ``op``: ``prepare`` starts the peer, ``run`` is one measurement, ``lookup`` a
+series of lookups, ``close`` the end; so is the end of stdin. ``run`` compares every byte that was
+loaded with what was stored and ends the process where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+U8 = NDArray[np.uint8]
+_MAP_HUGETLB = 0x40000
+_STAMP_EVERY = 512
+_STAMPS = 251
+_START_S = 120.0
+_END_S = 15.0
+_LOG_SHOWN_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class Config:
+    """What ``prepare`` asks for.
+
+    Attributes:
+        part: ``copies``, ``lookups``, or ``files`` (blocks in files under ``folder``).
+        memory_bytes: how much the peer may keep.
+        batch, page_bytes: blocks of a batch, and bytes of one.
+        small_bytes, blocks: bytes of a block to look up, and how many there are.
+        keys: of a lookup.
+        hugepages: whether 2 MiB pages are free for everyone.
+        folder: for logs and sockets.
+    """
+
+    part: str
+    memory_bytes: int
+    batch: int
+    page_bytes: int
+    small_bytes: int
+    blocks: int
+    keys: int
+    hugepages: bool
+    folder: Path
+
+
+class Peer(Protocol):
+    """One peer, as its file's ``Peer`` class must be; it is made before it is started.
+
+    Attributes:
+        source, target: pages that an engine would have, shape (batch, page_bytes); set by
+            ``start`` for the parts ``copies`` and ``files``.
+        pages: order of the pages in a batch.
+    """
+
+    source: U8
+    target: U8
+    pages: Sequence[int]
+
+    def start(self, config: Config) -> Mapping[str, Any]:
+        """Start its daemons and connect; what ``prepare`` answers: ``versions``, ``settings``,
+        ``pages``, ``leftovers`` (files that a killed daemon would leave).
+        """
+
+    def measures(self) -> Mapping[str, Callable[[int], float]]:
+        """By name: seconds of one measurement. ``store*`` stores pages of ``source`` until the
+        peer says that it has them, ``load*`` brings what was stored last into the same pages of
+        ``target``. The argument is the place in ``pages`` for single blocks.
+        """
+
+    def drop(self) -> None:
+        """Forget what is stored, so that the next store finds room."""
+
+    def lookups(self, count: int) -> list[float]:
+        """Seconds of each of ``count`` lookups that find every key; releases are not in them."""
+
+    def close(self) -> None:
+        """End its daemons; also after a start that failed."""
+
+
+def huge_or_not(count: int, block_bytes: int, hugepages: bool) -> tuple[U8, str]:
+    """Zeroed blocks, shape (count, block_bytes), and the kind of their pages."""
+    size, kind = count * block_bytes, "2MiB"
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+    try:
+        if not hugepages:
+            raise OSError
+        memory = mmap.mmap(-1, size, flags=flags | _MAP_HUGETLB)
+    except OSError:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        kind = "4KiB or transparent"
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(count, block_bytes), kind
+
+
+def fill(source: U8) -> None:
+    """Random bytes, each block distinct."""
+    source[:] = np.random.default_rng(1).integers(0, 256, source.shape[1], np.uint8)
+    source[:, 0] = np.arange(len(source))
+
+
+def order(count: int) -> list[int]:
+    """All pages in random order, as a busy engine's are."""
+    return [int(page) for page in np.random.default_rng(2).permutation(count)]
+
+
+def stamp(source: U8, number: int) -> None:
+    """Make the blocks differ from those of the last measurement: old bytes must not pass."""
+    source[:, 8::_STAMP_EVERY] = number % _STAMPS
+
+
+def wipe(target: U8) -> None:
+    """Make sure that the blocks are not yet what a load should bring."""
+    target[:, 8::_STAMP_EVERY] = 255
+
+
+def compare(source: U8, target: U8) -> int:
+    """How many bytes were compared.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if not np.array_equal(source, target):
+        raise RuntimeError("wrong bytes: what was loaded is not what was stored")
+    return target.size
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listened on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class FilePeer:
+    """What peers that keep a file a block have in common; starting, closing and the two measures
+    are each one's own.
+    """
+
+    source: U8
+    target: U8
+    pages: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.folder = Path()
+
+    def prepare(self, config: Config) -> str:
+        """Make the folder and the blocks; the kind of pages they lie in."""
+        self.folder = config.folder / "blocks"
+        self.folder.mkdir()
+        self.source, kind = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+        self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+        fill(self.source)
+        self.target[:] = 0
+        self.pages = order(config.batch)
+        return kind
+
+    def measures(self) -> Mapping[str, Callable[[int], float]]:
+        """As ``Peer`` says."""
+        return {"store": lambda _: self.store(), "load": lambda _: self.load()}
+
+    def store(self) -> float:
+        """Store the source as blocks of new names; the seconds."""
+        raise NotImplementedError
+
+    def load(self) -> float:
+        """Load what was stored last into the target; the seconds."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """As ``Peer`` says."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+    def lookups(self, count: int) -> list[float]:
+        """As ``Peer`` says; there is no such part."""
+        raise RuntimeError("no lookups are measured")
+
+
+class Child:
+    """A process of the peer, its output in a file.
+
+    Args:
+        folder: where its log goes.
+        name: of the log.
+        command, env: as for Popen.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, command: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._log_path = folder / f"{name}.log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env
+            )
+
+    def check(self) -> None:
+        """Raise RuntimeError if it ended."""
+        if self._process.poll() is not None:
+            said = self._log_path.read_text(errors="replace")[-_LOG_SHOWN_CHARS:]
+            sys.stderr.write(said)
+            last = said.strip().rpartition("\n")[2]
+            raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {last}")
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``.
+
+        Raises:
+            RuntimeError: it ended, or it takes too long.
+        """
+        end = time.monotonic() + _START_S
+        while not ready():
+            self.check()
+            if time.monotonic() > end:
+                raise RuntimeError(f"{self.name} is not ready after {_START_S:.0f} s")
+            time.sleep(0.02)
+
+    def wait_port(self, port: int) -> None:
+        """Wait until it listens on 127.0.0.1; errors as of ``wait_until``."""
+
+        def listens() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        self.wait_until(listens)
+
+    def end(self) -> None:
+        """Stop it."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Plain:
+    """The copy that everything is compared with: block by block, one thread, between pages of its
+    own. It runs in the process that is measured, right before: on a machine that is not idle a
+    process that slept would be served before one that did not.
+
+    Args:
+        source, target: shape (batch, page_bytes).
+    """
+
+    def __init__(self, source: U8, target: U8) -> None:
+        self._source = source
+        self._target = target
+
+    def batch(self) -> float:
+        """Seconds for all blocks."""
+        start = time.perf_counter()
+        for index in range(len(self._source)):
+            np.copyto(self._target[index], self._source[index])
+        return time.perf_counter() - start
+
+    def one(self, index: int) -> float:
+        """Seconds for one block."""
+        start = time.perf_counter()
+        np.copyto(self._target[index], self._source[index])
+        return time.perf_counter() - start
+
+    def beside(self, measure: str, number: int) -> float:
+        """Seconds for as many bytes as the measure moves, of other blocks."""
+        return self.one((number + 7) % len(self._source)) if "_one" in measure else self.batch()
+
+
+def run_one(peer: Peer, plain: Plain, measure: str, number: int) -> dict[str, Any]:
+    """One measurement with its check; what ``run`` answers."""
+    index = number % len(peer.pages)
+    page = peer.pages[index]
+    rows = slice(page, page + 1) if "_one" in measure else slice(None)
+    source, target = peer.source[rows], peer.target[rows]
+    load = measure.startswith("load")
+    if not load:
+        peer.drop()
+    baseline = plain.beside(measure, number)
+    if load:
+        wipe(target)
+    else:
+        stamp(source, number)
+    used = time.process_time()
+    seconds = peer.measures()[measure](index)
+    used = time.process_time() - used
+    compared = compare(source, target) if load else 0
+    return {
+        "seconds": seconds,
+        "cpu_s": used,
+        "baseline": baseline,
+        "compared_bytes": compared,
+    }
+
+
+def serve(peer: Peer, folder: Path, requests: Any, answer: Callable[[Any], None]) -> None:
+    """Answer until ``close`` or the end of the requests."""
+    config: Config | None = None
+    plain: Plain | None = None
+    for line in requests:
+        asked = json.loads(line)
+        op = asked.pop("op")
+        if op == "prepare":
+            config = Config(**asked, folder=folder)
+            said = peer.start(config)
+            answer({**said, "measures": list(peer.measures())})
+        elif op == "run" and config is not None:
+            plain = plain or _plain(config)
+            answer(run_one(peer, plain, asked["measure"], asked["number"]))
+        elif op == "lookup":
+            answer({"seconds": peer.lookups(asked["count"])})
+        elif op == "close":
+            return
+        else:
+            raise RuntimeError(f"no such op, or not yet: {op}")
+
+
+def _plain(config: Config) -> Plain:
+    source, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+    target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+    fill(source)
+    target[:] = 0
+    return Plain(source, target)
+
+
+def _load(path: Path) -> Peer:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    # The peer's file finds this module although nothing of KVHearth is installed here.
+    sys.modules["kvhearth_lab.bench.peers.adapters.harness"] = sys.modules["__main__"]
+    sys.modules[path.stem] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    made: Peer = module.Peer()
+    return made
+
+
+def main() -> None:
+    """Command line: the peer's file and a folder."""
+    # Libraries print to stdout; the answers must be alone there.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(said: Any) -> None:
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+
+    peer = _load(Path(sys.argv[1]))
+    try:
+        serve(peer, Path(sys.argv[2]), sys.stdin, answer)
+    finally:
+        peer.close()
+    answer({})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""How the samples of a pair become figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhearth_lab.bench.local.figures import p50, p99, ratio_of, us
+
+BATCHES = ("store", "store_bare", "load", "load_bare", "load_unverified", "first_touch")
+ONES = ("store_one", "store_one_bare", "load_one", "load_one_bare", "load_one_unverified")
+"""Measures that a side may have. ``bare``: the peer's protocol with plain copies, without what its
+own client adds. ``unverified``: without the comparison of checksums, which only ours has.
+"""
+FIRST_STORE = "first_store"
+"""The first store into a daemon that was just started: one sample."""
+LOOKUP = "lookup512"
+
+
+@dataclass
+class Samples:
+    """What was measured of one side.
+
+    Attributes:
+        baselines, seconds: by measure, round by round: a plain copy of as many bytes right before,
+            and the measurement itself.
+        lookups: seconds of each.
+        compared_bytes: how many loaded bytes were compared with what was stored.
+    """
+
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    lookups: list[float] = field(default_factory=list)
+    compared_bytes: int = 0
+
+    def add(self, measure: str, baseline: float, seconds: float) -> None:
+        """One measurement."""
+        self.baselines.setdefault(measure, []).append(baseline)
+        self.seconds.setdefault(measure, []).append(seconds)
+
+    def figures(self, batch_bytes: int) -> dict[str, Any]:
+        """By name. ``*_ratio`` of a batch: its speed against memcpy, 1 is as fast. ``*_ratio`` of
+        a single block: its time against memcpy, as in ``kvhearth bench local``.
+        """
+        made: dict[str, Any] = {"compared_bytes": self.compared_bytes}
+        spread: dict[str, list[float]] = {}
+        for name in (*BATCHES, FIRST_STORE):
+            if name in self.seconds:
+                ratios = ratio_of(self.baselines[name], self.seconds[name])
+                made[f"{name}_ratio"] = round(p50(ratios), 3)
+                made[f"{name}_gbs"] = round(batch_bytes / p50(self.seconds[name]) / 1e9, 2)
+                spread[f"{name}_ratio"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        for name in ONES:
+            if name in self.seconds:
+                times = self.seconds[name]
+                made[f"{name}_p50_us"] = us(p50(times))
+                made[f"{name}_ratio"] = round(p50(times) / p50(self.baselines[name]), 2)
+                spread[f"{name}_p50_us"] = [us(min(times)), us(p99(times))]
+        if self.lookups:
+            made[f"{LOOKUP}_p50_us"] = us(p50(self.lookups))
+            made[f"{LOOKUP}_p99_us"] = us(p99(self.lookups))
+            spread[f"{LOOKUP}_p50_us"] = [us(min(self.lookups)), us(p99(self.lookups))]
+        return {**made, "spread": spread}
+
+
+def counterpart(measure: str) -> str:
+    """What of ours a peer's measure is compared with: the default way to do the same."""
+    return measure.removesuffix("_bare").removesuffix("_unverified")
+
+
+def against(ours: Samples, peer: Samples) -> dict[str, float]:
+    """By measure of the peer: its time over ours, the median over rounds; 2 says that ours takes
+    half as long.
+    """
+    made: dict[str, float] = {}
+    for name, times in peer.seconds.items():
+        own = ours.seconds.get(counterpart(name), [])
+        rounds = [theirs / mine for theirs, mine in zip(times, own, strict=False)]
+        if rounds:
+            made[name] = round(p50(rounds), 2)
+    if ours.lookups and peer.lookups:
+        made[LOOKUP] = round(p50(peer.lookups) / p50(ours.lookups), 2)
+    return made
+
+
+def figure_names(found: Mapping[str, Any]) -> list[str]:
+    """The figures of a pair that either side has, in the order of the table."""
+    wanted = [f"{name}_ratio" for name in (*BATCHES, FIRST_STORE)]
+    for name in ONES:
+        wanted += [f"{name}_p50_us", f"{name}_ratio"]
+    wanted += [f"{LOOKUP}_p50_us", f"{LOOKUP}_p99_us"]
+    return [name for name in wanted if name in found["ours"] or name in found["peer"]]
+
+
+def baselines_of(sides: Sequence[Samples], measures: Sequence[str]) -> list[float]:
+    """All plain copies beside these measures."""
+    return [
+        seconds for side in sides for name in measures for seconds in side.baselines.get(name, [])
+    ]

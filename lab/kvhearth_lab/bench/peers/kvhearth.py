@@ -1,0 +1,212 @@
+"""Our side of a pair: the daemon and the real client, with the steps that a peer's adapter has."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+
+from kvhearth.client import KVClient
+from kvhearth.copiers.host import HostCopier
+from kvhearth.page_layout import PagedKV
+from kvhearth.results import CommitGroup
+from kvhearth.transfer import Stock
+from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
+from kvhearth_lab.bench.local.copies import CONTRACT, Bench
+from kvhearth_lab.bench.local.figures import Result
+from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SLAB_BYTES, SMALL_BYTES, Sizes
+from kvhearth_lab.bench.peers.adapters.harness import (
+    Plain,
+    compare,
+    fill,
+    huge_or_not,
+    order,
+    stamp,
+    wipe,
+)
+from kvhearth_lab.harness.daemon import Served, attached, broken, contract, served
+
+_STOCK_BLOCKS = 32
+_COMMIT_KEYS = 4096
+SMALL_CONTRACT = contract(SMALL_BYTES)
+_ZEROS_SUM = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
+"""The right one: what is stored with another, the scrub throws out."""
+
+
+class OurCopies:
+    """Stores and loads of ours.
+
+    Args:
+        bench: its client and pages.
+        stock: slots for single blocks, reserved ahead.
+        pages: kind of the arena's and of the engine's pages.
+    """
+
+    def __init__(self, bench: Bench, stock: Stock, pages: str) -> None:
+        self.bench = bench
+        self.pages = pages
+        self.compared_bytes = 0
+        self._plain = Plain(bench.source, bench.target)
+        self._fresh = 0
+        self.measures: Mapping[str, Callable[[int], float]] = {
+            "store": lambda _: bench.store(bench.plain),
+            "load": lambda _: bench.load(bench.verifying),
+            "load_unverified": lambda _: bench.load(bench.trusting),
+            "store_one": lambda index: bench.store_one(stock, bench.plain, index),
+            "load_one": lambda index: bench.load_one(bench.verifying, index),
+            "load_one_unverified": lambda index: bench.load_one(bench.trusting, index),
+            "first_touch": lambda _: self._first_touch(),
+        }
+
+    def run(self, measure: str, number: int) -> tuple[float, float]:
+        """Seconds of a plain copy and of one measurement, with the checks of ``harness.run_one``;
+        the daemon is quiet behind it.
+
+        Raises:
+            KVHearthError: it does not work.
+        """
+        bench, index = self.bench, number % BATCH
+        page = int(bench.pages[index])
+        rows = slice(page, page + 1) if "_one" in measure else slice(None)
+        source, target = bench.source[rows], bench.target[rows]
+        load = measure.startswith("load")
+        baseline = self._plain.beside(measure, number)
+        if load:
+            wipe(target)
+        else:
+            stamp(source, number)
+        seconds = self.measures[measure](index)
+        bench.daemon.wait_quiet()
+        if load:
+            try:
+                self.compared_bytes += compare(source, target)
+            except RuntimeError as error:
+                raise broken(str(error)) from None
+        return baseline, seconds
+
+    def _first_touch(self) -> float:
+        """The first store of a client that has just attached."""
+        self._fresh += 1
+        url = self.bench.daemon.url
+        with attached(url, CONTRACT, f"bench-fresh-{self._fresh}") as fresh:
+            if fresh.arena is None:
+                raise broken("the arena is not mapped")
+            copier = HostCopier(PagedKV([self.bench.source]), fresh.arena, sums=False)
+            seconds = replace(self.bench, client=fresh, plain=copier).store(copier)
+            self.bench.daemon.wait_quiet()
+            copier.close()
+        return seconds
+
+
+@contextlib.contextmanager
+def our_copies(sizes: Sizes, hugepages: bool, books: list[str]) -> Iterator[OurCopies]:
+    """A daemon, a client and pages; ``books`` gets what its books had to say, if anything."""
+    flags = ["--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off"]
+    flags += ["--hugepages", "prefer" if hugepages else "off"]
+    with served(*flags) as daemon:
+        said = daemon.ready()
+        with attached(daemon.url, CONTRACT) as client, _bench(daemon, client, hugepages) as made:
+            bench, engine = made
+            stock = Stock(client, {0: _STOCK_BLOCKS})
+            try:
+                yield OurCopies(bench, stock, f"arena {said['pages']}, engine {engine}")
+            finally:
+                stock.close()
+        books += filter(None, [daemon.stats(check_books=True).books_error])
+
+
+@contextlib.contextmanager
+def _bench(daemon: Served, client: KVClient, hugepages: bool) -> Iterator[tuple[Bench, str]]:
+    arena = client.arena
+    if arena is None:
+        raise broken("the arena is not mapped")
+    source, kind = huge_or_not(BATCH, PAGE_BYTES, hugepages)
+    target, _ = huge_or_not(BATCH, PAGE_BYTES, hugepages)
+    fill(source)
+    stores, loads = PagedKV([source]), PagedKV([target])
+    made = Bench(
+        daemon=daemon,
+        client=client,
+        result=Result(),
+        source=source,
+        target=target,
+        pages=np.array(order(BATCH), np.int64),
+        plain=HostCopier(stores, arena, sums=False),
+        sealing=HostCopier(stores, arena),
+        trusting=HostCopier(loads, arena, verify=False),
+        verifying=HostCopier(loads, arena),
+        keys=[],
+    )
+    try:
+        yield made, kind
+    finally:
+        for copier in (made.plain, made.sealing, made.trusting, made.verifying):
+            copier.close()
+
+
+class OurLookups:
+    """Lookups of ours, at as many blocks as a peer has.
+
+    Args:
+        daemon, client: attached with ``SMALL_CONTRACT``.
+        blocks: how many to store; their bytes are zeros, as a new arena's are.
+
+    Raises:
+        KVHearthError: they cannot be stored.
+    """
+
+    def __init__(self, daemon: Served, client: KVClient, blocks: int) -> None:
+        self._daemon = daemon
+        self._client = client
+        self._seed = secrets.token_bytes(16)
+        self._places = random.Random(blocks)
+        self._last = blocks - KEYS
+        for start in range(0, blocks, _COMMIT_KEYS):
+            self._store(start, min(_COMMIT_KEYS, blocks - start))
+
+    def lookups(self, count: int) -> list[float]:
+        """Seconds of each, with leases on all keys; releases are behind all of them."""
+        starts = [self._places.randrange(self._last + 1) for _ in range(count)]
+        times, leases = [], []
+        for keys in [keys_of(self._seed, start, KEYS) for start in starts]:
+            start = time.perf_counter()
+            found = self._client.lookup({0: keys})
+            times.append(time.perf_counter() - start)
+            if not found.groups[0].leased.all():
+                raise broken(f"a lookup missed: {found.reason or found.lease_short or 'evicted'}")
+            leases.append(found.lease)
+        for lease in leases:
+            self._client.release(lease)
+        self._daemon.wait_quiet()
+        return times
+
+    def _store(self, start: int, count: int) -> None:
+        keys = keys_of(self._seed, start, count)
+        parent = keys_of(self._seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
+        slots = self._client.reserve({0: count})
+        granted = len(slots.groups[0])
+        sums = np.tile(_ZEROS_SUM, (granted, 1, 1))
+        group = CommitGroup(keys[:granted], slots.groups[0], sums, parent)
+        answer = self._client.commit({0: group}, boot_id=slots.boot_id)
+        if np.count_nonzero(answer.stored[0]) < count:
+            raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
+
+
+@contextlib.contextmanager
+def our_lookups(blocks: int, hugepages: bool, books: list[str]) -> Iterator[OurLookups]:
+    """A daemon with so many small blocks."""
+    slabs = -(-blocks * SMALL_BYTES // SLAB_BYTES) + 1
+    flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
+    flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "off"]
+    flags += ["--hugepages", "prefer" if hugepages else "off"]
+    with served(*flags) as daemon:
+        daemon.ready()
+        with attached(daemon.url, SMALL_CONTRACT) as client:
+            yield OurLookups(daemon, client, blocks)
+        books += filter(None, [daemon.stats(check_books=True).books_error])

@@ -1,0 +1,238 @@
+"""The whole run of ``kvhearth bench peers``: for each peer a pair of ours and it, in turns."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvhearth.version import __version__
+from kvhearth_lab.bench.local.figures import p50, us
+from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SMALL_BYTES, Sizes
+from kvhearth_lab.bench.peers.adapter import (
+    Adapter,
+    PeerFailed,
+    interpreters,
+    parse_count,
+    seconds_of,
+)
+from kvhearth_lab.bench.peers.figures import (
+    BATCHES,
+    FIRST_STORE,
+    ONES,
+    Samples,
+    against,
+    baselines_of,
+)
+from kvhearth_lab.bench.peers.kvhearth import our_copies, our_lookups
+from kvhearth_lab.bench.progress import steps
+
+PEERS = ("lmcache", "mooncake")
+_WARM_ROUNDS = 2
+_SERIES = 50
+_HUGE_BYTES = 2 << 20
+_HUGE_SPARE = 256
+"""Pages beside arenas and engines' pages: pools are a little larger than what is in them."""
+
+Note = Callable[[str], None]
+Measure = Callable[[str, int], tuple[float, float]]
+
+
+@dataclass
+class Pair:
+    """What a run brings of one peer, filled part by part.
+
+    Attributes:
+        said: versions, settings and pages of the peer.
+        skipped: why a part is missing, by part.
+        books: what our daemons' books had to say, if anything.
+    """
+
+    ours: Samples = field(default_factory=Samples)
+    peer: Samples = field(default_factory=Samples)
+    said: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    books: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """One value of ``peers``."""
+        batches = baselines_of((self.ours, self.peer), BATCHES)
+        ones = baselines_of((self.ours, self.peer), ONES)
+        batch_bytes = BATCH * PAGE_BYTES
+        return {
+            **self.said,
+            "memcpy_gbs": round(batch_bytes / p50(batches) / 1e9, 2) if batches else None,
+            "memcpy_one_p50_us": us(p50(ones)) if ones else None,
+            "ours": self.ours.figures(batch_bytes),
+            "peer": self.peer.figures(batch_bytes),
+            "against": against(self.ours, self.peer),
+            "books": {"balanced": not self.books, "errors": self.books},
+        }
+
+
+def run(
+    sizes: Sizes, pythons: Mapping[str, Path | None], note: Note, *, hugepages: bool = True
+) -> dict[str, Any]:
+    """Measure all peers that can be measured; the object that the verb prints.
+
+    Args:
+        sizes: as of ``kvhearth bench local``.
+        pythons: the interpreter of each peer, or None.
+        note: gets a line for a person at each step.
+        hugepages: everyone uses 2 MiB pages if enough are free for all; otherwise nobody does.
+
+    Raises:
+        KVHearthError: our side does not work.
+    """
+    usable, skipped = interpreters(pythons)
+    for name, reason in skipped.items():
+        note(f"{name}: skipped: {reason}")
+    cpus, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load > cpus / 2:
+        note(
+            f"the machine is busy: load {load:.1f} on {cpus} CPUs. These figures say little, and "
+            "they favour a side whose daemon copies: who slept is served first"
+        )
+    found: dict[str, Any] = {
+        "version": __version__,
+        "machine": {
+            "cpus": cpus,
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load1": round(load, 2),
+        },
+        "sizes": {
+            "batch_blocks": BATCH,
+            "block_bytes": PAGE_BYTES,
+            "rounds": sizes.rounds,
+            "ones": sizes.ones,
+            "memory_bytes": sizes.memory_bytes,
+            "lookup_keys": KEYS,
+            "lookup_blocks": sizes.blocks_small,
+            "lookups": sizes.lookups,
+        },
+    }
+    start, peers = time.monotonic(), {}
+    for name, python in usable.items():
+        huge = hugepages and hugepages_free() * _HUGE_BYTES >= _needed_bytes(sizes)
+        pair = _pair(name, python, sizes, huge, note)
+        pair.said["hugepages"] = huge
+        skipped |= {f"{name}.{part}": reason for part, reason in pair.skipped.items()}
+        peers[name] = pair.as_json()
+    found["seconds"] = round(time.monotonic() - start, 1)
+    return {**found, "peers": peers, "skipped": skipped}
+
+
+def hugepages_free() -> int:
+    """2 MiB pages that nobody has; 0 where the kernel has none of that size."""
+    path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    try:
+        free, reserved = (
+            int((path / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+    except OSError:
+        return 0
+    return free - reserved
+
+
+def _needed_bytes(sizes: Sizes) -> int:
+    """Arena and peer's memory; source and target of both and of the peer's plain copies; a fresh
+    client's pages.
+    """
+    return 2 * sizes.memory_bytes + 7 * BATCH * PAGE_BYTES + _HUGE_SPARE * _HUGE_BYTES
+
+
+def _pair(name: str, python: Path, sizes: Sizes, huge: bool, note: Note) -> Pair:
+    pair = Pair()
+    for part, measured in (("copies", _copies), ("lookups", _lookups)):
+        note(f"{name}: {part}: starting both")
+        try:
+            with _adapter(name, python) as adapter:
+                said = adapter.prepare(
+                    part=part,
+                    memory_bytes=sizes.memory_bytes,
+                    batch=BATCH,
+                    page_bytes=PAGE_BYTES,
+                    small_bytes=SMALL_BYTES,
+                    blocks=sizes.blocks_small,
+                    keys=KEYS,
+                    hugepages=huge,
+                )
+                versions = ", ".join(f"{key} {text}" for key, text in said["versions"].items())
+                note(f"{name}: {part}: {versions}; {said['settings']}; pages: {said['pages']}")
+                measured(pair, adapter, said, sizes, huge)
+        except PeerFailed as failed:
+            pair.skipped[part] = str(failed)
+            note(f"{name}: {part}: skipped: {failed}")
+    return pair
+
+
+@contextmanager
+def _adapter(name: str, python: Path) -> Iterator[Adapter]:
+    with tempfile.TemporaryDirectory(prefix="kvh-") as folder:
+        adapter = Adapter(python, name, Path(folder))
+        try:
+            yield adapter
+        finally:
+            adapter.close()
+
+
+def _copies(pair: Pair, adapter: Adapter, said: dict[str, Any], sizes: Sizes, huge: bool) -> None:
+    def peer(measure: str, number: int) -> tuple[float, float]:
+        answer = adapter.run(measure, number)
+        pair.peer.compared_bytes += parse_count(answer, "compared_bytes")
+        return seconds_of(answer, "baseline"), seconds_of(answer)
+
+    measures = said.pop("measures")
+    with our_copies(sizes, huge, pair.books) as ours:
+        pair.said = {**said, "our_pages": ours.pages}
+        sides: list[tuple[Samples, Measure, list[str]]] = [
+            (pair.ours, ours.run, list(ours.measures)),
+            (pair.peer, peer, measures),
+        ]
+        _batches(sides, sizes)
+        _ones(sides, sizes)
+        pair.ours.compared_bytes = ours.compared_bytes
+
+
+def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
+    """Each measure of a batch, ours and the peer's in turns; who begins changes each round."""
+    counts = dict.fromkeys(BATCHES, sizes.rounds + _WARM_ROUNDS)
+    counts["first_touch"] = sizes.first_touches
+    for number in steps(max(counts.values()), "batches of 128 x 2 MiB"):
+        for name in BATCHES:
+            if number >= counts[name]:
+                continue
+            for samples, measure, known in sides[:: -1 if number % 2 else 1]:
+                if name not in known:
+                    continue
+                baseline, seconds = measure(name, number)
+                if name == "first_touch" or number >= _WARM_ROUNDS:
+                    samples.add(name, baseline, seconds)
+                elif name == "store" and number == 0:
+                    samples.add(FIRST_STORE, baseline, seconds)
+
+
+def _ones(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
+    """Single blocks, in turns."""
+    for number in steps(sizes.ones, "single blocks of 2 MiB"):
+        for name in ONES:
+            for samples, measure, known in sides[:: -1 if number % 2 else 1]:
+                if name in known:
+                    samples.add(name, *measure(name, number))
+
+
+def _lookups(pair: Pair, adapter: Adapter, said: dict[str, Any], sizes: Sizes, huge: bool) -> None:
+    pair.said.setdefault("versions", said["versions"])
+    pair.said["lookup_settings"] = said["settings"]
+    with our_lookups(sizes.blocks_small, huge, pair.books) as ours:
+        for number in steps(-(-sizes.lookups // _SERIES), "lookups of 512 keys"):
+            turns = [(pair.ours, ours.lookups), (pair.peer, adapter.lookups)]
+            for samples, lookups in turns[:: -1 if number % 2 else 1]:
+                samples.lookups += lookups(min(_SERIES, sizes.lookups))

@@ -1,0 +1,242 @@
+"""A tier on an asyncio loop, driven as the daemon does it, and how long that loop stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import TypeVar
+
+from kvhearth_lab.bench.ssd.raw import Spot
+from kvhearth_lab.bench.ssd.sizes import BATCH, BATCHES_OUT
+from kvhearth_lab.bench.ssd.slots import FAMILY, Slots, keys_of
+from kvhearth_server.tiers.base import Completion, Done, LoadBatch, Missing, StoreBatch, Throttled
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+_TURN_S = 0.1
+_HOLD_S = 0.002
+_DEADLINE_S = 300.0
+_TICK_S = 0.005
+_RECENT = 64
+"""Of so many blocks that were stored last the oldest is read among stores."""
+
+_T = TypeVar("_T")
+
+
+class Ticker:
+    """A timer that looks how late it is: what it waited for, everybody on the loop waits for."""
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Looks while the block runs."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK_S)
+            self.late_s = max(self.late_s, time.perf_counter() - before - _TICK_S)
+
+
+class Driven:
+    """A tier and the task that takes its turns; use it as a context manager.
+
+    Attributes:
+        call_s, call_cpu_s: the longest single call of the tier, and the one that took most of the
+            processor.
+        closely: look at the processor too; that clock costs as much as some calls.
+    """
+
+    def __init__(self, tier: SsdTier) -> None:
+        self.tier = tier
+        self.call_s = self.call_cpu_s = 0.0
+        self.closely = False
+        self._out: dict[int, asyncio.Future[Completion]] = {}
+        self._put_off: deque[asyncio.Future[None]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Driven:
+        self._task = asyncio.create_task(self._turns())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _turns(self) -> None:
+        due, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self.tier.event_fd, due.set)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TURN_S):
+                        await due.wait()
+                due.clear()
+                for each in self._timed(self.tier.poll):
+                    if each.final:
+                        waiting = self._out.pop(each.ticket)
+                        if not waiting.done():  # who waited was called off, as by Ctrl-C
+                            waiting.set_result(each)
+                        self._wake_one()
+                await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(self.tier.event_fd)
+
+    def _wake_one(self) -> None:
+        while self._put_off:
+            waiting = self._put_off.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+    async def put_off(self, most_s: float) -> None:
+        """Wait until a batch has ended, but no longer than ``most_s``: as the daemon does where
+        the tier has no place for now.
+        """
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put_off.append(waiting)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await waiting
+
+    def _timed(self, call: Callable[[], _T]) -> _T:
+        used = time.thread_time() if self.closely else 0.0
+        start = time.perf_counter()
+        found = call()
+        self.call_s = max(self.call_s, time.perf_counter() - start)
+        if self.closely:
+            self.call_cpu_s = max(self.call_cpu_s, time.thread_time() - used)
+        return found
+
+    async def settled(self) -> None:
+        """Until the log is read back."""
+        async with asyncio.timeout(_DEADLINE_S):
+            while self.tier.status.recovering:
+                await asyncio.sleep(_HOLD_S)
+
+    async def _through(self, submit: Callable[[], int | Throttled]) -> Completion:
+        """A batch, offered until it is taken."""
+        while isinstance(ticket := self._timed(submit), Throttled):
+            await asyncio.sleep(max(_HOLD_S, ticket.retry_after_s))
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._out[ticket] = future
+        return await future
+
+    async def store_batch(self, batch: StoreBatch) -> Completion:
+        """Store, once."""
+        return await self._through(lambda: self.tier.submit_store(batch))
+
+    async def load_batch(self, batch: LoadBatch) -> Completion:
+        """Load, once."""
+        return await self._through(lambda: self.tier.submit_load(batch))
+
+
+class Mover:
+    """Moves blocks by their numbers, several batches at once.
+
+    Raises:
+        OSError: some were not stored or loaded.
+    """
+
+    def __init__(self, driven: Driven, slots: Slots) -> None:
+        self._driven, self._slots = driven, slots
+        self._stop = False
+        self._stored: deque[int] = deque(maxlen=_RECENT)
+
+    async def store(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
+        """Store all, each until it is; what finds no place for now is offered again."""
+        left = _cut(numbers)
+        async with asyncio.timeout(_DEADLINE_S):
+            await asyncio.gather(*(self._store_some(left) for _ in range(batches)))
+
+    async def _store_some(self, left: Iterator[list[int]]) -> None:
+        while not self._stop and (numbers := next(left, None)):
+            while numbers:
+                done = await self._driven.store_batch(self._slots.store_batch(numbers))
+                put_off = done.rows(Throttled).tolist()
+                stored = done.rows(Done).tolist()
+                if len(put_off) + len(stored) != len(numbers):
+                    raise OSError(f"a store failed: {done.parts}")
+                self._stored.extend(numbers[row] for row in stored)
+                numbers = [numbers[row] for row in put_off]
+                if numbers:
+                    told = [each for each, _ in done.parts if isinstance(each, Throttled)]
+                    await self._driven.put_off(max(each.retry_after_s for each in told))
+
+    async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
+        """Load all."""
+        left = _cut(numbers)
+        async with asyncio.timeout(_DEADLINE_S):
+            await asyncio.gather(*(self._load_some(left, place) for place in range(batches)))
+
+    async def _load_some(self, left: Iterator[list[int]], place: int) -> None:
+        for numbers in left:
+            await self._load(keys_of(numbers), place)
+
+    async def _load(self, keys: list[bytes], place: int, *, scrub: bool = False) -> int:
+        done = await self._driven.load_batch(self._slots.load_batch(keys, place, use=not scrub))
+        # The tier may still be making room.
+        there = len(keys) - len(done.rows(Missing)) * scrub
+        if len(done.rows(Done)) != there:
+            raise OSError(f"a load failed: {done.parts}")
+        return there
+
+    def spots(self, numbers: Iterable[int]) -> list[Spot]:
+        """Where the tier has those blocks that are there."""
+        names = list(numbers)
+        found = self._driven.tier.status.places(FAMILY, keys_of(names))
+        return [
+            (*place, name) for place, name in zip(found, names, strict=True) if place is not None
+        ]
+
+    async def loads_among_stores(self, fresh: Iterable[int], count: int) -> list[float]:
+        """Seconds of each of so many loads of one block, while ``fresh`` ones are stored."""
+        stores = asyncio.create_task(self.store(fresh))
+        times = []
+        try:
+            for _ in range(count):
+                number = self._stored[0]  # not so old that it is evicted meanwhile
+                start = time.perf_counter()
+                await self._load(keys_of([number]), BATCHES_OUT)
+                times.append(time.perf_counter() - start)
+        finally:
+            self._stop = True
+            await stores
+            self._stop = False
+        return times
+
+    async def walk(self) -> int:
+        """Load everything that is stored, as a scrub does; how many blocks it was."""
+        left = self._portions()
+        found = (self._load_portions(left, place) for place in range(BATCHES_OUT))
+        return sum(await asyncio.gather(*found))
+
+    def _portions(self) -> Iterator[list[bytes]]:
+        cursor, more = 0, True
+        while more:
+            cursor, step = self._driven.tier.walk(cursor, BATCH)
+            yield from (keys for _, keys in step)
+            more = cursor > 0
+
+    async def _load_portions(self, left: Iterator[list[bytes]], place: int) -> int:
+        return sum([await self._load(keys, place, scrub=True) for keys in left])
+
+
+def _cut(numbers: Iterable[int]) -> Iterator[list[int]]:
+    left = iter(numbers)
+    while some := list(itertools.islice(left, BATCH)):
+        yield some

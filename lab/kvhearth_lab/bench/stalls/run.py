@@ -1,0 +1,274 @@
+"""The whole run of ``kvhearth bench stalls``: real clients, and a real daemon that is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvhearth.client import KVClient, connect
+from kvhearth.contract import Contract
+from kvhearth.model import U8
+from kvhearth.results import CommitGroup
+from kvhearth.version import __version__
+from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
+from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.stalls.figures import PARTS, missed
+from kvhearth_lab.bench.stalls.loop_watch import Longest, WatchFile
+from kvhearth_lab.bench.stalls.sizes import BAD, COMMITTED, RESERVED, SLAB_SLOTS, SLOT_BYTES, Sizes
+from kvhearth_lab.harness.daemon import ATTACH_S, DEADLINE_S, Served, broken, contract, served
+
+WATCHED = "kvhearth_lab.bench.stalls.watched_daemon"
+_ASKED = 128
+"""Keys of a lookup, and the blocks of a reservation, of one of many clients."""
+
+
+@dataclass
+class Course:
+    """What a run has found so far.
+
+    Attributes:
+        module: whose main is the watched daemon.
+        longest: by figure; of several daemons the longest call and the greatest lateness.
+        book_errors: what each daemon's books had to say at its end, if anything.
+    """
+
+    module: str
+    longest: dict[str, Longest] = field(default_factory=dict)
+    book_errors: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def daemon(self, slabs: int) -> Iterator[Watched]:
+        """A daemon with an arena of so many slabs, its books counted at the end."""
+        with tempfile.TemporaryDirectory(prefix="kvh-") as name:
+            path = Path(name) / "watch"
+            flags = ["--sessions-max", "1024", "--hugepages", "off", "--http", "off"]
+            file = WatchFile(path)
+            with served(*flags, start=(self.module, str(path), str(slabs))) as daemon:
+                daemon.ready()
+                file.take()  # nobody waits while a daemon starts
+                yield Watched(self, daemon, file, slabs * SLAB_SLOTS)
+                file.take()
+                self.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that the verb prints."""
+        values: dict[str, Any] = {name: self.longest[name].call_cpu_ms for name in PARTS}
+        values["longest_call_cpu_ms"] = max(values.values())
+        values["timer_late_max_ms"] = max(each.timer_late_ms for each in self.longest.values())
+        return {
+            **values,
+            "calls": {name: self.longest[name].name for name in PARTS},
+            "timer_late_ms": {name: self.longest[name].timer_late_ms for name in PARTS},
+            "books": {"balanced": not self.book_errors, "errors": self.book_errors},
+            "missed": missed(values),
+        }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A daemon, the file that its loop's times go to, and its slots."""
+
+    course: Course
+    daemon: Served
+    file: WatchFile
+    slots: int
+
+    def take(self, figure: str) -> None:
+        """Count all that was since the last call for a figure."""
+        found, before = self.file.take(), self.course.longest.get(figure)
+        if before is not None:
+            longer = max(found, before, key=lambda each: each.call_cpu_ms)
+            late_ms = max(found.timer_late_ms, before.timer_late_ms)
+            found = replace(longer, timer_late_ms=late_ms)
+        self.course.longest[figure] = found
+
+    @contextlib.contextmanager
+    def engine(self, number: int = 0) -> Iterator[Engine]:
+        """A client with a namespace of its own by ``number``.
+
+        Raises:
+            KVHearthError: it cannot attach.
+        """
+        made = replace(contract(SLOT_BYTES), model=f"bench-{number}")
+        client = connect(self.daemon.url, made, engine_id=f"bench-{number}", map_arena=False)
+        try:
+            if not client.wait_ready(ATTACH_S):
+                raise broken(f"cannot attach: {client.refusal or 'no daemon'}")
+            yield Engine(client, made, secrets.token_bytes(16))
+        finally:
+            client.close()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One client and the seed of its keys."""
+
+    client: KVClient
+    contract: Contract
+    seed: bytes
+
+    def store(self, first: int, end: int, *, reserved: int = RESERVED, good: bool = True) -> None:
+        """Reserve ``reserved`` blocks at once, and commit them in an engine's portions; their bytes
+        are zeros, and ``good`` says whether their checksums are those of zeros.
+        """
+        sums = _sums(good=good)
+        for start in range(first, end, reserved):
+            count = min(reserved, end - start)
+            slots = self.client.reserve({0: count})
+            if len(slots.groups[0]) < count:
+                raise broken(f"a reservation fell short: {slots.short_reason or slots.reason}")
+            for done in range(0, count, COMMITTED):
+                extents = slots.groups[0][done : done + COMMITTED]
+                at = start + done
+                keys = keys_of(self.seed, at, len(extents))
+                parent = keys_of(self.seed, at - 1, 1)[0] if at % CHAIN_KEYS else b""
+                group = CommitGroup(keys, extents, sums[: len(keys)], parent)
+                answer = self.client.commit({0: group}, boot_id=slots.boot_id)
+                if not answer.stored[0].all():
+                    raise broken(f"a commit fell short: {answer.reason or 'known key'}")
+
+    def look(self, first: int, count: int) -> int:
+        """Look up neighbours in a chain and release them; returns how many were there."""
+        found = self.client.lookup({0: keys_of(self.seed, first, count)})
+        if found.reason:
+            raise broken(f"a lookup failed: {found.reason}")
+        if found.lease is not None:
+            self.client.release(found.lease)
+        return int(found.groups[0].ready.sum())
+
+
+def run(sizes: Sizes, module: str = WATCHED) -> dict[str, Any]:
+    """Measure everything; the object that the verb prints.
+
+    Args:
+        sizes: how much.
+        module: whose main is the watched daemon.
+
+    Raises:
+        KVHearthError: a daemon, a client or a part of the run does not work, so that figures would
+            mean nothing.
+    """
+    course, start = Course(module), time.monotonic()
+    for part in (_growth, _namespaces, _many, _clients):
+        part(course, sizes)
+    return {
+        "version": __version__,
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load1": round(os.getloadavg()[0], 2),
+        },
+        **course.as_json(),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _growth(course: Course, sizes: Sizes) -> None:
+    """One engine fills an empty daemon."""
+    with course.daemon(_slabs(sizes.growth)) as watched, watched.engine() as engine:
+        _fill(engine, sizes.growth, f"growth to {sizes.growth:,} blocks")
+        watched.take("growth_ms")
+
+
+def _namespaces(course: Course, sizes: Sizes) -> None:
+    """Many namespaces fill the arena one after another; then the last engine stores on."""
+    for count in sizes.namespaces:
+        with course.daemon(sizes.full_slabs) as watched:
+            each = -(-watched.slots // count)
+            for number in steps(count, f"{count:,} namespaces"):
+                with watched.engine(number) as engine:
+                    engine.store(0, each)
+            with watched.engine(count) as engine:
+                engine.store(0, sizes.rounds * RESERVED)
+            watched.take("namespaces_ms")
+
+
+def _many(course: Course, sizes: Sizes) -> None:
+    """Bad blocks, a bump, and an operator's eviction in a daemon with many blocks."""
+    with course.daemon(_slabs(sizes.many + RESERVED + BAD)) as watched:
+        with watched.engine() as engine:
+            _fill(engine, sizes.many, f"{sizes.many:,} blocks")
+            watched.file.take()  # growth has a figure of its own
+            for _ in steps(1, "bad blocks"):
+                _bad_blocks(watched, engine, sizes.many)
+                watched.take("bad_blocks_ms")
+            for _ in steps(1, "an epoch bump"):
+                if engine.client.bump_epoch() < 0:
+                    raise broken("the epoch could not be bumped")
+                # The same keys under new weights take the places of the old blocks.
+                engine.store(0, min(sizes.many, sizes.rounds * RESERVED))
+                watched.take("bump_ms")
+        for _ in steps(1, "an operator's eviction"):
+            if not watched.daemon.evict_all():
+                raise broken("nothing was evicted")
+            watched.take("evict_ms")
+
+
+def _bad_blocks(watched: Watched, engine: Engine, first: int) -> None:
+    """Store blocks whose checksums are wrong, and report them all at once."""
+    engine.store(first, first + BAD, reserved=BAD, good=False)
+    found = engine.client.lookup({0: keys_of(engine.seed, first, BAD)})
+    if found.lease is None or not found.groups[0].leased.all():
+        raise broken(f"bad blocks were not there: {found.reason or found.lease_short}")
+    engine.client.release(found.lease, bad={0: found.groups[0].extents})
+    end = time.monotonic() + DEADLINE_S
+    while engine.look(first, BAD):
+        if time.monotonic() > end:
+            raise broken("bad blocks were not removed")
+        time.sleep(0.05)
+
+
+def _clients(course: Course, sizes: Sizes) -> None:
+    """Many engines store and look up at once in a full arena."""
+    with course.daemon(sizes.full_slabs) as watched, contextlib.ExitStack() as undo:
+        engines = [undo.enter_context(watched.engine(n)) for n in range(sizes.clients)]
+        stop = threading.Event()
+        pool = undo.enter_context(ThreadPoolExecutor(sizes.clients))
+        undo.callback(stop.set)  # before the pool is waited for
+        works = [pool.submit(_work, engine, stop) for engine in engines]
+        for _ in steps(10, f"{sizes.clients} clients"):
+            time.sleep(sizes.clients_s / 10)
+        watched.take("clients_ms")
+        stop.set()
+        for work in works:
+            if not work.result():
+                raise broken("a client stored nothing")
+
+
+def _work(engine: Engine, stop: threading.Event) -> int:
+    """Store and look up until told to stop; returns how many blocks were stored."""
+    first = 0
+    while not stop.is_set():
+        engine.store(first, first + _ASKED, reserved=_ASKED)
+        engine.look(max(0, first - _ASKED), _ASKED)
+        first += _ASKED
+    return first
+
+
+def _fill(engine: Engine, blocks: int, what: str) -> None:
+    starts = range(0, blocks, RESERVED)
+    for number in steps(len(starts), what):
+        engine.store(starts[number], min(starts[number] + RESERVED, blocks))
+
+
+def _slabs(blocks: int) -> int:
+    return -(-blocks // SLAB_SLOTS) + 1
+
+
+def _sums(*, good: bool) -> U8:
+    digest = np.frombuffer(xxhash.xxh3_128_digest(bytes(SLOT_BYTES)), np.uint8)
+    return np.tile(digest if good else ~digest, (COMMITTED, 1, 1))

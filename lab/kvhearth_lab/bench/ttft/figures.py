@@ -1,0 +1,254 @@
+"""How samples of ``kvhearth bench ttft`` become figures, and what those must reach. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvhearth_lab.bench.local.figures import Figure, p50
+
+COLD, OWN, WARM, RESTART = "cold", "engine_warm", "warm", "restart"
+STATES = (COLD, OWN, WARM, RESTART)
+"""Computed; in the engine's own memory; from the daemon, the engine's own memory empty; from the
+daemon after a restart of the engine, which has answered two short prompts since."""
+ALONE, OURS, LMCACHE = "none", "kvhearth", "lmcache"
+ZERO_HIT = "zero_hit_overhead"
+_RESAMPLES = 2000
+_TAIL = 0.025
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request for one prompt.
+
+    Attributes:
+        side, state: whose, and what the caches had.
+        label, number: which prompt: of which length, and of which round.
+        ttft_s: time to the first token.
+        tokens: of the answer.
+        cached: prompt tokens that were not computed.
+        expected: how many of them that should be.
+    """
+
+    side: str
+    state: str
+    label: str
+    number: int
+    ttft_s: float
+    tokens: tuple[int, ...]
+    cached: int
+    expected: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One run of the zero-hit part; a side has two of the same number.
+
+    Attributes:
+        side: whose.
+        start, number: before or after the restarts, and which block of runs.
+        engine_s, daemon_s: processor seconds until both were idle again.
+        tokens: of its prompts and answers.
+    """
+
+    side: str
+    start: int
+    number: int
+    engine_s: float
+    daemon_s: float
+    tokens: int
+
+
+def figure_list(labels: Iterable[str]) -> tuple[Figure, ...]:
+    """Rows of the table. Only 4k has targets: shorter prompts are cheap to compute."""
+    rows: list[Figure] = []
+    for label in labels:
+        aim = label == "4k"
+
+        def target(bound: float, aim: bool = aim) -> tuple[str, float]:
+            return ("<=", bound) if aim else ("", 0.0)
+
+        rows += [
+            Figure(f"cold_s_{label}", "no connector, computed"),
+            Figure(f"engine_warm_s_{label}", "no connector, from the engine's own memory"),
+            Figure(f"warm_s_{label}", "from KVHearth"),
+            Figure(f"restart_s_{label}", "from KVHearth, the engine restarted"),
+            Figure(f"warm_ratio_{label}", "warm of cold", *target(0.05)),
+            Figure(f"warm_of_engine_warm_{label}", "warm of engine_warm", *target(2.0)),
+            Figure(f"restart_ratio_{label}", "restart of cold"),
+            Figure(f"restart_of_warm_{label}", "restart of warm", *target(1.2)),
+            Figure(f"peer_warm_s_{label}", "from LMCache"),
+            Figure(f"peer_warm_ratio_{label}", "that of cold"),
+            Figure(f"peer_restart_ratio_{label}", "the same, the engine restarted"),
+            Figure(f"peer_restart_of_warm_{label}", "LMCache's restart of its warm"),
+            Figure(f"warm_of_peer_warm_{label}", "KVHearth's warm of LMCache's", *target(1.0)),
+        ]
+    rows += [
+        Figure(ZERO_HIT, "engine's CPU time for what no cache has, connector on : off", "<=", 0.02),
+        Figure(f"{ZERO_HIT}_with_daemon", "the same, the daemon's CPU time added"),
+        Figure(f"peer_{ZERO_HIT}", "engine's CPU time with LMCache's connector"),
+        Figure(f"peer_{ZERO_HIT}_with_daemon", "the same, its daemon's CPU time added"),
+        Figure("cpu_us_per_token", "engine's CPU time without a connector"),
+    ]
+    return tuple(rows)
+
+
+class Report:
+    """Figures with their spread, from samples and costs.
+
+    Args:
+        labels: of the lengths.
+        samples, costs: what was measured.
+    """
+
+    def __init__(
+        self, labels: Sequence[str], samples: Sequence[Sample], costs: Sequence[Cost]
+    ) -> None:
+        self._labels = labels
+        self._samples = samples
+        self._costs = costs
+        self._values: dict[str, Any] = {}
+        self._spread: dict[str, list[float]] = {}
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that the verb prints, less what it says of the machine."""
+        for label in self._labels:
+            self._of_length(label)
+        self._zero_hit(OURS, "")
+        self._zero_hit(LMCACHE, "peer_")
+        alone = [each for each in self._costs if each.side == ALONE]
+        self._put("cpu_us_per_token", [each.engine_s / each.tokens * 1e6 for each in alone])
+        differing = differences(self._samples)
+        values = {**self._values, "identical_tokens": bool(self._samples) and not differing}
+        return {
+            **values,
+            "differing": differing,
+            "not_served": not_served(self._samples),
+            "sides": self._by_side(),
+            "spread": self._spread,
+            "missed": missed(values, figure_list(self._labels)),
+        }
+
+    def _of_length(self, label: str) -> None:
+        cold, own = self._times(ALONE, COLD, label), self._times(ALONE, OWN, label)
+        warm, restart = self._times(OURS, WARM, label), self._times(OURS, RESTART, label)
+        peer = self._times(LMCACHE, WARM, label)
+        peer_restart = self._times(LMCACHE, RESTART, label)
+        times = {"cold_s": cold, "engine_warm_s": own, "warm_s": warm, "restart_s": restart}
+        for name, found in {**times, "peer_warm_s": peer}.items():
+            self._put(f"{name}_{label}", list(found.values()))
+        ratios = {
+            "warm_ratio": (warm, cold),
+            "warm_of_engine_warm": (warm, own),
+            "restart_ratio": (restart, cold),
+            "restart_of_warm": (restart, warm),
+            "peer_warm_ratio": (peer, cold),
+            "peer_restart_ratio": (peer_restart, cold),
+            "peer_restart_of_warm": (peer_restart, peer),
+            "warm_of_peer_warm": (warm, peer),
+        }
+        for name, (over, under) in ratios.items():
+            self._put(f"{name}_{label}", by_prompt(over, under))
+
+    def _zero_hit(self, side: str, prefix: str) -> None:
+        bare = overheads(self._costs, side, with_daemon=False)
+        self._put(f"{prefix}{ZERO_HIT}", bare)
+        whole = overheads(self._costs, side, with_daemon=True)
+        self._put(f"{prefix}{ZERO_HIT}_with_daemon", whole)
+        if bare:
+            self._values[f"{prefix}{ZERO_HIT}_interval"] = interval(bare)
+            starts = sorted({each.start for each in self._costs})
+            parts = [[each for each in self._costs if each.start == start] for start in starts]
+            per_start = [overheads(part, side, with_daemon=False) for part in parts]
+            self._values[f"{prefix}{ZERO_HIT}_by_start"] = [
+                round(p50(part), 4) for part in per_start if part
+            ]
+
+    def _by_side(self) -> dict[str, Any]:
+        """Medians in seconds, by side, state and length."""
+        made: dict[str, Any] = {}
+        for side in dict.fromkeys(each.side for each in self._samples):
+            for state in STATES:
+                for label in self._labels:
+                    times = list(self._times(side, state, label).values())
+                    if times:
+                        shown = [round(time, 4) for time in (p50(times), min(times), max(times))]
+                        made.setdefault(side, {}).setdefault(state, {})[label] = shown
+        return made
+
+    def _times(self, side: str, state: str, label: str) -> dict[int, float]:
+        """By prompt; of what was repeated, the median."""
+        found: dict[int, list[float]] = {}
+        for each in self._samples:
+            if (each.side, each.state, each.label) == (side, state, label):
+                found.setdefault(each.number, []).append(each.ttft_s)
+        return {number: p50(times) for number, times in found.items()}
+
+    def _put(self, name: str, found: Sequence[float]) -> None:
+        if found:
+            self._values[name] = round(p50(found), 4)
+            self._spread[name] = [round(min(found), 4), round(max(found), 4)]
+
+
+def by_prompt(over: Mapping[int, float], under: Mapping[int, float]) -> list[float]:
+    """Ratios of what both have."""
+    return [time / under[number] for number, time in over.items() if number in under]
+
+
+def overheads(costs: Sequence[Cost], side: str, *, with_daemon: bool) -> list[float]:
+    """For each block of runs the side's processor time per token against the engine alone's, less
+    1.
+    """
+    found: dict[str, dict[tuple[int, int], tuple[float, int]]] = {}
+    for each in costs:
+        blocks = found.setdefault(each.side, {})
+        seconds, tokens = blocks.get((each.start, each.number), (0.0, 0))
+        seconds += each.engine_s + (each.daemon_s if with_daemon else 0.0)
+        blocks[each.start, each.number] = seconds, tokens + each.tokens
+    alone = found.get(ALONE, {})
+    return [
+        (seconds / tokens) / (alone[block][0] / alone[block][1]) - 1.0
+        for block, (seconds, tokens) in found.get(side, {}).items()
+        if block in alone
+    ]
+
+
+def interval(samples: Sequence[float]) -> list[float]:
+    """Where the median lies with 95 % of resamples; the same for the same samples."""
+    source = random.Random(len(samples))
+    medians = sorted(p50(source.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
+    cut = int(_TAIL * _RESAMPLES)
+    return [round(medians[cut], 4), round(medians[-1 - cut], 4)]
+
+
+def differences(samples: Sequence[Sample]) -> list[str]:
+    """Which answers are not what the engine alone computes for the same prompt."""
+    expected = {
+        (each.label, each.number): each.tokens
+        for each in samples
+        if (each.side, each.state) == (ALONE, COLD)
+    }
+    return [
+        f"{each.side} {each.state} {each.label} {each.number}"
+        for each in samples
+        if each.tokens != expected.get((each.label, each.number))
+    ]
+
+
+def not_served(samples: Iterable[Sample]) -> list[str]:
+    """Requests whose caches had another number of tokens than they should; they stay among the
+    samples.
+    """
+    return [
+        f"{each.side} {each.state} {each.label} {each.number}: {each.cached} of {each.expected}"
+        for each in samples
+        if each.cached != each.expected
+    ]
+
+
+def missed(values: Mapping[str, Any], rows: Iterable[Figure]) -> list[str]:
+    """Names of the figures that do not reach their target."""
+    names = [each.name for each in rows if each.good(values.get(each.name)) is False]
+    return names if values.get("identical_tokens") else [*names, "identical_tokens"]

@@ -1,0 +1,309 @@
+"""The whole course of ``kvhearth bench ttft``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhearth.version import __version__
+from kvhearth_lab.bench.local.figures import p50
+from kvhearth_lab.bench.peers.adapter import PeerFailed, check_installed
+from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.ttft.contenders import Setup, Side, alone, lmcache, ours, served_tokens
+from kvhearth_lab.bench.ttft.figures import (
+    ALONE,
+    COLD,
+    LMCACHE,
+    OURS,
+    OWN,
+    RESTART,
+    WARM,
+    Cost,
+    Report,
+    Sample,
+)
+from kvhearth_lab.bench.ttft.sizes import LONGEST, MODEL, PROBE_TOKENS, Sizes
+from kvhearth_lab.bench.ttft.vllm_server import EngineFailed
+from kvhearth_lab.harness.daemon import broken
+
+ENGINE_BYTES = 5 << 29
+"""About what one takes of memory that nobody else has."""
+_PROOFS = 3
+_BYTE_VALUES = 256
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the operator names.
+
+    Attributes:
+        engine_python: of an environment with vLLM and kvhearth.
+        models: the folder that the model is in.
+        lmcache_python: of an environment with vLLM and LMCache, or None.
+        threads: that each engine computes with.
+    """
+
+    engine_python: Path
+    models: Path
+    lmcache_python: Path | None
+    threads: int
+
+
+def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
+    """Measure all sides; the object that the verb prints.
+
+    Raises:
+        KVHearthError: an engine alone or on our daemon does not work.
+    """
+    start = time.monotonic()
+    found: dict[str, Any] = {
+        "version": __version__,
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load1": round(os.getloadavg()[0], 2),
+        },
+        "sizes": {
+            "model": MODEL,
+            "dtype": sizes.dtype,
+            "prompt_tokens": dict(sizes.lengths),
+            "rounds": sizes.rounds,
+            "repeats": sizes.repeats,
+            "restarts": sizes.restarts,
+            "zero_hit_blocks": 2 * sizes.pairs,
+            "zero_hit_prompts": 4 * sizes.pairs,
+            "zero_hit_prompt_tokens": sizes.pair_tokens,
+            "output_tokens": sizes.output_tokens,
+            "threads": given.threads,
+            "memory_bytes": sizes.memory_bytes,
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvh-")))
+        setup = Setup(given.engine_python, given.models / MODEL, given.threads, folder, sizes)
+        course = Course(sizes, note)
+        try:
+            course.begin(setup, given, stack)
+            course.zero_hit(0)  # first: it may evict
+            course.rounds()
+            for number in range(sizes.restarts):
+                course.restart()
+                course.after_restart(number)
+            course.zero_hit(1)
+            found["connector"] = course.sides[OURS].engine.counters("vllm:kvhearth_")
+        except EngineFailed as failed:
+            raise broken(str(failed)) from None
+        found["first_requests"] = course.first_requests()
+        found["unsettled"] = {name: side.unsettled for name, side in course.sides.items()}
+    report = Report(list(sizes.lengths), course.samples, course.costs).as_json()
+    found["machine"]["load1_after"] = round(os.getloadavg()[0], 2)
+    found["seconds"] = round(time.monotonic() - start, 1)
+    return {**report, **found, "skipped": course.skipped}
+
+
+class Course:
+    """The parts of a run, and what they bring.
+
+    Args:
+        sizes: of the run.
+        note: gets a line for a person at each part.
+    """
+
+    def __init__(self, sizes: Sizes, note: Note) -> None:
+        self.sides: dict[str, Side] = {}
+        self.samples: list[Sample] = []
+        self.costs: list[Cost] = []
+        self.skipped: dict[str, str] = {}
+        self._probes: dict[str, list[tuple[float, float]]] = {}
+        self._sizes = sizes
+        self._note = note
+
+    def begin(self, setup: Setup, given: Given, stack: contextlib.ExitStack) -> None:
+        """Start all engines and see that the caches serve.
+
+        Raises:
+            EngineFailed: one that must work does not.
+        """
+        if free_bytes() < 2 * ENGINE_BYTES + self._sizes.memory_bytes:
+            self._note("there is little free memory: two engines may not fit")
+        self._add(alone(setup), stack)
+        self._add(stack.enter_context(ours(setup)), stack)
+        try:
+            if given.lmcache_python is None:
+                raise EngineFailed("no interpreter was given with --lmcache")
+            check_installed(given.lmcache_python)
+            if free_bytes() < 3 * ENGINE_BYTES + 2 * self._sizes.memory_bytes:
+                raise EngineFailed("not enough free memory for a third engine")
+            self._add(stack.enter_context(lmcache(setup, given.lmcache_python)), stack)
+        except (EngineFailed, PeerFailed) as failed:
+            self._skip(LMCACHE, str(failed))
+        self._start(self._prove)
+
+    def rounds(self) -> None:
+        """Each prompt cold, from the engine's own memory and from the daemon; side by side."""
+        sizes = self._sizes
+        self._note(f"TTFT: {sizes.rounds} prompts of {', '.join(sizes.lengths)} tokens")
+        for number in steps(sizes.rounds, "cold and warm"):
+            for label, length in sizes.lengths.items():
+                prompt = _prompt(f"{label} {number}", length)
+                for side in self._turns(number):
+                    with self._attempt(side):
+                        self._sample(side, COLD, label, number, prompt)
+                for repeat in range(sizes.repeats):
+                    for side in self._turns(number + repeat):
+                        with self._attempt(side):
+                            self._warm(side, label, number, prompt)
+
+    def _warm(self, side: Side, label: str, number: int, prompt: list[int]) -> None:
+        self._sample(side, OWN, label, number, prompt)
+        if side.caches:
+            side.engine.reset()
+            self._sample(side, WARM, label, number, prompt)
+
+    def restart(self) -> None:
+        """New engines on the same daemons, each asked for two short prompts that are of no use to
+        what follows, as a readiness probe would.
+        """
+        self._note("the engines are restarted")
+        for side in list(self.sides.values()):
+            with self._attempt(side):
+                side.stop()
+        self._start(self._probe)
+
+    def after_restart(self, restart: int) -> None:
+        """All prompts once more, on engines that have seen none of them. Another prompt is first
+        each time.
+        """
+        sizes = self._sizes
+        for step in steps(sizes.rounds, "after the restart"):
+            number = (restart + step) % sizes.rounds
+            for label, length in sizes.lengths.items():
+                for side in self._turns(step):
+                    if side.caches:
+                        with self._attempt(side):
+                            prompt = _prompt(f"{label} {number}", length)
+                            self._sample(side, RESTART, label, number, prompt)
+
+    def zero_hit(self, start: int) -> None:
+        """Prompts that nobody has seen, side by side: what they cost, stores included."""
+        sizes = self._sizes
+        self._note(f"zero-hit overhead: {2 * sizes.pairs} prompts of {sizes.pair_tokens} tokens")
+        for side in list(self.sides.values()):
+            with self._attempt(side):  # memory that a prompt of this length needs is there then
+                side.complete(_prompt(f"zero {start}", sizes.pair_tokens))
+        for number in steps(sizes.pairs, "zero-hit overhead"):
+            there = self._turns(number)
+            for way, sides in enumerate((there, there[::-1])):
+                prompt = _prompt(f"zero {start} {number} {way}", sizes.pair_tokens)
+                for side in sides:
+                    if side.name in self.sides:
+                        with self._attempt(side):
+                            self.costs.append(self._cost(side, start, number, prompt))
+
+    def _cost(self, side: Side, start: int, number: int, prompt: list[int]) -> Cost:
+        before = side.cpu_s()
+        answer = side.engine.complete(prompt, self._sizes.output_tokens)
+        if answer.cached:
+            raise EngineFailed("a prompt was to be new")
+        side.settle()
+        after = side.cpu_s()
+        tokens = len(prompt) + len(answer.tokens)
+        return Cost(side.name, start, number, after[0] - before[0], after[1] - before[1], tokens)
+
+    def _add(self, side: Side, stack: contextlib.ExitStack) -> None:
+        self.sides[side.name] = side
+        stack.callback(side.stop)
+
+    def first_requests(self) -> dict[str, list[float]]:
+        """By side: seconds to the first token of the first and of the second short prompt after a
+        restart; their difference is the engine's own cold start.
+        """
+        return {
+            name: [round(p50(times), 4) for times in zip(*pairs, strict=True)]
+            for name, pairs in self._probes.items()
+        }
+
+    def _start(self, warm_up: Callable[[Side], None]) -> None:
+        for side in list(self.sides.values()):
+            side.launch()
+        for side in list(self.sides.values()):
+            with self._attempt(side):
+                side.wait_up()
+        for side in list(self.sides.values()):
+            with self._attempt(side):
+                warm_up(side)
+                self._note(f"{side.name}: up")
+
+    def _prove(self, side: Side) -> None:
+        """Warm all paths up, and see that the daemon's hits are served."""
+        length = self._sizes.lengths[LONGEST]
+        seed = f"proof {side.name} {time.monotonic()}"
+        for attempt in range(_PROOFS):
+            prompt = _prompt(f"{seed} {attempt}", length)
+            side.complete(prompt)
+            side.complete(prompt)
+            if not side.caches:
+                return
+            side.engine.reset()
+            if side.complete(prompt).cached == served_tokens(length):
+                return
+        raise EngineFailed("its cache does not serve what was stored")
+
+    def _probe(self, side: Side) -> None:
+        seed = f"probe {side.name} {time.monotonic()}"
+        first, second = (
+            side.complete(_prompt(f"{seed} {each}", PROBE_TOKENS)).ttft_s for each in range(2)
+        )
+        self._probes.setdefault(side.name, []).append((first, second))
+
+    def _sample(self, side: Side, state: str, label: str, number: int, prompt: list[int]) -> None:
+        answer = side.complete(prompt)
+        expected = 0 if state == COLD else served_tokens(len(prompt))
+        found = (answer.ttft_s, answer.tokens, answer.cached, expected)
+        self.samples.append(Sample(side.name, state, label, number, *found))
+
+    def _turns(self, number: int) -> list[Side]:
+        """Another side begins each time."""
+        sides = list(self.sides.values())
+        first = number % len(sides)
+        return sides[first:] + sides[:first]
+
+    @contextlib.contextmanager
+    def _attempt(self, side: Side) -> Iterator[None]:
+        """A peer that fails is left out from here on; we and the engine alone must work."""
+        try:
+            yield
+        except EngineFailed as failed:
+            if side.name in (ALONE, OURS):
+                raise EngineFailed(f"{side.name}: {failed}") from None
+            self._skip(side.name, str(failed))
+
+    def _skip(self, name: str, reason: str) -> None:
+        self.skipped[name] = reason
+        self._note(f"{name}: skipped: {reason}")
+        side = self.sides.pop(name, None)
+        if side is not None:
+            side.stop()
+
+
+def free_bytes() -> int:
+    """Memory that can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return int(found["MemAvailable"].split()[0]) * 1024
+
+
+def _prompt(seed: str, length: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(_BYTE_VALUES) for _ in range(length)]

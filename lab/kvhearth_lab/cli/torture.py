@@ -1,0 +1,196 @@
+"""``kvhearth torture``: a chaos kit for this machine, with daemons of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvhearth_server.cli.output import AsJson, console, note, row, say_json, table
+from kvhearth_server.cli.signals import cleaned_up
+
+if TYPE_CHECKING:
+    from kvhearth_lab.torture.run import Progress as Told
+
+EPILOG = "Example: kvhearth torture --seconds 600 --dir /mnt/nvme --json | tail -n 1 | jq .passed"
+EXIT_FOUND = 1
+EXIT_UNTESTED = 2
+_SECONDS = 60.0
+_TEXT_CHARS_MAX = 2000
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Of all choices (default: a new one).", show_default=False),
+]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        "--seconds",
+        min=1,
+        help="How long. What was begun is ended: less than 10 s test nothing on most machines, and "
+        "a fault may take some seconds more.",
+    ),
+]
+Faults = Annotated[
+    str, typer.Option("--faults", help="Only these, separated by commas; 'list' tells which.")
+]
+Ssd = Annotated[bool, typer.Option("--ssd/--no-ssd", help="Worlds with an SSD tier.")]
+Dir = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        help="On the drive that is to be tried (default: the temporary directory).",
+        metavar="DIR",
+    ),
+]
+ArenaRoot = Annotated[Path, typer.Option("--arena-root", help="A tmpfs for arenas.", metavar="DIR")]
+OneWorld = Annotated[
+    int | None,
+    typer.Option("--world", min=0, help="Only this world of the seed.", show_default=False),
+]
+Log = Annotated[
+    Path | None,
+    typer.Option(
+        "--log", help="Write each step, as JSON lines.", metavar="FILE", show_default=False
+    ),
+]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay", help="Do the steps of such a log.", metavar="FILE", show_default=False
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Keep directories in which something was found.")
+]
+
+
+def torture(  # noqa: PLR0913 - one parameter a flag
+    *,
+    seed: Seed = None,
+    seconds: Seconds = _SECONDS,
+    faults: Faults = "",
+    ssd: Ssd = True,
+    directory: Dir = None,
+    arena_root: ArenaRoot = _SHARED_MEMORY,
+    world: OneWorld = None,
+    log: Log = None,
+    replay: Replay = None,
+    keep: Keep = False,
+    as_json: AsJson = False,
+) -> None:
+    """Break things on purpose, compare every answer, tell what was lost, wrong, leaked or stuck.
+
+    Uses no running daemon. Exit code 1 if anything was found that docs/operations.md does not
+    allow, 2 if nothing was tested.
+    """
+    from kvhearth_lab.torture.faults import TABLE
+    from kvhearth_lab.torture.report import KINDS
+    from kvhearth_lab.torture.run import Options, run
+    from kvhearth_lab.torture.scene import Roots
+
+    if faults == "list":
+        _list(TABLE)
+        return
+    chosen = seed if seed is not None else secrets.randbelow(1 << 32)
+    options = Options(
+        seed=chosen,
+        seconds=seconds,
+        roots=Roots(arena_root, directory or Path(tempfile.gettempdir())),
+        faults=tuple(word.strip() for word in faults.split(",") if word.strip()),
+        ssd=ssd,
+        first=world or 0,
+        worlds=0 if world is None else 1,
+        log=log,
+        replay=replay,
+        keep=keep,
+    )
+    with cleaned_up(), _bar(seconds) as told:
+        found = run(options, told)
+    for line in found["findings"]:
+        note(f"world {line['world']} step {line['step']}: {line['kind']}: {_cut(line['text'])}")
+    if as_json:
+        say_json(found)
+    else:
+        console().print(shown(found))
+    if found["passed"]:
+        return
+    if not any(found[kind] for kind in KINDS):
+        note("nothing was tested: give it more seconds")
+        raise typer.Exit(EXIT_UNTESTED)
+    note(f"repeat with: kvhearth torture --seed {chosen} --seconds {seconds:g}")
+    raise typer.Exit(EXIT_FOUND)
+
+
+def shown(found: Mapping[str, Any]) -> Table:
+    """One row a fault, then what must be zero, then the rest."""
+    from kvhearth_lab.torture.faults import TABLE
+    from kvhearth_lab.torture.report import KINDS, STALL_S
+
+    made = table("what", "count", "ok", "", right=("count",))
+    for name, count in found["faults_by_name"].items():
+        row(made, name, f"{count:,}", "", TABLE[name].help)
+    for name in ("worlds", "steps", "operations", "compared_blocks"):
+        row(made, name, f"{found[name]:,}", "", "")
+    for kind in KINDS:
+        row(made, kind, f"{found[kind]:,}", "NO" if found[kind] else "yes", "must be 0")
+    stall = found["longest_stall_s"]
+    told = f"{found['longest_stall']}, less what faults explain; at most {STALL_S:g} s"
+    row(made, "longest_stall_s", f"{stall:g}", "NO" if stall > STALL_S else "yes", told)
+    row(made, "longest_promotion_s", f"{found['longest_promotion_s']:g}", "", "16 blocks at a time")
+    for what, cells in _covered(found):
+        row(made, what, *cells)
+    for why, count in found["excused_blocks"].items():
+        row(made, f"excused: {why}", f"{count:,}", "", "may be gone, by docs/operations.md")
+    row(made, "seed", str(found["seed"]), "", f"{found['seconds']:g} s")
+    return made
+
+
+def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Rows of what the run's worlds could hit; nothing of what none of them could."""
+    missing = {
+        "points": found["points_missing"],
+        "client_points": found["client_points_missing"],
+        "boundaries": [
+            f"{sectors} sectors: {', '.join(map(str, missed))}"
+            for sectors, missed in found["boundaries_missing"].items()
+        ],
+    }
+    for what, names in missing.items():
+        reached, total = found[f"{what}_reached"], found[f"{what}_total"]
+        told = f"not reached: {'; '.join(names)}" if names else "each was reached"
+        if total:
+            yield f"{what}_reached", (f"{reached}/{total}", "", _cut(told))
+
+
+def _list(faults: Mapping[str, Any]) -> None:
+    made = table("fault", "what it does")
+    for name, fault in faults.items():
+        row(made, name, fault.help)
+    console().print(made)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARS_MAX else text[:_TEXT_CHARS_MAX] + " ..."
+
+
+@contextlib.contextmanager
+def _bar(seconds: float) -> Iterator[Told]:
+    """A progress bar on stderr; nothing where that is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task("torture", total=seconds)
+        yield lambda done, text: bar.update(task, completed=min(done, seconds), description=text)

@@ -1,0 +1,1 @@
+"""Daemons, clients and drives that benchmarks and torture start and control."""

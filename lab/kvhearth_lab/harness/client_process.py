@@ -1,0 +1,176 @@
+"""Processes of the kit end with it, whatever ended it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvhearth_lab.torture.daemon import failures_in
+from kvhearth_server.config.load import ENV_PREFIX
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process, even a stopped one, when the thread ends that started it;
+    the kit starts processes on its main thread. ``parent`` is that thread's process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before it could be said
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+ANSWER_S = 30.0
+END_S = 30.0
+Line = dict[str, Any]
+
+
+class Client:
+    """One client process.
+
+    Args:
+        name: for people and its log's name.
+        folder: for its log.
+        start: what ``worker`` is told, as JSON.
+        heard: called on a thread with each line that is no answer.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, start: Line, heard: Callable[[Client, Line], None]
+    ) -> None:
+        self.name = name
+        self.model = str(start["model"])
+        self.log_path = folder / f"{name}.log"
+        self.doing: tuple[str, float] = ("", 0.0)
+        self.expected_end = False
+        self._read_to = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._heard = heard
+        self._answers: queue.Queue[Line] = queue.Queue()
+        self._next_id = 0
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        command = [sys.executable, "-m", "kvhearth_lab.torture.client", json.dumps(start)]
+        command.append(str(os.getpid()))
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=kept
+            )
+        self._ears = threading.Thread(target=self._listen, daemon=True)
+        self._ears.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs (or is stopped)."""
+        return self.process.poll() is None
+
+    def say(self, do: str, **more: object) -> int:
+        """Tell it something; the number of its answer, 0 if it is gone."""
+        self._next_id += 1
+        line = json.dumps({"do": do, "id": self._next_id, **more}) + "\n"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return 0
+        return self._next_id
+
+    def answer(self, number: int, timeout_s: float = ANSWER_S) -> Line | None:
+        """The answer with this number; None if it died or took too long."""
+        end = time.monotonic() + timeout_s
+        while number:
+            try:
+                found = self._answers.get(timeout=0.05)
+            except queue.Empty:
+                if time.monotonic() > end:
+                    return None
+                if not self._ears.is_alive() and self._answers.empty():
+                    return None
+                continue
+            if found.get("id") == number:
+                return found
+        return None
+
+    def ask(self, do: str, timeout_s: float = ANSWER_S, **more: object) -> Line | None:
+        """Tell and wait for the answer."""
+        return self.answer(self.say(do, **more), timeout_s)
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def stops_within(self, timeout_s: float) -> bool:
+        """Wait until it is stopped; false if it is not by then."""
+        end = time.monotonic() + timeout_s
+        while self.alive and time.monotonic() < end:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+            if text.rpartition(")")[2].split()[0] == "T":
+                return True
+            time.sleep(0.01)
+        return False
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end of what it said."""
+        self.expected_end = True
+        self.process.kill()
+        self._reap()
+
+    def end(self) -> int | None:
+        """Let it close and end; its exit status, None if it had to be killed."""
+        self.expected_end = True
+        self.signal(signal.SIGCONT)
+        self.say("end")
+        try:
+            status = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGUSR1)  # it writes where its threads are into its log
+            time.sleep(0.3)
+            self.process.kill()
+            status = None
+        self._reap()
+        return status
+
+    def new_failures(self) -> list[str]:
+        """Exceptions that it logged or printed since the last call."""
+        with self.log_path.open(errors="replace") as log:
+            log.seek(self._read_to)
+            text = log.read()
+            self._read_to = log.tell()
+        return failures_in(text)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of what it wrote."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _reap(self) -> None:
+        self.process.wait()
+        self._ears.join(5.0)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for data in self.process.stdout:
+            try:
+                line: Line = json.loads(data)
+            except ValueError:
+                continue  # cut off by its death
+            if "beat" in line:
+                self.doing = (line["beat"], line["since"])
+            elif "did" in line:
+                self._answers.put(line)
+            else:
+                self._heard(self, line)

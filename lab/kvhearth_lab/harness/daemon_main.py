@@ -1,0 +1,31 @@
+"""``kvhearth`` that ends with its parent, and whose clocks and drives may follow files.
+
+Started by ``python -m kvhearth_lab.harness.daemon_main PARENT FILE serve ...``: FILE is followed by
+the clocks and may be empty. The drives follow the file that ``KVHEARTH_DISK_FAULTS`` names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvhearth_lab.harness.client_process import end_with
+from kvhearth_lab.harness.clock import follow
+from kvhearth_lab.harness.disk_faults import commanded
+
+
+def main(words: Sequence[str]) -> None:
+    """Tie this process, follow the file, then be ``kvhearth`` with the words that are left."""
+    end_with(int(words[0]))
+    if words[1]:
+        follow(Path(words[1]))
+    from kvhearth_server.cli import app
+
+    sys.argv[1:] = words[2:]
+    commander = commanded()
+    app.main(commander.environment() if commander else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

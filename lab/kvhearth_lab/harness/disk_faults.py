@@ -1,0 +1,250 @@
+"""A drive that misbehaves on command from outside: how ``kvhearth torture`` reaches a real daemon.
+
+Only where the environment names a file (``KVHEARTH_DISK_FAULTS``) the daemon's disk queue and its
+door to files are wrapped in these. The file holds one JSON object, read again whenever it changes:
+
+    errors   {"read" | "write" | "sync": errno} requests end so without reaching the device
+    rate     share of requests that ``errors`` and ``short`` hit, 1 by default
+    short    ["read", ...] results are half of what they should be
+    held     ["write", ...] results are kept back until no longer named
+    delay_s  results are kept back for so long
+    make     errno that making a segment file ends with, 0 for none
+    read_back_s  each read with which the log is read back at the start takes so much longer
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
+from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Reaped, Request
+from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
+from kvhearth_server.tiers.ssd.files import Files
+
+
+@dataclass
+class Faults:
+    """What goes wrong. May be changed from any thread while the queue runs.
+
+    Attributes:
+        errors: requests of an op end with this errno without reaching the device.
+        rate: share of the requests that ``errors`` and ``short`` hit.
+        short: ops whose results are half of what they should be.
+        held: ops whose results are kept back until they are no longer named here.
+        fds: only requests for these descriptors are hit; empty for all.
+    """
+
+    errors: dict[Op, int] = field(default_factory=dict)
+    rate: float = 1.0
+    short: frozenset[Op] = frozenset()
+    held: frozenset[Op] = frozenset()
+    fds: frozenset[int] = frozenset()
+    seed: int = 0
+
+
+class FaultyQueue:
+    """Passes requests on to ``inner``, or fails, shortens or delays them."""
+
+    def __init__(self, inner: DiskQueue, faults: Faults) -> None:
+        self.name, self.depth, self.event_fd = inner.name, inner.depth, inner.event_fd
+        self.faults = faults
+        self.injected = 0
+        self._inner = inner
+        self._random = random.Random(faults.seed)
+        self._requests: dict[int, Request] = {}
+        self._ready: list[Reaped] = []
+        self._kept: list[Reaped] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        taken = 0
+        for request in requests:
+            if self.in_flight >= self.depth:
+                break
+            error = self.faults.errors.get(request.op, 0)
+            if error and self._hits(request):
+                self._ready.append(Reaped(request.tag, -error))
+                signal_event(self.event_fd)
+            elif not self._inner.submit([request]):
+                break
+            self._requests[request.tag] = request
+            taken += 1
+        return taken
+
+    def reap(self) -> list[Reaped]:
+        found = [*self._ready, *self._kept, *self._inner.reap()]
+        self._ready, self._kept = [], []
+        done = []
+        for each in found:
+            request = self._requests[each.tag]
+            if request.op in self.faults.held and self._is_meant(request):
+                self._kept.append(each)
+                continue
+            del self._requests[each.tag]
+            short = each.result > 0 and request.op in self.faults.short and self._hits(request)
+            done.append(Reaped(each.tag, each.result // 2) if short else each)
+        return done
+
+    def wake(self) -> None:
+        """Have the driver look again: what was held may go."""
+        os.eventfd_write(self.event_fd, 1)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _is_meant(self, request: Request) -> bool:
+        return not self.faults.fds or request.fd in self.faults.fds
+
+    def _hits(self, request: Request) -> bool:
+        hit = self._is_meant(request) and self._random.random() < self.faults.rate
+        self.injected += hit
+        return hit
+
+
+_EVERY_S = 0.01
+
+
+def commanded() -> Commander | None:
+    """Whoever commands this process's drives; None, as it should be, if nobody does."""
+    path = os.environ.get(DISK_ENVIRONMENT_NAME)
+    return Commander(Path(path)) if path else None
+
+
+@dataclass
+class Orders:
+    """What the file says beside ``Faults``."""
+
+    delay_s: float = 0.0
+    make: int = 0
+    read_back_s: float = 0.0
+
+
+class Commander:
+    """Reads the file, on a thread of its own once there is a queue."""
+
+    def __init__(self, path: Path) -> None:
+        self.faults = Faults()
+        self.orders = Orders()
+        self._path = path
+        self._read_at: tuple[int, int] = (0, 0)
+        self._queues: list[CommandedQueue] = []
+        self._look()
+
+    def queue(self, inner: DiskQueue) -> CommandedQueue:
+        """``inner``, commanded."""
+        made = CommandedQueue(inner, self)
+        if not self._queues:
+            threading.Thread(target=self._run, name="kvhearth-disk-faults", daemon=True).start()
+        self._queues.append(made)
+        return made
+
+    def environment(self) -> Environment:
+        """Files and disk queue of an SSD tier, commanded."""
+        return Environment(files=self.files(), wrap_queue=self.queue)
+
+    def files(self) -> Files:
+        """A door to files, commanded."""
+        return _CommandedFiles(self)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_EVERY_S)
+            changed = self._look()
+            for each in self._queues:
+                if changed or each.keeps:
+                    each.wake()
+
+    def _look(self) -> bool:
+        try:
+            found = self._path.stat()
+            now = (found.st_mtime_ns, found.st_ino)
+            if now == self._read_at:
+                return False
+            said: dict[str, Any] = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return False
+        self._read_at = now
+        ops = {op.name.lower(): op for op in Op}
+        faults = self.faults
+        faults.rate = float(said.get("rate", 1.0))
+        faults.errors = {ops[name]: int(code) for name, code in said.get("errors", {}).items()}
+        faults.short = frozenset(ops[name] for name in said.get("short", ()))
+        faults.held = frozenset(ops[name] for name in said.get("held", ()))
+        self.orders = Orders(
+            float(said.get("delay_s", 0.0)),
+            int(said.get("make", 0)),
+            float(said.get("read_back_s", 0.0)),
+        )
+        return True
+
+
+class CommandedQueue:
+    """A queue whose results come as the commander says. One thread drives it, as any queue."""
+
+    def __init__(self, inner: DiskQueue, commander: Commander) -> None:
+        self.name, self.depth, self.event_fd = inner.name, inner.depth, inner.event_fd
+        self._faulty = FaultyQueue(inner, commander.faults)
+        self._commander = commander
+        self._late: list[tuple[float, Reaped]] = []
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        return self._faulty.in_flight + len(self._late)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a result is kept back."""
+        return bool(self._late)
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        return self._faulty.submit(requests[: max(0, self.depth - self.in_flight)])
+
+    def reap(self) -> list[Reaped]:
+        now = time.monotonic()
+        found = self._faulty.reap()
+        delay_s = self._commander.orders.delay_s
+        if delay_s:
+            self._late += [(now + delay_s, each) for each in found]
+            found = []
+        if self._late:
+            found += [each for due, each in self._late if now >= due or not delay_s]
+            self._late = [pair for pair in self._late if now < pair[0] and delay_s]
+        return found
+
+    def wake(self) -> None:
+        """Have the driver look again."""
+        if not self._closed:
+            self._faulty.wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self._faulty.close()
+
+
+class _CommandedFiles(Files):
+    """Makes no segment file, and reads the log back slowly, while the commander says so."""
+
+    def __init__(self, commander: Commander) -> None:
+        self._commander = commander
+
+    def allocate(self, fd: int, size_bytes: int) -> int:
+        if code := self._commander.orders.make:
+            raise OSError(code, os.strerror(code))
+        return super().allocate(fd, size_bytes)
+
+    def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
+        time.sleep(self._commander.orders.read_back_s)
+        return super().read_into(fd, memory, offset)

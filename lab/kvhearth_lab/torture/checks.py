@@ -1,0 +1,305 @@
+"""What must hold after every fault, and at a world's end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth_lab.harness.client_process import ANSWER_S, Client
+from kvhearth_lab.harness.engine import key_of
+from kvhearth_lab.torture import damage
+from kvhearth_lab.torture.faults.connections import STAGES, CutHandshake
+from kvhearth_lab.torture.oracle import failures, look_at_drive
+from kvhearth_lab.torture.report import CRASH, LEAK, LOST, OVER, STALL
+from kvhearth_lab.torture.scene import CapacityWatch
+from kvhearth_lab.torture.world import UselessError, World
+from kvhearth_lab.torture.world_config import ROOMY
+
+DRIVE_S = 10.0
+DESCRIPTORS_MORE = 1
+"""A connection of the kit's own questions may be closing."""
+_SHOWN = 8
+_POLL_S = 0.05
+
+
+def check(world: World) -> None:
+    """Everything that must hold between two faults.
+
+    Raises:
+        UselessError: the daemon is gone, so that nothing more can be learned in this world.
+    """
+    _alive(world)
+    with world.paused():
+        _blocks(world)
+        found = _stats(world)
+        if found.books_error:
+            world.report.find(LEAK, f"the books do not balance: {found.books_error}", world.where)
+        failures(world, found)
+        _acknowledged(world, found.counters.get("demoted_blocks", 0))
+        look_at_drive(world)
+    _alive(world)
+    world.judge_slow()
+
+
+def capacity(world: World, watch: CapacityWatch) -> None:
+    """The drive's directory must never have taken more than it may."""
+    over = watch.look() - world.shape.ssd_bytes
+    if world.shape.ssd_bytes and over > 0:
+        text = f"{over} bytes more than the capacity of {world.shape.ssd_bytes}"
+        world.report.find(OVER, text, world.where, over)
+
+
+def _alive(world: World) -> None:
+    """Daemon and clients run, unless the kit ended them."""
+    for client in list(world.clients):
+        if not client.alive and not client.expected_end:
+            text = f"client {client.name} ended with {client.process.poll()}: {client.log_tail()}"
+            world.report.find(CRASH, text, world.where)
+            world.replace(client, kill=True)
+        for text in client.new_failures():
+            world.report.find(CRASH, f"client {client.name}: {text}", world.where)
+    for text in world.daemon.new_failures():
+        world.report.find(CRASH, f"the daemon: {text}", world.where)
+    if not world.daemon.alive:
+        status = world.daemon.wait_end(0.0)
+        text = f"the daemon ended with {status}: {world.daemon.complaints()}"
+        world.report.find(CRASH, text, world.where)
+        world.kill_daemon()
+        world.start_daemon()
+
+
+def _stats(world: World) -> admin_pb2.StatsResponse:
+    try:
+        return world.daemon.stats()
+    except (grpc.RpcError, OSError) as error:
+        told = error.details() if isinstance(error, grpc.Call) else str(error)
+        world.report.find(STALL, f"the daemon does not tell its books: {told}", world.where)
+        raise UselessError from None
+
+
+def _acknowledged(world: World, demoted: int) -> None:
+    """What the daemon says to have written is there.
+
+    Only where memory has room for all: a block that left memory and is stored again counts again.
+    So does one that was damaged.
+    """
+    roomy = world.shape.kind == ROOMY and world.shape.ssd_bytes
+    if not roomy or not world.drive_is_good or world.damaged:
+        return
+    there = len(damage.blocks_on_disk(world.ssd_dir))
+    world.report.figures["demotions_found_on_the_drive"] += demoted
+    if there < demoted:
+        text = f"{demoted} blocks were acknowledged to be on the drive, {there} are"
+        world.report.find(LOST, text, world.where, demoted - there)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+def _blocks(world: World) -> None:
+    """Every sealed block is served, right."""
+    asked: list[tuple[Client, int, int]] = []
+    for model, client in {each.model: each for each in world.clients}.items():
+        epoch, numbers = world.oracle.sealed(model)
+        suspects = world.oracle.suspects(model)
+        number = client.say(
+            "check", numbers=numbers, suspects=suspects, deadline_s=world.patience_s
+        )
+        asked.append((client, epoch, number))
+    for client, epoch, number in asked:
+        said = client.answer(number, ANSWER_S + world.patience_s)
+        if said is None:
+            _hang(world, client, "a check")
+        elif not said["ready"]:
+            text = f"{client.name} does not attach in {world.patience_s} s: {said['refusal']}"
+            world.report.find(STALL, text, world.where)
+        else:
+            if said["epoch"] != epoch and said["epoch"] >= 0:
+                world.oracle.tried(client.model, said["epoch"], [])
+            _missing(world, client, said)
+    if world.oracle.vanished:
+        text = "sealed blocks are void: the weights epoch rose by itself"
+        world.report.find(LOST, text, world.where, world.oracle.vanished)
+        world.oracle.vanished = 0
+
+
+def _missing(world: World, client: Client, said: dict[str, object]) -> None:
+    left = said["left"]
+    assert isinstance(left, list)
+    if not left or not world.oracle.keeps or world.oracle.sealed(client.model)[0] != said["epoch"]:
+        return
+    text = (
+        f"{client.model}: {len(left)} sealed blocks are not served within {world.patience_s} s, "
+        f"such as {left[:_SHOWN]} ({_where_they_are(world, client.model, left[:_SHOWN])}); "
+        f"{_told(said, ('absent', 'below', 'reason', 'failed'))}"
+    )
+    world.report.find(LOST, text, world.where, len(left))
+    # Told once.
+    world.oracle.excuse(client.model, left, "lost")
+
+
+def _where_they_are(world: World, model: str, numbers: Iterable[int]) -> str:
+    arena = {each.key for each in damage.in_arena(world.arena_dir, world.shape.memory_bytes)}
+    drive, epoch = damage.blocks_on_disk(world.ssd_dir), world.oracle.epoch(model)
+    keys = [key_of(model, number) for number in numbers]
+    written = sum((key, epoch) in drive for key in keys)
+    return f"{sum(key in arena for key in keys)} in the arena, {written} on disk"
+
+
+def _told(said: dict[str, object], names: Iterable[str]) -> str:
+    parts = []
+    for name in names:
+        value = said[name]
+        shown = f"{len(value)} ({value[:_SHOWN]})" if isinstance(value, list) else value
+        if value:
+            parts.append(f"{name}: {shown}")
+    return ", ".join(parts)
+
+
+def _hang(world: World, client: Client, what: str) -> None:
+    client.signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    doing, since = client.doing
+    text = f"{client.name}: {what} does not end; at {doing!r} for {time.monotonic() - since:.1f} s"
+    world.report.find(STALL, f"{text}: {client.log_tail()}", world.where)
+    world.replace(client, kill=True)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def finish(world: World) -> None:
+    """A last, calm daemon: everything is checked, given back, closed.
+
+    Raises:
+        UselessError: the daemon is gone.
+    """
+    with world.paused():
+        world.terminate_daemon()
+        world.start_daemon()
+    world.traffic(0.3)
+    world.replace(world.clients[0], kill=True)
+    world.traffic(0.2)
+    check(world)
+    sunk(world)
+    nothing_is_left(world)
+    world.terminate_daemon()
+    _files(world)
+
+
+def nothing_is_left(world: World) -> None:
+    """Clients end, and nothing of them is left in the daemon.
+
+    Raises:
+        UselessError: the daemon is gone.
+    """
+    with world.paused():
+        pass  # what they learned is known
+    _end_clients(world)
+    _quiet(world)
+    _stats(world)
+    time.sleep(_POLL_S)
+    _descriptors_again(world, world.daemon.descriptors())
+    children = world.daemon.children()
+    if children:
+        world.report.find(LEAK, f"processes of the daemon: {children}", world.where)
+
+
+def sunk(world: World) -> None:
+    """All that is sealed is on the drive soon: no fault has hit it in this daemon's life."""
+    shape = world.shape
+    if not shape.ssd_bytes or not world.oracle.keeps or world.drive_is_suspect:
+        return
+    if shape.kind == ROOMY and world.damaged:
+        return  # whose records are damaged, nobody has noted: memory has them all
+    with world.paused():
+        end = time.monotonic() + DRIVE_S
+        while True:
+            above = sum(map(len, world.not_on_disk(sealed=True).values()))
+            if not above or time.monotonic() > end:
+                break
+            time.sleep(_POLL_S)
+    if above:
+        text = f"{above} sealed blocks are not on the drive after {DRIVE_S} s"
+        world.report.find(LOST, text, world.where, above)
+
+
+def _end_clients(world: World) -> None:
+    for client in world.clients:
+        status = client.end()
+        if status is None:
+            text = f"{client.name} does not end: {client.log_tail(80)}"
+            world.report.find(STALL, text, world.where)
+        elif status:
+            text = f"{client.name} ended with {status}: {client.log_tail()}"
+            world.report.find(CRASH, text, world.where)
+
+
+def _until(condition: Callable[[], str], timeout_s: float) -> str:
+    """Poll until ``condition()`` has nothing to say; what it said last."""
+    end = time.monotonic() + timeout_s
+    while (told := condition()) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return told
+
+
+def _quiet(world: World) -> None:
+    """All that clients held comes back."""
+
+    def held() -> str:
+        found = _stats(world)
+        facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
+        for part in found.segments:
+            facts["reserved bytes"] = part.reserved_bytes
+            facts["quarantined bytes"] = part.quarantined_bytes
+            facts["held bytes"] = part.held_bytes
+        if found.books_error:
+            return found.books_error
+        return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
+
+    if told := _until(held, world.patience_s):
+        text = f"after all clients have ended: {told}; {world.daemon.members()}"
+        world.report.find(LEAK, text, world.where)
+
+
+def _descriptors_again(world: World, first: int) -> None:
+    """Attaches break off, a client comes and goes by itself, another is killed: no descriptor is
+    left of them.
+    """
+    CutHandshake().run(world, {"stages": [*STAGES, *STAGES], "cuts": [0.5] * 2 * len(STAGES)})
+    for kill in (False, True):
+        client = world.add_client(0)
+        said = client.ask("check", numbers=[], suspects=[], deadline_s=world.patience_s)
+        if said is None or not said["ready"]:
+            _hang(world, client, "an attach")
+        if kill:
+            client.kill()
+        else:
+            client.end()
+    _quiet(world)
+
+    def more() -> str:
+        now = world.daemon.descriptors()
+        return f"{now} descriptors, {first} before" if now > first + DESCRIPTORS_MORE else ""
+
+    if told := _until(more, world.patience_s):
+        names = []
+        for name in os.listdir(f"/proc/{world.daemon.pid}/fd"):
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(f"/proc/{world.daemon.pid}/fd/{name}"))
+        world.report.find(LEAK, f"{told}: {sorted(names)}", world.where)
+
+
+def _files(world: World) -> None:
+    """After an orderly end no file is left that nobody needs."""
+    left = [path.name for path in world.daemon.socket_dir.iterdir()]
+    left += [path.name for path in world.ssd_dir.glob("*.new")]
+    left += [path.name for path in world.arena_dir.glob("*.new")]
+    if left:
+        world.report.find(LEAK, f"files are left: {sorted(left)}", world.where)

@@ -1,0 +1,252 @@
+"""What the daemon says of itself: failures that it counted, and what it has on the drive, beside
+what is there. It is asked before a planned death, too: its successor knows nothing of that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth_lab.torture import damage
+from kvhearth_lab.torture.damage import DRIVE
+from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST
+from kvhearth_lab.torture.world_config import PRESSED
+
+if TYPE_CHECKING:
+    from kvhearth_lab.torture.scene import Scene
+
+
+IMPATIENT = "demotion_refused{slow}"
+"""The daemon's counter of blocks that it gave up unwritten because the tier made no progress."""
+
+_QUIET_S = 2.0
+_POLL_S = 0.05
+
+
+def failures(scene: Scene, said: admin_pb2.StatsResponse) -> None:
+    """Failures that the daemon counted itself, since the last look."""
+    counters = dict(said.counters)
+    before, told_of = scene.counted
+    scene.counted = (said.boot_id, counters)
+    for name, count in counters.items():
+        more = count - (told_of.get(name, 0) if before == said.boot_id else 0)
+        if more <= 0:
+            continue
+        if name.startswith("task_failures"):
+            text = f"{more} {name}: {scene.daemon.complaints()}"
+            scene.report.find(CRASH, text, scene.where)
+        elif name.startswith("checksum_failures"):
+            scene.report.figures["checksum_failures_counted"] += more
+            if not scene.explains_checksum(name):
+                scene.report.find(CAUGHT, f"{more} {name}", scene.where)
+        elif name == IMPATIENT and not scene.drive_is_suspect:
+            # Also where no sealed block is missing yet: they may be evicted at any moment.
+            text = f"{more} blocks were given up unwritten, though no fault stopped the drive"
+            scene.report.find(LOST, text, scene.where, more)
+
+
+def look_at_drive(scene: Scene) -> None:
+    """Every block that the daemon would load from the drive is whole there, whatever failed before:
+    it must not believe in what it could not write. Clients should pause.
+    """
+    if not scene.shape.ssd_bytes or DRIVE in scene.damaged:
+        return  # it does not know of damaged records yet
+    try:
+        said = _calm(scene)
+        there = len(damage.names_on_disk(scene.ssd_dir))
+        later = scene.daemon.stats(check_books=False)
+    except (grpc.RpcError, OSError):
+        return  # that it does not answer is found by others
+    failures(scene, later)
+    if _reclaimed(said) == _reclaimed(later):  # else what it let go may be overwritten by now
+        judge(scene, said.ssd.blocks, there)
+
+
+def claimed(scene: Scene) -> int:
+    """How many blocks could be loaded from the drive, by the daemon's word, for ``judge`` after
+    its death; 0 where that says nothing.
+    """
+    if DRIVE in scene.damaged or scene.shape.kind == PRESSED:
+        return 0
+    try:
+        return int(scene.daemon.stats(check_books=False).ssd.blocks)
+    except (grpc.RpcError, OSError):
+        return 0
+
+
+def given_up(scene: Scene) -> int:
+    """Blocks that the daemon has given up unwritten since its start; -1 without an answer."""
+    try:
+        said = scene.daemon.stats(check_books=False)
+    except (grpc.RpcError, OSError):
+        return -1
+    return said.counters.get(IMPATIENT, 0)
+
+
+def judge(scene: Scene, claims: int, there: int) -> None:
+    """So many blocks could be loaded from the drive, it said; so many are whole there."""
+    scene.report.figures["claims_compared_with_the_drive"] += claims
+    if there < claims:
+        text = f"{claims} blocks were said to be on the drive, {there} are"
+        scene.report.find(LOST, text, scene.where, claims - there)
+
+
+def _calm(scene: Scene) -> admin_pb2.StatsResponse:
+    """Its word once nothing is being written, or a while is over: what is written between its word
+    and the look at the drive hides what is missing.
+    """
+    end = time.monotonic() + _QUIET_S
+    while True:
+        said = scene.daemon.stats(check_books=False)
+        if not _busy(said) or time.monotonic() > end:
+            return said
+        time.sleep(_POLL_S)
+
+
+def _busy(said: admin_pb2.StatsResponse) -> bool:
+    return bool(said.ssd.demoting_blocks or said.ssd.queued_writes or said.ssd.recovering)
+
+
+def _reclaimed(said: admin_pb2.StatsResponse) -> int:
+    return said.ssd.counters.get("segments_reclaimed", 0)
+
+
+@dataclass
+class _Model:
+    epoch: int = -1
+    sealed: dict[int, None] = field(default_factory=dict)
+    tried: int = 0
+    bumped: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    """Blocks that a client stores, of which no word has come yet."""
+    struck: set[int] = field(default_factory=set)
+    """Of these, blocks that a fault may have hit after their commit."""
+    spoilt: set[int] = field(default_factory=set)
+    """Blocks of which a fault has damaged a copy: until the daemon has found out, it takes a store
+    of the same for a duplicate, or for one that is on the drive, and acknowledges it."""
+    suspects: set[int] = field(default_factory=set)
+    """Blocks that were excused since they were last asked for."""
+
+
+class Oracle:
+    """All models of one world. Any thread.
+
+    Args:
+        keeps: sealed blocks are kept from loss; false where eviction may take any of them.
+
+    Attributes:
+        excused: blocks that faults may have taken, by fault.
+        vanished: sealed blocks that are gone because the weights epoch rose by itself.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self.excused: dict[str, int] = {}
+        self.vanished = 0
+        self._models: dict[str, _Model] = {}
+        self._lock = threading.Lock()
+
+    def tried(self, model: str, epoch: int, numbers: Iterable[int]) -> None:
+        """A client begins to store blocks."""
+        with self._lock:
+            one = self._of(model, epoch)
+            numbers = list(numbers)
+            one.tried += sum(number not in one.sealed for number in numbers)
+            one.begun.update(numbers)
+            one.struck.difference_update(numbers)
+
+    def bound(self, model: str, epoch: int, numbers: Iterable[int]) -> None:
+        """The daemon acknowledged blocks."""
+        with self._lock:
+            one = self._of(model, epoch)
+            numbers = list(numbers)
+            one.begun.difference_update(numbers)
+            if epoch == one.epoch:
+                doubted = one.struck | one.spoilt
+                one.sealed.update(dict.fromkeys(n for n in numbers if n not in doubted))
+
+    def bumped(self, model: str, epoch: int) -> None:
+        """The kit itself made the weights epoch ``epoch``."""
+        with self._lock:
+            self._models.setdefault(model, _Model()).bumped.add(epoch)
+
+    def excuse(self, model: str, numbers: Iterable[int], why: str) -> int:
+        """Blocks that a fault may have taken; how many were sealed."""
+        with self._lock:
+            one = self._models.get(model, _Model())
+            numbers = list(numbers)
+            gone = [n for n in numbers if n in one.sealed]
+            one.struck.update(n for n in numbers if n not in one.sealed)
+            one.suspects.update(gone)
+            for number in gone:
+                del one.sealed[number]
+            self._count(why, len(gone))
+            return len(gone)
+
+    def spoil(self, model: str, numbers: Iterable[int], why: str) -> int:
+        """As ``excuse``, and nothing is expected of them for as long as these weights are."""
+        with self._lock:
+            self._models.setdefault(model, _Model()).spoilt.update(numbers)
+        return self.excuse(model, numbers, why)
+
+    def sealed(self, model: str) -> tuple[int, list[int]]:
+        """(epoch, blocks) that must be there."""
+        with self._lock:
+            one = self._models.get(model, _Model())
+            return one.epoch, list(one.sealed) if self.keeps else []
+
+    def suspects(self, model: str) -> list[int]:
+        """Blocks that may be gone, or damaged: whatever is served of them must be right. Those that
+        are spoilt each time, the others once.
+        """
+        with self._lock:
+            one = self._models.get(model, _Model())
+            found, one.suspects = one.suspects | one.spoilt, set()
+            return sorted(found - one.sealed.keys())
+
+    def epoch(self, model: str) -> int:
+        """Of a model's weights; -1 while unknown."""
+        with self._lock:
+            return self._models.get(model, _Model()).epoch
+
+    def known(self, model: str) -> list[int]:
+        """Blocks that may be there."""
+        with self._lock:
+            return list(self._models.get(model, _Model()).sealed)
+
+    def within_reach(self, model: str) -> list[int]:
+        """Blocks that a fault may hit: those that may be there, and those being stored."""
+        with self._lock:
+            one = self._models.get(model, _Model())
+            return [*one.sealed, *(one.begun - one.sealed.keys())]
+
+    @property
+    def total(self) -> int:
+        """Blocks that must be there, or may."""
+        with self._lock:
+            return sum(len(one.sealed) for one in self._models.values())
+
+    def attempts(self) -> int:
+        """Blocks that clients began to store: no more than these take room."""
+        with self._lock:
+            return sum(one.tried for one in self._models.values())
+
+    def _of(self, model: str, epoch: int) -> _Model:
+        one = self._models.setdefault(model, _Model())
+        if epoch > one.epoch:
+            # Older weights' blocks are void; on purpose only if the kit bumped them.
+            if epoch not in one.bumped and self.keeps:
+                self.vanished += len(one.sealed)
+            one.epoch, one.sealed = epoch, {}
+            one.spoilt, one.suspects = set(), set()
+        return one
+
+    def _count(self, why: str, amount: int) -> None:
+        if amount:
+            self.excused[why] = self.excused.get(why, 0) + amount

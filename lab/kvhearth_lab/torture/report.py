@@ -1,0 +1,110 @@
+"""What a run found, as one object and as a table."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhearth_lab.torture.decks import Coverage
+
+STALL_S = 1.0
+"""An operation that takes longer, and that neither a fault nor the machine explains, is a stall."""
+
+WRONG = "wrong_bytes"
+LOST = "lost_sealed_blocks"
+LEAK = "leaks"
+STALL = "stalls"
+CRASH = "crashes"
+OVER = "over_capacity_bytes"
+CAUGHT = "unexplained_checksum_failures"
+KINDS = (WRONG, LOST, LEAK, STALL, CRASH, OVER, CAUGHT)
+"""What must be zero."""
+_TEXTS_MAX = 200
+
+
+@dataclass
+class Report:
+    """Counts of a whole run. Any thread.
+
+    Attributes:
+        faults, operations: by name.
+        found: of each of ``KINDS``.
+        texts: where and what, for people.
+        excused: blocks that faults took and were allowed to take, by fault.
+        figures: other numbers.
+        coverage: fault points and sector boundaries.
+    """
+
+    faults: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)
+    excused: Counter[str] = field(default_factory=Counter)
+    figures: Counter[str] = field(default_factory=Counter)
+    worlds: Counter[str] = field(default_factory=Counter)
+    texts: list[dict[str, Any]] = field(default_factory=list)
+    longest_stall_s: float = 0.0
+    longest_stall: str = ""
+    longest_promotion_s: float = 0.0
+    machine_late_s: float = 0.0
+    steps: int = 0
+    coverage: Coverage = field(default_factory=Coverage)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, kind: str, text: str, where: dict[str, Any], amount: int = 1) -> None:
+        """Something that must not be."""
+        with self._lock:
+            self.found[kind] += amount
+            if len(self.texts) < _TEXTS_MAX:
+                self.texts.append({"kind": kind, "amount": amount, "text": text, **where})
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Operations of clients."""
+        with self._lock:
+            self.operations.update(counts)
+
+    def stall(self, seconds: float, what: str, where: dict[str, Any]) -> None:
+        """The unexplained part of one operation's time."""
+        with self._lock:
+            if seconds > self.longest_stall_s:
+                self.longest_stall_s, self.longest_stall = seconds, what
+        if seconds > STALL_S:
+            self.find(STALL, f"{what} took {seconds:.2f} s that nothing explains", where)
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything was found that must not be."""
+        return any(self.found[kind] for kind in KINDS)
+
+    @property
+    def tested(self) -> bool:
+        """Whether a fault happened and an answer was compared."""
+        return bool(self.faults.total() and self.operations["compared"])
+
+    def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        calls = {n: c for n, c in self.operations.items() if ":" not in n and n != "compared"}
+        return {
+            "seed": seed,
+            "seconds": round(seconds, 1),
+            "passed": self.tested and not self.failed,
+            "tested": self.tested,
+            "worlds": sum(self.worlds.values()),
+            "steps": self.steps,
+            "faults": sum(self.faults.values()),
+            "operations": sum(calls.values()),
+            "compared_blocks": self.operations["compared"],
+            **{kind: self.found[kind] for kind in KINDS},
+            "longest_stall_s": round(self.longest_stall_s, 3),
+            "longest_stall": self.longest_stall,
+            "longest_promotion_s": round(self.longest_promotion_s, 3),
+            "machine_late_s": round(self.machine_late_s, 3),
+            **self.coverage.as_json(),
+            "faults_by_name": dict(sorted(self.faults.items())),
+            "operations_by_name": dict(sorted(self.operations.items())),
+            "worlds_by_kind": dict(sorted(self.worlds.items())),
+            "excused_blocks": dict(sorted(self.excused.items())),
+            "figures": dict(sorted(self.figures.items())),
+            "findings": self.texts,
+        }

@@ -1,0 +1,183 @@
+"""A run: world after world until the time is over."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.torture.checks import capacity, check, finish
+from kvhearth_lab.torture.faults import TABLE
+from kvhearth_lab.torture.plan import Dice, Plan, StepLog, recorded
+from kvhearth_lab.torture.report import Report
+from kvhearth_lab.torture.scene import CapacityWatch, Roots, places
+from kvhearth_lab.torture.stalls import Metronome, Stalls
+from kvhearth_lab.torture.world import UselessError, World
+
+_WARM_S = 0.4
+_LEAST_S = 2.0
+"""A world's end takes so long: no step begins that could not end before it."""
+_STEP_S = 4.0
+"""No step is expected to take longer."""
+_WORLD_S = 7.0
+"""With less time left no world begins, but the first: it could try nothing."""
+
+_SHAPES = 64
+"""So many worlds have every shape."""
+
+Progress = Callable[[float, str], None]
+"""Told (seconds that are over, what is going on)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is wanted.
+
+    Attributes:
+        seed: of all choices.
+        seconds: at whose end the last world is over, if its last step took no longer than most.
+        faults: names; empty for all.
+        ssd: worlds with a drive, too.
+        first: number of the first world; ``worlds``: how many, 0 for as many as there is time for.
+        log: where steps are written, ``replay``: a log whose steps are done again.
+        keep: leave the directories of worlds in which something was found.
+    """
+
+    seed: int
+    seconds: float
+    roots: Roots
+    faults: Sequence[str] = ()
+    ssd: bool = True
+    first: int = 0
+    worlds: int = 0
+    log: Path | None = None
+    replay: Path | None = None
+    keep: bool = False
+
+    def plans(self) -> Iterable[Plan]:
+        """The worlds to go through.
+
+        Raises:
+            KVHearthError: ``config_invalid``.
+        """
+        unknown = sorted(set(self.faults) - TABLE.keys())
+        if unknown:
+            known = ", ".join(TABLE)
+            raise KVHearthError(
+                Reason.CONFIG_INVALID, f"--faults: no {', '.join(unknown)}; known: {known}"
+            )
+        if self.replay is not None:
+            return recorded(self.replay)
+        dice = Dice(self.seed, list(self.faults or TABLE), self.ssd, self.first)
+        shapes = list(itertools.islice(dice.shapes(), self.worlds or _SHAPES))
+        idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
+        # One world need not have room for all that is asked for, but for something.
+        if idle and (not self.worlds or len(idle) == len(self.faults)):
+            raise KVHearthError(
+                Reason.CONFIG_INVALID,
+                f"--faults: {', '.join(idle)} cannot happen in the worlds that are left by "
+                "--no-ssd or --world",
+            )
+        return dice.plans()
+
+
+def run(options: Options, progress: Progress) -> dict[str, Any]:
+    """Torture; the figures of ``Report.as_json``.
+
+    Raises:
+        KVHearthError: ``config_invalid`` for options that cannot be.
+    """
+    options.roots.check(ssd=options.ssd)
+    plans = options.plans()
+    report, stalls = Report(), Stalls()
+    log = StepLog(options.log)
+    metronome = Metronome(stalls.late)
+    metronome.start()
+    begin = time.monotonic()
+    course = _Course(options, report, stalls, log, begin, progress)
+    kept: list[str] = []
+    try:
+        for count, plan in enumerate(plans):
+            over = time.monotonic() - begin > options.seconds - _WORLD_S
+            if (count and over) or (options.worlds and count >= options.worlds):
+                break
+            kept += _world(course, plan)
+    finally:
+        metronome.stop()
+        log.close()
+    report.machine_late_s = stalls.late_s
+    found = report.as_json(options.seed, time.monotonic() - begin)
+    return {**found, "kept": kept}
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What all worlds of a run share."""
+
+    options: Options
+    report: Report
+    stalls: Stalls
+    log: StepLog
+    begin: float
+    progress: Progress
+
+    def step_s(self, over_s: float) -> float:
+        """What a step takes, by those before; 0 for the first."""
+        return min(_STEP_S, over_s / self.report.steps) if self.report.steps else 0.0
+
+
+def _world(course: _Course, plan: Plan) -> list[str]:
+    """Go through one world; the directories of it that are kept."""
+    options, report, log = course.options, course.report, course.log
+    keep: list[bool] = []
+    before = len(report.texts)
+    with places(options.roots, keep) as where:
+        log.world(plan)
+        for name in plan.faults:
+            report.coverage.aims.update(TABLE[name].aims(plan.shape))
+        world = World(plan, where, report, course.stalls)
+        watch = CapacityWatch(where.ssd)
+        watch.start()
+        try:
+            world.start_daemon()
+            world.start_clients()
+            world.traffic(_WARM_S)
+            for number, step in enumerate(plan.steps, 1):
+                at_s = time.monotonic() - course.begin
+                if at_s > options.seconds - _LEAST_S - course.step_s(at_s):
+                    break
+                course.progress(at_s, f"world {plan.number} ({plan.shape.kind}): {step.fault}")
+                world.step = number
+                log.step(plan.number, number, step, at_s)
+                TABLE[step.fault].run(world, step.parameters)
+                report.faults[step.fault] += 1
+                report.steps += 1
+                check(world)
+                capacity(world, watch)
+            world.step += 1
+            finish(world)
+            capacity(world, watch)
+        except UselessError:
+            pass
+        finally:
+            watch.stop()
+            for client in world.clients:
+                if client.alive:
+                    client.kill()
+            world.daemon.kill()
+        world.judge_slow()
+        report.worlds[plan.shape.kind] += 1
+        report.excused.update(world.oracle.excused)
+        report.figures["most_ssd_share_permille"] = max(
+            report.figures["most_ssd_share_permille"],
+            1000 * watch.most_bytes // plan.shape.ssd_bytes if plan.shape.ssd_bytes else 0,
+        )
+        log.note(plan.number, world.step, findings=report.texts[before:])
+        if options.keep and len(report.texts) > before:
+            keep.append(True)
+            return [str(where.folder)]
+    return []

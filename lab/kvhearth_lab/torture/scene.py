@@ -1,0 +1,299 @@
+"""A world's directories: sockets and logs, the arena on tmpfs, the SSD directory on a drive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
+from kvhearth_lab.harness.clock import set_offsets
+from kvhearth_lab.harness.engine import key_of
+from kvhearth_lab.torture import damage
+from kvhearth_lab.torture.daemon import Daemon
+from kvhearth_lab.torture.damage import ARENA, DRIVE
+from kvhearth_lab.torture.oracle import Oracle
+from kvhearth_lab.torture.plan import Plan
+from kvhearth_lab.torture.report import Report
+from kvhearth_lab.torture.stalls import Stalls
+from kvhearth_lab.torture.world_config import ROOMY
+from kvhearth_server.config.value_types import format_size
+from kvhearth_server.memory.page_kinds import FilesystemKind, filesystem_kind
+
+_EVERY_S = 0.02
+_SOCKETS_CHARS = 60
+_ARENA_BYTES, _DRIVE_BYTES = 300 << 20, 400 << 20
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where worlds are made.
+
+    Attributes:
+        arena: on tmpfs (or hugetlbfs).
+        drive: on the drive that is to be tried.
+    """
+
+    arena: Path
+    drive: Path
+
+    def check(self, *, ssd: bool = True) -> None:
+        """Raise KVHearthError ``config_invalid`` unless both can be used, and have room: what is
+        lost because a world does not fit would be taken for the daemon's doing. Without ``ssd``
+        there are only logs on the drive.
+        """
+        rooms = (
+            ("--arena-root", self.arena, _ARENA_BYTES),
+            ("--dir", self.drive, _DRIVE_BYTES if ssd else 0),
+        )
+        for name, path, needed in rooms:
+            try:
+                # Only a try tells: root may write to anything, by its permissions.
+                with tempfile.TemporaryFile(prefix="kvh-", dir=path), _folder(path):
+                    pass
+            except OSError as error:
+                raise KVHearthError(
+                    Reason.CONFIG_INVALID,
+                    f"{name} {path} is no directory that can be written to ({error.strerror})",
+                ) from None
+            free = shutil.disk_usage(path).free
+            if free < needed:
+                raise KVHearthError(
+                    Reason.CONFIG_INVALID,
+                    f"{name} {path}: {format_size(free)} are free, {format_size(needed)} are "
+                    "needed; give another directory",
+                )
+        if filesystem_kind(self.arena).kind is FilesystemKind.OTHER:
+            raise KVHearthError(
+                Reason.CONFIG_INVALID,
+                f"--arena-root {self.arena} is neither on tmpfs nor on hugetlbfs, and an arena is "
+                "memory; give a directory such as /dev/shm",
+            )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Directories of one world."""
+
+    folder: Path
+    arena: Path
+    ssd: Path
+
+    @property
+    def orders(self) -> Path:
+        """The file that commands the drive."""
+        return self.folder / "drive.json"
+
+    @property
+    def clock(self) -> Path:
+        """The file that the daemon's clocks follow."""
+        return self.folder / "clock"
+
+
+@contextlib.contextmanager
+def places(roots: Roots, keep: list[bool]) -> Iterator[Places]:
+    """Directories of one world, removed at the end unless something was put into ``keep``."""
+    with contextlib.ExitStack() as made:
+        folder = made.enter_context(_folder(roots.drive, keep))
+        # A socket's path has 107 characters: the sockets are near the root where the drive is not.
+        near = None if len(str(folder)) > _SOCKETS_CHARS else folder
+        sockets = near or made.enter_context(_folder(None, keep))
+        arena = made.enter_context(_folder(roots.arena))
+        ssd = folder / "ssd"
+        ssd.mkdir()
+        yield Places(sockets, arena, ssd)
+
+
+@contextlib.contextmanager
+def _folder(root: Path | None, keep: Sequence[bool] = ()) -> Iterator[Path]:
+    """A new directory, removed at the end unless there is something in ``keep``."""
+    path = Path(tempfile.mkdtemp(prefix="kvh-", dir=root))
+    try:
+        yield path
+    finally:
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class CapacityWatch(threading.Thread):
+    """Looks all the time at what a directory takes, by its file system's count."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="kvhearth-capacity", daemon=True)
+        self.most_bytes = 0
+        self._path = path
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self.look()
+
+    def look(self) -> int:
+        """Look once; the most that was ever seen."""
+        with contextlib.suppress(FileNotFoundError):
+            self.most_bytes = max(self.most_bytes, damage.claimed_bytes(self._path))
+        return self.most_bytes
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self.join()
+
+
+ON_DRIVE = "checksum_failures{ssd}"
+"""The daemon's counter of what did not leave the drive."""
+
+PATIENCE_S = 15.0
+"""What is not served, given back or closed after so long never will be."""
+
+
+class Scene:
+    """Places, promises, and the daemon's settings; the daemon does not run yet.
+
+    Attributes:
+        models: names of the shape's models.
+        patience_s: ``PATIENCE_S``; shorter where something is known to be lost.
+        monotonic_s: how far the daemon's monotonic clock is ahead.
+        damaged: where faults damaged bytes: in the ``ARENA``, on the ``DRIVE``.
+        drive_is_good: no fault has hit the drive, so everything must reach it.
+        drive_is_suspect: a fault has hit it since the daemon's start.
+        counted: boot and counters of the daemon at the last look.
+    """
+
+    def __init__(self, plan: Plan, places: Places, report: Report, stalls: Stalls) -> None:
+        self.plan, self.shape, self.places, self.report = plan, plan.shape, places, report
+        self.stalls = stalls
+        self.oracle = Oracle(keeps=self.shape.keeps)
+        self.models = [self.model_name(number) for number in range(len(self.shape.models))]
+        self.step = 0
+        self.patience_s = PATIENCE_S
+        self.monotonic_s = 0.0
+        self.damaged: set[str] = set()
+        self.drive_is_good = True
+        self.drive_is_suspect = False
+        self.counted: tuple[str, dict[str, int]] = ("", {})
+        self.orders()
+        set_offsets(places.clock, 0.0, 0.0)
+        self.daemon = Daemon(
+            places.folder,
+            self.shape.flags(places.arena, places.ssd),
+            {DISK_ENVIRONMENT_NAME: str(places.orders)} if self.shape.ssd_bytes else {},
+            places.clock if self.shape.skewed else None,
+        )
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """For findings."""
+        return {"world": self.plan.number, "step": self.step, "kind_of_world": self.shape.kind}
+
+    @property
+    def arena_dir(self) -> Path:
+        """Of the arena's files."""
+        return self.places.arena
+
+    @property
+    def ssd_dir(self) -> Path:
+        """The drive's directory."""
+        return self.places.ssd
+
+    @property
+    def clock_file(self) -> Path:
+        """What the daemon's clocks follow."""
+        return self.places.clock
+
+    def model_name(self, number: int) -> str:
+        """Of one of the world's models."""
+        return f"m{self.plan.seed}.{self.plan.number}.{number}"
+
+    @contextlib.contextmanager
+    def window(self, why: str) -> Iterator[None]:
+        """What takes long meanwhile is explained."""
+        opened = self.stalls.open(why)
+        try:
+            yield
+        finally:
+            self.stalls.close(opened)
+
+    def orders(self, **said: Any) -> None:
+        """Command the drive; without arguments it is good again."""
+        fresh = self.places.orders.with_suffix(".new")
+        fresh.write_text(json.dumps(said))
+        fresh.replace(self.places.orders)
+
+    def drive_faulted(self) -> None:
+        """What cannot be written is evicted without a copy, what cannot be read is forgotten, a
+        tier that was told "no space" makes room in what it has: until the daemon's next start any
+        block may get lost that does not fit into memory.
+        """
+        self.drive_is_good, self.drive_is_suspect = False, True
+        if self.shape.kind != ROOMY:
+            self.oracle.keeps = False
+
+    def trust_drive(self) -> None:
+        """The daemon is dead: its successor knows what is whole on the drive, and no more."""
+        if self.drive_is_suspect and self.shape.kind != ROOMY:
+            self.excuse_not_on_disk("drive fault")
+            self.oracle.keeps = self.shape.keeps
+        self.drive_is_suspect = False
+
+    def explains_checksum(self, source: str) -> bool:
+        """Whether a checksum that failed at this source is due to a fault. What is wrong on the
+        drive is stopped there: it must not come as far as the arena and its readers.
+        """
+        return ARENA in self.damaged or (DRIVE in self.damaged and source == ON_DRIVE)
+
+    def excuse(self, keys: Iterable[bytes], why: str, *, spoilt: bool = False) -> None:
+        """Blocks that may be gone.
+
+        Args:
+            spoilt: the daemon may not have found out yet (``Oracle.spoil``).
+        """
+        wanted = set(keys)
+        take = self.oracle.spoil if spoilt else self.oracle.excuse
+        for model in self.models:
+            known = self.oracle.within_reach(model)
+            take(model, [number for number in known if key_of(model, number) in wanted], why)
+
+    def excuse_unless_on_disk(
+        self, keys: Iterable[bytes], why: str, *, spoilt: bool = False
+    ) -> None:
+        """Blocks whose copy in memory is damaged: a whole one on the drive repairs them.
+
+        Args:
+            spoilt: as for ``excuse``.
+        """
+        wanted = set(keys)
+        take = self.oracle.spoil if spoilt else self.oracle.excuse
+        for model, above in self.not_on_disk().items():
+            take(model, [number for number in above if key_of(model, number) in wanted], why)
+
+    def excuse_all(self, why: str) -> None:
+        """Nobody can name the blocks any more."""
+        for model in self.models:
+            self.oracle.excuse(model, self.oracle.within_reach(model), why)
+
+    def excuse_not_on_disk(self, why: str) -> None:
+        """Blocks that are in memory only."""
+        for model, above in self.not_on_disk().items():
+            self.oracle.excuse(model, above, why)
+
+    def not_on_disk(self, *, sealed: bool = False) -> dict[str, list[int]]:
+        """By model, blocks that are not whole on the drive under the present weights.
+
+        Args:
+            sealed: only those that were acknowledged; else also those that may be.
+        """
+        whole = damage.blocks_on_disk(self.ssd_dir) if self.shape.ssd_bytes else set()
+        found = {}
+        for model in self.models:
+            epoch = self.oracle.epoch(model)
+            known = self.oracle.known(model) if sealed else self.oracle.within_reach(model)
+            found[model] = [n for n in known if (key_of(model, n), epoch) not in whole]
+        return found

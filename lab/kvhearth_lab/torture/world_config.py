@@ -1,0 +1,140 @@
+"""One world's shape: sizes, models, clients, settings; all of it from its dice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+from kvhearth_server.tiers.ssd.settings import capacity_least
+
+MIB = 1 << 20
+SLAB_BYTES = 2 * MIB
+SLOT_BYTES_MIN = 16 << 10
+
+ROOMY = "roomy"
+"""Memory for everything, twice: nothing is evicted, every sealed block must always be there."""
+SINKING = "sinking"
+"""Memory for a part, drives for everything: what leaves memory must be on a drive."""
+FLEETING = "fleeting"
+"""Memory that ends with the daemon, drives for everything: what was on a drive must come back."""
+PRESSED = "pressed"
+"""Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
+KINDS = (ROOMY, SINKING, FLEETING, PRESSED)
+_FLUSHED = 4
+_PAGES = (4096, 16384, 16384, 40000, 49152)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a world is like; plain values, so that it can be written down and read back.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        memory_bytes: of the arena.
+        ssd_bytes: capacity of the SSD directory, 0 for none.
+        segment_bytes: of its files.
+        models: (page bytes, shards) of each model.
+        clients: (model, whether it has pipelines) of each client.
+        blocks_max: blocks that clients begin to store, in all.
+        skewed: the daemon's clocks can be made to jump.
+    """
+
+    kind: str
+    memory_bytes: int
+    ssd_bytes: int
+    segment_bytes: int
+    models: tuple[tuple[int, int], ...]
+    clients: tuple[tuple[int, bool], ...]
+    blocks_max: int
+    flush: bool
+    interface: str
+    verify_adopted: bool
+    skewed: bool
+
+    @property
+    def arena_stays(self) -> bool:
+        """The arena's files outlive the daemon."""
+        return self.kind != FLEETING
+
+    @property
+    def blocks_kept(self) -> int:
+        """Blocks beyond ``blocks_max`` that are kept for faults that need stores."""
+        return self.blocks_max // 3
+
+    @property
+    def keeps(self) -> bool:
+        """No sealed block may get lost without a fault that took it."""
+        return self.kind != PRESSED
+
+    def flags(self, arena: Path, ssd: Path) -> list[str]:
+        """Of ``kvhearth serve``."""
+        words = ["--memory", str(self.memory_bytes), "--slab-bytes", str(SLAB_BYTES)]
+        words += ["--slot-bytes-min", str(SLOT_BYTES_MIN), "--hugepages", "off"]
+        words += ["--drain-grace-s", "0.2", "--drain-grace-no-pidfd-s", "0.4"]
+        words += ["--stock-fraction-max", "0.3", "--held-fraction-max", "0.9"]
+        words += ["--log-format", "json", "--log-level", "info", "--http", "off"]
+        words += ["--verify-adopted" if self.verify_adopted else "--no-verify-adopted"]
+        if self.arena_stays:
+            words += ["--arena-dir", str(arena)]
+        if self.ssd_bytes:
+            words += ["--ssd-dir", f"{ssd}={self.ssd_bytes}"]
+            words += ["--ssd-segment-bytes", str(self.segment_bytes)]
+            words += ["--ssd-interface", self.interface]
+            words += ["--ssd-flush"] if self.flush else []
+        return words
+
+    def as_json(self) -> dict[str, Any]:
+        """For the log of steps."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Shape:
+        """From the log of steps.
+
+        Raises:
+            TypeError, KeyError: it is not of this version.
+        """
+        models = tuple((int(a), int(b)) for a, b in said["models"])
+        clients = tuple((int(a), bool(b)) for a, b in said["clients"])
+        return cls(**{**said, "models": models, "clients": clients})
+
+
+def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Shape:
+    """The shape of world ``number``: kinds come in turn. ``skewed``: its clocks may jump, if the
+    dice say so.
+    """
+    kinds = (SINKING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
+    kind = kinds[number % len(kinds)]
+    has_ssd = ssd and (kind != ROOMY or dice.random() < 0.6)
+    shards = dice.choice([1, 2])
+    models = ((dice.choice(_PAGES), shards), (dice.choice(_PAGES), 1))
+    blocks = dice.choice([500, 700])
+    largest = blocks * max(page * count for page, count in models)
+    memory = {
+        ROOMY: -(-2 * largest // SLAB_BYTES) * SLAB_BYTES + 16 * SLAB_BYTES,
+        SINKING: dice.choice([5, 6, 8]) * SLAB_BYTES,
+        FLEETING: dice.choice([6, 10]) * SLAB_BYTES,
+        PRESSED: dice.choice([3, 4]) * SLAB_BYTES,
+    }[kind]
+    segment = dice.choice([1, 2]) * MIB
+    # Three times, since what is stored again or carried over lies there twice for a while.
+    room = 4 * largest + 24 * segment
+    if kind == PRESSED:
+        room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment
+    return Shape(
+        kind=kind,
+        memory_bytes=memory,
+        ssd_bytes=room if has_ssd else 0,
+        segment_bytes=segment,
+        models=models,
+        clients=((0, shards == 1), (1, True), (dice.choice([0, 1]), False)),
+        blocks_max=blocks if kind != PRESSED else 12 * blocks,
+        # Now and then, and for sure in a run of minutes.
+        flush=dice.random() < 0.15 or number % 6 == _FLUSHED,
+        interface=dice.choice(["auto", "auto", "auto", "threads"]),
+        verify_adopted=dice.random() < 0.7,
+        skewed=skewed and dice.random() < 0.5,
+    )

@@ -1,0 +1,190 @@
+"""The one door of the verbs to a running daemon: AdminService on its unix socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET
+from kvhearth.wire.status import STATUS_DETAILS_KEY, decode_status, error_from_code
+from kvhearth_server.cli import liveness
+from kvhearth_server.config.load import load_settings
+
+TOKEN_KEY = "kvhearth-admin-token"
+DEADLINE_S = 20.0
+DIGEST_DIGITS = 64
+
+_SHOWN = 12
+_NAMED = 8
+"""Digits of a namespace, and namespaces, that a message shows."""
+
+Reply = TypeVar("Reply")
+
+
+def directory(given: Path | None) -> Path:
+    """The daemon's directory: as given (flag, environment), or as the settings have it.
+
+    Raises:
+        KVHearthError: ``config_invalid``.
+    """
+    if given is not None:
+        return Path(os.path.abspath(given.expanduser()))
+    return load_settings({}).socket_dir
+
+
+class Reach:
+    """A context with one channel to the daemon of a directory.
+
+    Args:
+        given: ``--socket-dir``.
+
+    Raises:
+        KVHearthError: from every call: ``daemon_away``, ``not_admin``, or the daemon's refusal.
+    """
+
+    def __init__(self, given: Path | None) -> None:
+        self._folder = directory(given)
+        self._undo = ExitStack()
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.default_authority", "localhost"),
+            ("grpc.max_receive_message_length", -1),
+        ]
+        target = f"unix:{self._folder / GRPC_SOCKET}"
+        self._channel = self._undo.enter_context(grpc.insecure_channel(target, options=options))
+        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def __enter__(self) -> Reach:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+
+    def stats(self) -> admin_pb2.StatsResponse:
+        """Sizes, counts and counters."""
+        return self._ask(self._stub.Stats, admin_pb2.StatsRequest())
+
+    def sessions(self) -> admin_pb2.ListSessionsResponse:
+        """The attached processes."""
+        return self._ask(self._stub.ListSessions, admin_pb2.ListSessionsRequest())
+
+    def leases(self) -> admin_pb2.ListLeasesResponse:
+        """What readers hold."""
+        return self._ask(self._stub.ListLeases, admin_pb2.ListLeasesRequest())
+
+    def namespaces(self) -> admin_pb2.ListNamespacesResponse:
+        """All namespaces."""
+        return self._ask(self._stub.ListNamespaces, admin_pb2.ListNamespacesRequest())
+
+    def explain_contract(self, tenant: str, text: str) -> admin_pb2.ExplainContractResponse:
+        """The namespace of a contract, and those that are near it."""
+        request = admin_pb2.ExplainContractRequest(tenant=tenant, contract_json=text)
+        return self._ask(self._stub.ExplainContract, request)
+
+    def explain_key(self, key: bytes) -> admin_pb2.ExplainKeyResponse:
+        """Where a key is."""
+        return self._ask(self._stub.ExplainKey, admin_pb2.ExplainKeyRequest(key=key))
+
+    def evict(
+        self, namespace: str, keep_bytes: int, tier: admin_pb2.EvictTier.ValueType
+    ) -> admin_pb2.EvictResponse:
+        """Remove blocks of a namespace (all 64 hex digits) down to ``keep_bytes``."""
+        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
+        return self._ask(self._stub.Evict, request)
+
+    def forget(self, namespace: str, epoch: int) -> admin_pb2.ForgetNamespaceResponse:
+        """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current."""
+        request = admin_pb2.ForgetNamespaceRequest(namespace=namespace, expected_epoch=epoch)
+        return self._ask(self._stub.ForgetNamespace, request)
+
+    def drain(self) -> admin_pb2.DrainResponse:
+        """Take no more stores and sessions."""
+        return self._ask(self._stub.Drain, admin_pb2.DrainRequest())
+
+    def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
+        """The namespace whose hex digest starts with ``name``.
+
+        Raises:
+            KVHearthError: ``unknown_namespace`` unless there is exactly one.
+        """
+        found = [
+            space
+            for space in self.namespaces().namespaces
+            if name and space.namespace.startswith(name.lower())
+        ]
+        if len(found) == 1:
+            return found[0]
+        told = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
+        if found:
+            digits = next(n for n in range(1, DIGEST_DIGITS + 1) if _differ(found, n))
+            names = ", ".join(space.namespace[: max(_SHOWN, digits)] for space in found[:_NAMED])
+            more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            told = f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
+        raise KVHearthError(Reason.UNKNOWN_NAMESPACE, told)
+
+    def _ask(self, method: Callable[..., Reply], request: object) -> Reply:
+        self._require_socket()
+        metadata = ((TOKEN_KEY, self._token()),)
+        return self._translated(lambda: method(request, metadata=metadata, timeout=DEADLINE_S))
+
+    def _translated(self, call: Callable[[], Reply]) -> Reply:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.RpcError) -> KVHearthError:
+        # What a stub raises is a call too; the type of gRPC's errors does not say so.
+        call: Any = error
+        for key, value in call.trailing_metadata() or ():
+            if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+                return decode_status(value)
+        if call.code() is grpc.StatusCode.UNAVAILABLE:
+            return self._away()
+        return error_from_code(call.code().value[0], call.details() or "no details")
+
+    def _require_socket(self) -> None:
+        path = self._folder / GRPC_SOCKET
+        try:
+            path.stat()
+        except PermissionError:
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path))) from None
+        except OSError:
+            raise self._away() from None
+        if not os.access(path, os.W_OK, effective_ids=True):
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path)))
+
+    def _away(self) -> KVHearthError:
+        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / GRPC_SOCKET)))
+
+    def _token(self) -> str:
+        path = self._folder / ADMIN_TOKEN_FILE
+        try:
+            return path.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            raise self._away() from None
+        except (OSError, UnicodeDecodeError) as error:
+            told = getattr(error, "strerror", None) or "no token"
+            raise KVHearthError(
+                Reason.NOT_ADMIN,
+                f"cannot read {path}: {told}; run this as the user that the daemon runs as",
+            ) from None
+
+
+def _differ(found: list[admin_pb2.NamespaceInfo], digits: int) -> bool:
+    """Whether so many digits tell all namespaces apart."""
+    return len({space.namespace[:digits] for space in found}) == len(found)

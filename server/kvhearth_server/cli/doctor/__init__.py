@@ -1,0 +1,1 @@
+"""``kvhearth doctor``: checks of the machine and its findings."""

@@ -1,0 +1,1 @@
+"""Settings: one model, and how flags, environment and YAML feed it."""

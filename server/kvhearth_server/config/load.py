@@ -1,0 +1,192 @@
+"""The settings of a start, from wherever they are written.
+
+The order is flag > ``KVHEARTH_*`` environment > YAML file > default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from kvhearth import failpoints as faults
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.model import ENV_PREFIX, SOCKET_PATH_BYTES_MAX, Settings
+from kvhearth_server.config.value_types import Shown, SsdDir, TenantSetting, parse_tenant
+
+WRONG_CHARS_MAX = 400
+_FILE_BYTES_MAX = 1 << 20
+_FILE_NODES_MAX = 10_000
+
+
+def read_settings_file(path: Path | None) -> dict[str, object]:
+    """Names and values as they are written there; nothing without a path.
+
+    Raises:
+        KVHearthError: ``CONFIG_INVALID``.
+    """
+    if path is None:
+        return {}
+    try:
+        loaded = _bounded(_parsed(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        told = cut(" ".join(str(error).split()), WRONG_CHARS_MAX)
+        raise KVHearthError(
+            Reason.CONFIG_INVALID, one_line(f"cannot read --config {path}: {told}")
+        ) from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise KVHearthError(
+            Reason.CONFIG_INVALID, f"{path} holds no settings; write lines like 'memory: 64GiB'"
+        )
+    return {str(name): value for name, value in loaded.items()}
+
+
+def _parsed(path: Path) -> object:
+    """What a file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too long or too deep, or a value is not of the kind that it says.
+        yaml.YAMLError: it is not YAML.
+    """
+    with path.open("rb") as file:
+        data = file.read(_FILE_BYTES_MAX + 1)
+    if len(data) > _FILE_BYTES_MAX:
+        raise ValueError(f"more than {_FILE_BYTES_MAX} bytes are no settings")
+    try:
+        return yaml.safe_load(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deep for settings") from None
+    except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
+        # PyYAML lets its constructors' own errors through: of a date that no calendar has, say.
+        raise ValueError(f"a value cannot be read: {error}") from None
+
+
+def _bounded(loaded: object) -> object:
+    """``loaded``, unless aliases make it very much larger than its file, or endless.
+
+    Raises:
+        ValueError: they do.
+    """
+    left, count = [loaded], 0
+    while left:
+        node = left.pop()
+        inner = node.values() if isinstance(node, dict) else node
+        if isinstance(inner, str | bytes) or not isinstance(inner, Collection):
+            continue
+        count += len(inner)
+        if count > _FILE_NODES_MAX:
+            raise ValueError(f"more than {_FILE_NODES_MAX} values are no settings")
+        left.extend(inner)
+    return loaded
+
+
+def cut(text: str, chars_max: int) -> str:
+    """``text``, its end left out where it is longer than ``chars_max``."""
+    return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
+
+
+def one_line(text: str) -> str:
+    """``text`` with what is not printable as an escape: it may come from a file or a name."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+__all__ = [
+    "ENV_PREFIX",
+    "SOCKET_PATH_BYTES_MAX",
+    "Settings",
+    "Shown",
+    "SsdDir",
+    "TenantSetting",
+    "flag_of",
+    "load_settings",
+    "parse_tenant",
+    "unread_environment",
+]
+
+CONFIG_ENV = "KVHEARTH_CONFIG"
+_PROBLEMS_MAX = 20
+_NAME_CHARS_MAX = 64
+_VALUE_CHARS_MAX = 200
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting: ``--slab-bytes`` of ``slab_bytes``."""
+    field = Settings.model_fields.get(name)
+    named = [each.flag for each in (field.metadata if field else ()) if isinstance(each, Shown)]
+    return "".join(named) or "--" + name.replace("_", "-")
+
+
+def load_settings(flags: Mapping[str, object], config_path: Path | None = None) -> Settings:
+    """The settings from flags, environment and YAML file.
+
+    Args:
+        flags: by field name; only those that were given.
+        config_path: the YAML file; without it the one that ``KVHEARTH_CONFIG`` names, if any.
+
+    Raises:
+        KVHearthError: ``CONFIG_INVALID``; it names each bad setting, its value and the fix.
+    """
+    path = config_path or (Path(found) if (found := os.environ.get(CONFIG_ENV)) else None)
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    from_env = EnvSettingsSource(Settings)()
+    for values, origin in (
+        (read_settings_file(path), lambda name: f"{name} (in {path})"),
+        (from_env, lambda name: ENV_PREFIX + name.upper()),
+        (dict(flags), flag_of),
+    ):
+        merged |= values
+        origins |= {name: origin(name) for name in values}
+    # Told apart here, because pydantic-settings takes names like _env_file for its own arguments.
+    unknown = [name for name in merged if name not in Settings.model_fields]
+    problems = [
+        f"{cut(origins[name], WRONG_CHARS_MAX)}: there is no such setting; {_hint(name)}"
+        for name in unknown
+    ]
+    try:
+        settings = Settings(**{n: v for n, v in merged.items() if n not in unknown})
+    except ValidationError as error:
+        problems += [_explain(dict(line), merged, origins) for line in error.errors()]
+    if problems:
+        more = len(problems) - _PROBLEMS_MAX
+        told = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
+        raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(told)))
+    return settings
+
+
+def unread_environment() -> list[str]:
+    """``KVHEARTH_*`` variables that are set and that no setting reads, sorted: probably misspelt.
+
+    They are worth a warning and not a refusal: Kubernetes sets ``KVHEARTH_PORT`` and the like in
+    every pod beside a Service of that name.
+    """
+    known = {CONFIG_ENV, faults.ENVIRONMENT_NAME, faults.DISK_ENVIRONMENT_NAME}
+    known |= {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    return sorted(n for n in os.environ if n.startswith(ENV_PREFIX) and n not in known)
+
+
+def _explain(
+    line: Mapping[str, Any], written: Mapping[str, object], origins: Mapping[str, str]
+) -> str:
+    """One line of pydantic's as a sentence for a person: setting, value, what is wrong, fix."""
+    cause = line.get("ctx", {}).get("error")
+    wrong = str(cause) if cause is not None else str(line["msg"])
+    if not line["loc"]:
+        return wrong
+    name = str(line["loc"][0])
+    value = cut(repr(written[name]), _VALUE_CHARS_MAX)
+    return f"{origins[name]}: {value}: {wrong[:1].lower()}{cut(wrong[1:], WRONG_CHARS_MAX)}"
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name[:_NAME_CHARS_MAX], Settings.model_fields, n=1)
+    return f"did you mean {near[0]}?" if near else "see kvhearth serve --help"

@@ -1,0 +1,347 @@
+"""Every setting of the daemon, once: flags, environment, YAML and help are derived from it.
+
+``Settings(...)`` itself reads nothing from outside, so that a test gets exactly what it writes;
+``config.load_settings`` reads flags, environment and file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvhearth_server.config.value_types import (
+    HttpAddress,
+    OptionalSize,
+    Seconds,
+    Size,
+    SsdDirs,
+    Tenants,
+    TenantSetting,
+    Uids,
+    directory,
+    format_size,
+    host_and_port,
+    is_loopback,
+    lower,
+)
+
+ENV_PREFIX = "KVHEARTH_"
+ATTACH_SOCKET_NAME = "attach.sock"
+GRPC_SOCKET_NAME = "grpc.sock"
+CALLS_SOCKET_NAME = "calls.sock"
+DEFAULT_TENANT_NAME = "default"
+HUGEPAGE_BYTES = 2 << 20
+PAGE_BYTES = 4096
+MIB = 1 << 20
+SSD_SEGMENT_BYTES_LEAST = 64 << 10
+SSD_DIR_BYTES_MAX = 1 << 50
+SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
+
+
+class Settings(BaseSettings):
+    """The daemon's settings. Frozen; sizes in bytes, durations in seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True
+    )
+
+    socket_dir: Path = Field(
+        Path("/run/kvhearth"), description="Directory of the unix sockets and the admin token."
+    )
+    memory: Size = Field(
+        1 << 30, gt=0, description="Memory of all tenants together; rounded down to whole slabs."
+    )
+    arena_dir: Path | None = Field(
+        None,
+        description="Directory on hugetlbfs or tmpfs for the arena's files: the cache survives a "
+        "restart of the daemon. Without it the memory is anonymous.",
+    )
+    discard_arena: bool = Field(
+        False,
+        description="Delete an arena in arena_dir that these settings cannot take over; without "
+        "it such a start is refused.",
+    )
+    hugepages: Literal["require", "prefer", "off"] = Field(
+        "prefer",
+        description="Huge pages: refuse to start without, step down, or do not use them. An "
+        "arena_dir on hugetlbfs has no other pages to step down to.",
+    )
+    slab_bytes: Size = Field(64 << 20, description="What is given to one slot size at a time.")
+    slot_bytes_min: Size = Field(16 << 10, description="Smallest slot; a power of two.")
+    tenants: Tenants = Field(
+        (),
+        description="A tenant with its own segment; repeat for more (environment: separate by "
+        "spaces). Default: one tenant named 'default' with all the memory.",
+    )
+    allow_uids: Uids = Field(
+        (), description="Further user ids of the default tenant, beside the daemon's own."
+    )
+    held_fraction_max: float = Field(
+        0.8,
+        gt=0,
+        lt=1,
+        description="Part of a segment that leases, stocks, pins and quarantine may hold together.",
+    )
+    stock_fraction_max: float = Field(
+        0.25, gt=0, lt=1, description="Part of a segment that one group may hold reserved."
+    )
+    namespace_quota: OptionalSize = Field(
+        None,
+        gt=0,
+        description="Most memory of one namespace, half of it reserved. Default: no quota.",
+    )
+    keys_max: int = Field(8192, ge=1, le=1 << 20, description="Most keys in one request.")
+    message_bytes_max: Size = Field(
+        4 << 20, ge=64 << 10, le=1 << 30, description="Longest message that is taken."
+    )
+    sessions_max: int = Field(256, ge=1, le=65536, description="Most attached processes.")
+    namespaces_max: int = Field(1024, ge=1, le=1 << 20, description="Most namespaces.")
+    leases_max: int = Field(4096, ge=1, le=1 << 20, description="Most leases of one group.")
+    pins_max: int = Field(1024, ge=1, le=65535, description="Most pins of one namespace.")
+    pin_ttl_max_s: Seconds = Field(86400, description="Longest time to live of a pin.")
+    attach_timeout_s: Seconds = Field(5, gt=0, description="Longest handshake of an attach.")
+    drain_timeout_s: Seconds = Field(
+        10, description="At shutdown: how long calls in flight may take to end."
+    )
+    drain_grace_s: Seconds = Field(
+        0.5,
+        description="How long a dead client's slots stay unused after its mapping is gone "
+        "(its GPU's last write).",
+    )
+    drain_grace_no_pidfd_s: Seconds = Field(
+        5, description="The same where the kernel cannot tell a process's end (before Linux 6.5)."
+    )
+    eviction: Literal["s3fifo", "sieve"] = Field("s3fifo", description="Eviction policy.")
+    switch_interval_s: Seconds = Field(
+        0.0005, gt=0, le=0.1, description="Python's thread switch interval (GIL) in the daemon."
+    )
+    sum_threads: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Threads that take checksums in memory, and as many that verify what moves to "
+        "and from an SSD tier.",
+    )
+    verify_adopted: bool = Field(
+        True,
+        description="Verify adopted blocks in the background after a restart; readers verify "
+        "what was not reached yet.",
+    )
+    ssd_dirs: SsdDirs = Field(
+        (),
+        description="A directory for blocks that leave the memory, and how much of its drive they "
+        "may take; repeat for more drives, over which blocks are striped (environment: separate by "
+        "spaces). Default: no SSD tier.",
+    )
+    ssd_interface: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        "auto", description="How the kernel is asked for disk I/O; auto takes the best that works."
+    )
+    ssd_depth: int = Field(32, ge=1, le=4096, description="Disk requests in the kernel at once.")
+    ssd_segment_bytes: Size = Field(
+        0,
+        ge=0,
+        le=1 << 40,
+        description="Size of the log's files in a new directory; 0: chosen by the directory's "
+        "size, usually 256MiB.",
+    )
+    ssd_flush: bool = Field(
+        False,
+        description="Acknowledge a block on SSD only when the drive has flushed its cache: it "
+        "survives a power cut too, and writing is slower.",
+    )
+    ssd_prewrite: bool = Field(
+        False,
+        description="Write each new file of the log once before use, for steady writes; not while "
+        "ssd_bytes_per_day has no room for a whole file.",
+    )
+    ssd_bytes_per_day: Size = Field(
+        0,
+        ge=0,
+        description="Most bytes that all drives together take a day, all that is written counted, "
+        "and at most one file's more; 0: no bound.",
+    )
+    ssd_admission: Literal["all", "seen_twice"] = Field(
+        "all",
+        description="What is worth a write: every block, or one that is stored a second time.",
+    )
+    scrub_rate: Size = Field(
+        32 << 20,
+        ge=0,
+        le=1 << 40,
+        description="Bytes a second that are verified in the background, of memory and of SSD "
+        "each; 0: none.",
+    )
+    http: HttpAddress = Field(
+        "127.0.0.1:9460",
+        description="Where metrics, probes and operators' HTTP are served: HOST:PORT (port 0: any "
+        "free one), or off.",
+    )
+    http_insecure: bool = Field(
+        False,
+        description="Serve HTTP on an address that other machines may reach; it is not encrypted.",
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
+        Field("info", description="Least level that is logged.")
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="Form of the log on stderr; auto is console on a terminal, else json."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what the caller passes; ``load_settings`` merges the other sources by name."""
+        return (init_settings,)
+
+    @field_validator("socket_dir", "arena_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else directory(value)
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        problems = [*self._size_problems(), *self._tenant_problems(), *self._ssd_problems()]
+        path_bytes = len(os.fsencode(self.attach_socket))
+        if path_bytes > SOCKET_PATH_BYTES_MAX:
+            problems.append(
+                f"socket_dir: {str(self.attach_socket)!r} has {path_bytes} bytes, a unix socket's "
+                f"path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter directory"
+            )
+        if self.stock_fraction_max > self.held_fraction_max:
+            problems.append(
+                f"stock_fraction_max: {self.stock_fraction_max} is more than held_fraction_max "
+                f"({self.held_fraction_max}); lower it"
+            )
+        address = self.http_address
+        if address and not self.http_insecure and not is_loopback(address[0]):
+            problems.append(
+                f"http: other machines may reach {self.http}; give a loopback address such as "
+                "127.0.0.1:9460, or say http_insecure"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _size_problems(self) -> list[str]:
+        slab, slot = self.slab_bytes, self.slot_bytes_min
+        if slot < PAGE_BYTES or slot & (slot - 1):
+            return [f"slot_bytes_min: {slot} is not a power of two of at least {PAGE_BYTES}"]
+        if slab <= 0 or slab % HUGEPAGE_BYTES:
+            return [f"slab_bytes: {format_size(slab)} is not a multiple of 2MiB; try 64MiB"]
+        if slab % slot:
+            return [
+                f"slab_bytes: {format_size(slab)} is not a multiple of slot_bytes_min "
+                f"({format_size(slot)}); try 64MiB and 16KiB"
+            ]
+        if self.memory < slab:
+            return [
+                f"memory: {format_size(self.memory)} is less than one slab "
+                f"({format_size(slab)}); give more memory or lower slab_bytes"
+            ]
+        return []
+
+    def _tenant_problems(self) -> list[str]:
+        problems = []
+        names = [tenant.name for tenant in self.tenants]
+        uids = [uid for tenant in self.tenants for uid in tenant.uids]
+        total = sum(tenant.bytes for tenant in self.tenants)
+        if len(set(names)) < len(names):
+            problems.append("tenants: a name is there twice; give each tenant its own")
+        if len(set(uids)) < len(uids):
+            problems.append("tenants: a user id is there twice; a user id is of one tenant")
+        problems += [
+            f"tenants: {tenant.name} has {format_size(tenant.bytes)}, less than one slab "
+            f"({format_size(self.slab_bytes)}); give it more or lower slab_bytes"
+            for tenant in self.tenants
+            if tenant.bytes < self.slab_bytes
+        ]
+        if total > self.memory:
+            problems.append(
+                f"tenants: {format_size(total)} together is more than memory "
+                f"({format_size(self.memory)}); raise memory or give them less"
+            )
+        if self.tenants and self.allow_uids:
+            problems.append("allow_uids: is for the default tenant only; name the uids in tenants")
+        return problems
+
+    def _ssd_problems(self) -> list[str]:
+        if not self.ssd_dirs:
+            return []
+        from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+        from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
+
+        wanted = self.ssd_segment_bytes
+        if wanted % PAGE_BYTES or 0 < wanted < SSD_SEGMENT_BYTES_LEAST:
+            return [
+                f"ssd_segment_bytes: {wanted} is not a multiple of {PAGE_BYTES} of at least 64KiB; "
+                "try 256MiB, or 0 to have it chosen"
+            ]
+        problems = list[str]()
+        paths = [each.path for each in self.ssd_dirs]
+        problems += [
+            f"ssd_dirs: {path} is there twice; give each drive one directory"
+            for path in sorted({path for path in paths if paths.count(path) > 1})
+        ]
+        for each in self.ssd_dirs:
+            room = each.bytes - RESERVE_BYTES
+            least = RESERVE_BYTES + capacity_least(wanted or segment_bytes_for(max(0, room)))
+            if each.bytes < least:
+                problems.append(
+                    f"ssd_dirs: {each.path} has {format_size(each.bytes)}, too little for the "
+                    f"log's files; give it {format_size(-(-least // MIB) * MIB)} or more"
+                )
+            elif each.bytes > SSD_DIR_BYTES_MAX:
+                problems.append(
+                    f"ssd_dirs: {each.path} has {format_size(each.bytes)}, more than any drive; "
+                    "give it at most 1024TiB"
+                )
+        return problems
+
+    @property
+    def attach_socket(self) -> Path:
+        """Where engines attach."""
+        return self.socket_dir / ATTACH_SOCKET_NAME
+
+    @property
+    def calls_socket(self) -> Path:
+        """Where engines call."""
+        return self.socket_dir / CALLS_SOCKET_NAME
+
+    @property
+    def grpc_socket(self) -> Path:
+        """Where decisions are asked for."""
+        return self.socket_dir / GRPC_SOCKET_NAME
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of HTTP; None if it is off."""
+        return host_and_port(self.http)
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` in whole slabs."""
+        return self.memory // self.slab_bytes * self.slab_bytes
+
+    def rounded(self) -> list[tuple[str, int, int]]:
+        """(memory or a tenant's name, bytes asked for, bytes used) of what is not whole slabs."""
+        slab = self.slab_bytes
+        asked = [(each.name, each.bytes) for each in self.tenants] or [("memory", self.memory)]
+        return [(name, size, size // slab * slab) for name, size in asked if size % slab]
+
+    def effective_tenants(self, own_uid: int) -> tuple[TenantSetting, ...]:
+        """The tenants that the daemon of user ``own_uid`` serves, their bytes in whole slabs."""
+        if not self.tenants:
+            uids = tuple(dict.fromkeys((own_uid, *self.allow_uids)))
+            return (TenantSetting(DEFAULT_TENANT_NAME, uids, self.memory_bytes),)
+        slab = self.slab_bytes
+        return tuple(TenantSetting(t.name, t.uids, t.bytes // slab * slab) for t in self.tenants)

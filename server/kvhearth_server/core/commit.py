@@ -1,0 +1,182 @@
+"""Binding keys to written slots: the core of a commit, after its checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
+from kvhearth_server.core.actions import Bind, Sum
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.state import CoreState, flat
+
+
+@dataclass(frozen=True)
+class CommitItem:
+    """Keys of one KV group to bind; slots (n, shards), checksums (n, shards, 16) or None."""
+
+    kv_group: int
+    keys: list[bytes]
+    slots: I64
+    generations: U32
+    checksums: U8 | None
+    parent: bytes
+
+
+class Binder:
+    """Applies commit items whose slots the caller has checked."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+
+    def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
+        """Apply a checked item of a group that has its slots reserved."""
+        size = self._state.ledger.unreserved(group.segment, flat(item.slots))
+        group.stock_bytes -= size
+        return self.place(group.segment, namespace, item)
+
+    def place(
+        self, segment: int, namespace: Namespace, item: CommitItem, *, risen: bool = False
+    ) -> Bools:
+        """Bind keys to slots that are in nobody's books, but are billed to the namespace; slots of
+        keys that are bound already become free.
+
+        Args:
+            risen: the blocks come from a slower tier, where their copies stay.
+        """
+        state, keys = self._state, item.keys
+        heads = self._current(namespace, item.kv_group, keys)
+        fresh = heads < 0
+        if len(keys) > 1 and len(set(keys)) != len(keys):
+            first: dict[bytes, int] = {}
+            for position, key in enumerate(keys):
+                fresh[position] &= first.setdefault(key, position) == position
+        slots = item.slots[fresh]
+        spare = flat(item.slots[~fresh])
+        state.loosened += 1  # a slab of reserved slots could not be emptied, one of blocks can
+        if len(spare):
+            state.table.bump(spare)
+            namespace.used_bytes -= state.table.total_bytes(spare)
+            state.free_slots(segment, spare)
+            state.count("duplicate_blocks", int((~fresh).sum()))
+        if len(slots):
+            new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
+            sums = None if item.checksums is None else item.checksums[fresh]
+            self._fill(namespace, item.kv_group, slots, sums)
+            state.ledger.committed(segment, flat(slots), +1)
+            namespace.blocks += len(slots)
+            state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
+            heads[fresh] = slots[:, 0]
+            if len(new_keys) != len(keys):
+                heads = state.index.find(namespace.number, item.kv_group, keys)
+            self._chain(namespace, item, heads, fresh)
+            spec = state.spec(namespace, item.kv_group)
+            state.policies.insert(
+                namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
+            )
+            if risen:
+                state.table.sunk[slots[:, 0]] = Sunk.SAVED
+            self._record(namespace, item.kv_group, slots, new_keys, sums is not None)
+            if risen:
+                self._announce_risen(namespace, item.kv_group, slots, new_keys)
+            else:
+                self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
+        return fresh
+
+    def _current(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> I64:
+        """Heads of the keys that are bound, -1 for the others; blocks of an older epoch under these
+        keys make place.
+        """
+        state = self._state
+        heads = state.index.find(namespace.number, kv_group, keys)
+        old = (heads >= 0) & (state.table.epoch[heads] != namespace.epoch)
+        if old.any():
+            remove_blocks(state, np.unique(heads[old]), "epoch")
+            heads[old] = -1
+        return heads
+
+    def _fill(self, namespace: Namespace, kv_group: int, slots: I64, sums: U8 | None) -> None:
+        table, every = self._state.table, flat(slots)
+        table.namespace[every] = namespace.number
+        table.group[every] = kv_group
+        table.epoch[every] = namespace.epoch
+        table.owner[every] = 0
+        table.flags[every] = 0
+        table.sunk[every] = Sunk.NOT
+        table.used_at[every] = self._state.tick()
+        if slots.shape[1] > 1:
+            table.sibling[slots[:, :-1]] = slots[:, 1:] + 1
+            table.head[slots[:, 1:]] = slots[:, :1] + 1
+        if sums is None:
+            table.state[every] = State.COMMITTED
+        else:
+            table.checksum[every] = (
+                np.ascontiguousarray(sums).view(f"V{CHECKSUM_BYTES}").reshape(-1)
+            )
+            table.state[every] = State.SUMMED
+
+    def _chain(self, namespace: Namespace, item: CommitItem, heads: I64, fresh: Bools) -> None:
+        """Link new blocks to the ones before them; keys come root first."""
+        chains, index = self._state.chains, self._state.index
+        if item.parent:
+            before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
+            if before >= 0 and fresh[0] and before not in heads:
+                chains.link(before, int(heads[0]))
+        if fresh.all():
+            chains.link_run(heads)
+            return
+        for position in np.flatnonzero(fresh[1:]) + 1:
+            if heads[position - 1] != heads[position]:
+                chains.link(int(heads[position - 1]), int(heads[position]))
+
+    def _record(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
+    ) -> None:
+        """Number the blocks, and have their headers written."""
+        state = self._state
+        spec = state.spec(namespace, kv_group)
+        parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1
+        sequences = state.sequence + 1 + np.arange(len(slots), dtype=np.int64)
+        state.sequence += len(slots)
+        state.table.sequence[slots[:, 0]] = sequences
+        to = State.SUMMED if summed else State.COMMITTED
+        state.actions.append(
+            Bind(
+                slots,
+                sequences,
+                parents,
+                spec.page_bytes,
+                keys,
+                namespace.number,
+                kv_group,
+                namespace.epoch,
+                to,
+            )
+        )
+
+    def _announce_risen(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes]
+    ) -> None:
+        state = self._state
+        size = slots.size * state.spec(namespace, kv_group).page_bytes
+        state.count("promoted_blocks", len(slots))
+        state.count("promoted_bytes", size)
+        state.events.append(EventKind.MOVED, namespace.number, kv_group, keys, tier="dram")
+
+    def _announce(
+        self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
+    ) -> None:
+        state = self._state
+        state.count("stored_blocks", len(slots))
+        state.count("stored_bytes", slots.size * state.spec(namespace, kv_group).page_bytes)
+        if summed:
+            state.offers.offer(slots[:, 0])
+            state.count("summed_blocks", len(slots))
+            state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
+        else:
+            state.actions.append(Sum(slots, state.table.generation[slots].copy()))

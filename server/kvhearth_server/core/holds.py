@@ -1,0 +1,110 @@
+"""What keeps a block from eviction: leases and pins, counted per slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvhearth.errors import Reason
+from kvhearth.model import I64
+from kvhearth_server.core.groups import Group
+from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, rising
+from kvhearth_server.core.state import CoreState, require
+
+_QUARANTINED = int(State.QUARANTINED)
+_SUMMED, _ONE_LEASE = bytes([State.SUMMED]), (1).to_bytes(4, "little")
+"""As the table's columns have them."""
+
+
+def not_held(state: CoreState, slots: Pick) -> Pick:
+    """Those of these slots that no lease and no pin counts."""
+    counts = state.table.refs[slots] | state.table.pins[slots]
+    return numbers(slots)[counts == 0] if np.count_nonzero(counts) else slots
+
+
+def newly_held_bytes(state: CoreState, slots: Pick) -> int:
+    """Bytes that holding these committed slots would add to the books."""
+    return state.table.total_bytes(not_held(state, slots))
+
+
+def hold_room(state: CoreState, segment: int) -> int:
+    """Bytes that may yet be held (leased, pinned, reserved) under the global cap."""
+    books = state.ledger.segments[segment]
+    return int(books.capacity * state.limits.held_fraction_max) - books.bound
+
+
+def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> None:
+    """Count one more lease (or pin) on each slot; slots are distinct and committed.
+
+    Raises:
+        KVHearthError: ``too_many_leases`` if leases would name more slots than they may; nothing
+            has changed.
+    """
+    table, books = state.table, state.ledger.segments[segment]
+    if not pin:
+        most = state.limits.leased_slots_max
+        require(
+            books.leased_slots + len(slots) <= most,
+            Reason.TOO_MANY_LEASES,
+            lambda: f"leases name {books.leased_slots} slots, at most {most}; release some",
+        )
+        books.leased_slots += len(slots)
+    state.ledger.held(segment, not_held(state, slots), +1)
+    if pin:
+        table.pins[slots] += 1
+    else:
+        table.refs[slots] += 1
+
+
+def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
+    """Count one lease (or pin) less; what was quarantined only for its readers becomes free."""
+    table = state.table
+    if not pin and _let_go_plain(state, segment, slots):
+        return
+    if pin:
+        table.pins[slots] -= 1
+    else:
+        counts = table.refs[slots] - np.uint32(1)
+        table.refs[slots] = counts
+        state.ledger.segments[segment].leased_slots -= len(counts)
+    loose = not_held(state, slots)
+    states = table.state[loose]
+    if not len(states):
+        return
+    aside = states == _QUARANTINED
+    state.loosened += 1
+    if not np.count_nonzero(aside):
+        state.ledger.held(segment, loose, -1)
+        return
+    loose = numbers(loose)
+    done = loose[aside]
+    state.ledger.held(segment, loose[~aside], -1)
+    state.ledger.quarantined(segment, done, -1)
+    state.count("released_quarantine_slots", len(done))
+    state.free_slots(segment, np.sort(done))
+
+
+def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
+    """As ``let_go`` of a lease, of served blocks that nobody else holds; False: nothing is done."""
+    table = state.table
+    refs = table.refs[slots]
+    count = len(refs)
+    if refs.tobytes() != _ONE_LEASE * count or table.state[slots].tobytes() != _SUMMED * count:
+        return False
+    if not count or not all_zero(table.pins[slots]):
+        return False
+    table.refs[slots] = 0
+    books = state.ledger.segments[segment]
+    books.leased_slots -= count
+    books.held -= table.total_bytes(slots)
+    state.loosened += 1
+    return True
+
+
+def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
+    """End a lease; False if the group has none of that id."""
+    slots = group.leases.pop(lease_id, None)
+    if slots is None:
+        return False
+    del group.leased_at[lease_id]
+    let_go(state, group.segment, rising(slots))
+    return True

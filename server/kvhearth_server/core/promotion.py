@@ -1,0 +1,245 @@
+"""Blocks on their way up from a slower tier: their slots, who wants them, what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
+from kvhearth_server.core.actions import Mark
+from kvhearth_server.core.commit import Binder, CommitItem
+from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.holds import hold_room
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.slot_table import KERNEL, State
+from kvhearth_server.core.state import CoreState, flat
+
+LOADING_FRACTION_MAX = 0.25
+"""Part of a segment that may be climbing at once."""
+
+Asker = tuple[int, int]
+"""(group number, lease id); lease id 0 stands for the group."""
+
+NOBODY: Asker = (0, 0)
+"""Asks for what nobody can call off."""
+VERIFIER: Asker = (0, 1)
+"""Reads copies below to verify them, and keeps none: the only asker that does not want the blocks.
+"""
+ASKERS_MAX = 256
+"""Of one climb; with more it is not called off any more."""
+
+
+@dataclass(eq=False)
+class Climb:
+    """Blocks of one wish that are being loaded; ``slots`` (n, shards) are the tier's until
+    ``finish``.
+    """
+
+    number: int
+    wish: Wish
+    segment: int
+    epoch: int
+    tier_epoch: int
+    slots: I64
+    askers: set[Asker] = field(default_factory=set)
+
+
+class Climbing:
+    """All climbs under way."""
+
+    def __init__(self, state: CoreState, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._binder = Binder(state)
+        self._climbs: dict[int, Climb] = {}
+        self._by_key: dict[tuple[int, int, bytes], int] = {}
+        self._by_asker: dict[Asker, set[int]] = {}
+        self._next = 1
+        self.strays = np.zeros(0, np.int64)
+        """Quarantined slots into which a dead daemon's requests may still be written."""
+        self.short = False
+        """The last ``begin`` found less room than it wanted."""
+
+    def __len__(self) -> int:
+        """Blocks under way."""
+        return len(self._by_key)
+
+    def begin(
+        self, wish: Wish, asker: Asker, blocks_max: int, *, here_too: bool = False
+    ) -> Climb | None:
+        """Take slots for the first of the wished blocks that are not under way yet; None if there
+        is nothing to do, or no room.
+
+        Args:
+            here_too: blocks that are in memory as well: to look at their copies below.
+        """
+        self.short = False
+        number, kv_group = wish.namespace.number, wish.kv_group
+        if self._state.namespaces.find(wish.namespace.digest) is not wish.namespace:
+            return None  # it was forgotten meanwhile
+        heads = self._state.index.find(number, kv_group, wish.keys)
+        here = heads >= 0
+        here &= (self._state.table.epoch[heads] == wish.namespace.epoch) & (not here_too)
+        fresh, named = [], set[bytes]()
+        for row, key in enumerate(wish.keys):
+            if here[row] or key in named:
+                continue
+            named.add(key)  # a request may name a block twice
+            under_way = self._by_key.get((number, kv_group, key))
+            if under_way is None:
+                fresh.append(row)
+            else:
+                self._ask(self._climbs[under_way], asker)
+        fresh = fresh[:blocks_max]
+        if not fresh:
+            return None
+        slots = self._slots(wish, len(fresh))
+        self.short = len(slots) < len(fresh)
+        if not len(slots):
+            return None
+        fresh = fresh[: len(slots)]
+        taken = Wish(
+            wish.namespace,
+            kv_group,
+            wish.spec,
+            [wish.keys[row] for row in fresh],
+            [wish.parents[row] for row in fresh],
+        )
+        segment = self._state.segment_of[wish.namespace.tenant]
+        epochs = (wish.namespace.epoch, wish.namespace.tier_epoch)
+        climb = Climb(self._next, taken, segment, *epochs, slots)
+        self._next += 1
+        self._climbs[climb.number] = climb
+        for key in taken.keys:
+            self._by_key[number, kv_group, key] = climb.number
+        self._ask(climb, asker)
+        return climb
+
+    def _slots(self, wish: Wish, count: int) -> I64:
+        """LOADING slots of shape (n <= count, shards), booked."""
+        state, shards = self._state, wish.spec.shards
+        segment = state.segment_of[wish.namespace.tenant]
+        size = state.slot_bytes(wish.spec)
+        books = state.ledger.segments[segment]
+        # One block may climb alone, however large: none of its kind ever would otherwise.
+        most = max(int(books.capacity * LOADING_FRACTION_MAX), size * shards)
+        room = min(most - books.loading, hold_room(state, segment))
+        quota = wish.namespace.quota_bytes
+        count = max(0, min(count, room // (size * shards)))
+        if quota is not None and count:
+            self._evictor.shrink(wish.namespace, max(0, quota - count * size * shards), "quota")
+            count = max(0, min(count, (quota - wish.namespace.used_bytes) // (size * shards)))
+        count = self._evictor.make_room(segment, size, count * shards) // shards if count else 0
+        slots = state.pools[segment].take(size, count * shards)
+        if len(slots):
+            state.table.state[slots] = State.LOADING
+            state.table.owner[slots] = KERNEL
+            wish.namespace.used_bytes += state.ledger.loading(segment, slots, +1)
+            state.actions.append(Mark(slots, State.LOADING, KERNEL))
+        return slots.reshape(-1, shards)
+
+    def _ask(self, climb: Climb, asker: Asker) -> None:
+        if len(climb.askers) >= ASKERS_MAX:
+            asker = NOBODY
+        climb.askers.add(asker)
+        self._by_asker.setdefault(asker, set()).add(climb.number)
+
+    def forget_asker(self, asker: Asker) -> list[Climb]:
+        """Somebody does not wait any more; the climbs that nobody wants now."""
+        alone = []
+        for number in self._by_asker.pop(asker, set()):
+            climb = self._climbs[number]
+            climb.askers.discard(asker)
+            if not climb.askers:
+                alone.append(climb)
+        return alone
+
+    def forget_group(self, group: int) -> list[Climb]:
+        """As ``forget_asker``, for all that a group asked for."""
+        askers = [asker for asker in self._by_asker if asker[0] == group]
+        return [climb for asker in askers for climb in self.forget_asker(asker)]
+
+    def finish(self, climb: Climb, good: Bools, checksums: Records) -> int:
+        """The slots are ours again; ``good`` (n,): whose bytes are there and verified; checksums
+        (n, shards). Returns how many blocks are servable now because of it.
+        """
+        state, wish = self._state, climb.wish
+        del self._climbs[climb.number]
+        for key in wish.keys:
+            del self._by_key[wish.namespace.number, wish.kv_group, key]
+        for asker in climb.askers:
+            waiting = self._by_asker[asker]
+            waiting.discard(climb.number)
+            if not waiting:
+                del self._by_asker[asker]
+        wish.namespace.used_bytes -= state.ledger.loading(climb.segment, flat(climb.slots), -1)
+        if (climb.epoch, climb.tier_epoch) != (wish.namespace.epoch, wish.namespace.tier_epoch):
+            good = np.zeros(len(good), np.bool_)
+        self._free(climb, climb.slots[~good])
+        placed = 0
+        for first, end in _runs(good):
+            keys = wish.keys[first:end]
+            slots = climb.slots[first:end]
+            sums = np.ascontiguousarray(checksums[first:end]).view(np.uint8)
+            item = CommitItem(
+                wish.kv_group,
+                keys,
+                slots,
+                state.table.generation[slots],
+                sums.reshape(*slots.shape, CHECKSUM_BYTES),
+                wish.parents[first],
+            )
+            wish.namespace.used_bytes += state.table.total_bytes(flat(slots))
+            placed += int(self._binder.place(climb.segment, wish.namespace, item, risen=True).sum())
+        return placed
+
+    def _free(self, climb: Climb, slots: I64) -> None:
+        if slots.size:
+            self._state.table.bump(flat(slots))
+            self._state.free_slots(climb.segment, np.sort(flat(slots)))
+
+    def free_strays(self) -> int:
+        """No request of a dead daemon is under way any more; how many slots that frees."""
+        strays, self.strays = self.strays, self.strays[:0]
+        state = self._state
+        if len(strays):
+            segments = state.table.slab_segment[state.table.slabs_of(strays)]
+            for segment in np.unique(segments).tolist():
+                slots = np.sort(strays[segments == segment])
+                state.ledger.quarantined(segment, slots, -1)
+                state.free_slots(segment, slots)
+            state.count("released_quarantine_slots", len(strays))
+        return len(strays)
+
+    def adopt(self, slots: I64) -> None:
+        """Put LOADING slots of an earlier run aside."""
+        state = self._state
+        state.table.state[slots] = State.QUARANTINED
+        state.table.owner[slots] = KERNEL
+        segments = state.table.slab_segment[state.table.slabs_of(slots)]
+        for segment in np.unique(segments).tolist():
+            state.ledger.quarantined(segment, slots[segments == segment], +1)
+        state.count("quarantined_slots", len(slots))
+        state.actions.append(Mark(slots, State.QUARANTINED, KERNEL))
+        self.strays = np.concatenate([self.strays, slots])
+
+    def billed(self) -> dict[int, int]:
+        """Bytes of LOADING slots by namespace number, recounted."""
+        found: dict[int, int] = {}
+        for climb in self._climbs.values():
+            number = climb.wish.namespace.number
+            size = self._state.table.total_bytes(flat(climb.slots))
+            found[number] = found.get(number, 0) + size
+        return found
+
+    def slots(self) -> I64:
+        """All LOADING slots, flat."""
+        parts = [flat(climb.slots) for climb in self._climbs.values()]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _runs(good: Bools) -> list[tuple[int, int]]:
+    """(first, end) of the runs of true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], good, [False]))))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

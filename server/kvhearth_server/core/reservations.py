@@ -1,0 +1,415 @@
+"""The writing half of a block's life: reserve, commit, abort, sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.contract import GroupSpec
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
+from kvhearth_server.core.actions import Mark, Summed
+from kvhearth_server.core.commit import Binder, CommitItem
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.fast_path import One, Singles
+from kvhearth_server.core.groups import Group, Handed, Unfinished
+from kvhearth_server.core.holds import hold_room
+from kvhearth_server.core.membership import put_aside, take_from_aside
+from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.slot_table import State
+from kvhearth_server.core.state import CoreState, flat, require
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a reservation gave so far, why less than asked for (or None), and whether
+    ``Writing.reserve_more`` has more to grant.
+    """
+
+    handed: list[Handed]
+    short: Reason | None
+    more: bool = False
+
+
+@dataclass(frozen=True)
+class SlotsItem:
+    """Slots of one KV group with the generations under which they were handed out, flat."""
+
+    slots: I64
+    generations: U32
+
+
+class Writing:
+    """Reserve, commit, abort and sum, for attached schedulers."""
+
+    def __init__(self, state: CoreState, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._binder = Binder(state)
+        self._singles = Singles(state)
+
+    def reserve(
+        self,
+        session: int,
+        reservation_id: int,
+        epoch: int,
+        wants: list[tuple[int, int]],
+        evicted_max: int | None = None,
+    ) -> Reserved:
+        """Hand out empty slots for ``wants``, pairs of (KV group, blocks).
+
+        Args:
+            session: a scheduler's.
+            reservation_id: the client's name for it.
+            epoch: of the weights that the client has.
+            wants: how many blocks of which group.
+            evicted_max: blocks that may be evicted in this call; where more must be, a part is
+                handed out, and ``reserve_more`` goes on.
+
+        Raises:
+            KVHearthError: ``group_incomplete``, ``group_gone``, ``stale_epoch``, ``bad_group``,
+                ``too_many_keys``, or the bound that left nothing at all.
+        """
+        state = self._state
+        group, namespace = self._reserving(session, epoch)
+        require(
+            reservation_id not in group.released_early and reservation_id not in group.doubts,
+            Reason.NOT_RESERVED,
+            _ABORTED,
+        )
+        asked = sum(count for _, count in wants)
+        require(
+            asked <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{asked} blocks in one call, at most {state.limits.keys_max}",
+        )
+        for kv_group, _ in wants:
+            state.spec(namespace, kv_group)
+        if reservation_id not in group.reservations:
+            group.unfinished[reservation_id] = Unfinished(list(wants))
+        return self._go_on(group, namespace, reservation_id, evicted_max)
+
+    def reserve_more(
+        self, session: int, reservation_id: int, epoch: int, evicted_max: int
+    ) -> Reserved:
+        """Go on with a reservation; the answer has what was handed out before, too.
+
+        Raises:
+            KVHearthError: as ``reserve``; ``not_reserved`` if it was aborted meanwhile.
+        """
+        group, namespace = self._reserving(session, epoch)
+        require(reservation_id in group.reservations, Reason.NOT_RESERVED, _ABORTED)
+        return self._go_on(group, namespace, reservation_id, evicted_max)
+
+    def _reserving(self, session: int, epoch: int) -> tuple[Group, Namespace]:
+        """The group of a session that may reserve under an epoch, and its namespace."""
+        group = self._state.group_of(session)
+        namespace = self._state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        require(
+            group.complete,
+            Reason.GROUP_INCOMPLETE,
+            f"{len(group.attached)} of the group's {group.world_size} ranks are attached",
+        )
+        return group, namespace
+
+    def _go_on(
+        self, group: Group, namespace: Namespace, reservation_id: int, evicted_max: int | None
+    ) -> Reserved:
+        """Grant what is left of a reservation, or a portion of it."""
+        state, work = self._state, group.unfinished.get(reservation_id)
+        if work is None:
+            return Reserved(group.reservations[reservation_id], None)
+        handed: list[Handed] = []
+        cut = False
+        while work.left and not cut:
+            kv_group, count = work.left[0]
+            spec = state.spec(namespace, kv_group)
+            slots, limit, cut = self._grant(group, namespace, spec, count, evicted_max)
+            if cut:
+                work.left[0] = kv_group, count - len(slots)
+            else:
+                work.left.pop(0)
+                work.short = work.short or limit
+            if len(slots):
+                generations = state.table.generation[slots].copy()
+                handed.append(Handed(kv_group, slots, generations))
+        if not work.left:
+            del group.unfinished[reservation_id]
+        if handed:
+            every = np.concatenate([flat(part.slots) for part in handed])
+            state.actions.append(Mark(every, State.RESERVED, group.number))
+            state.count("reserved_slots", len(every))
+        group.remember(reservation_id, handed)
+        group.tidy(state.table)
+        given = group.reservations[reservation_id]
+        if not given and not work.left:
+            group.forget_reservation(reservation_id)
+            if work.short is not None:
+                raise KVHearthError(work.short, _SHORT_TEXT[work.short])
+        return Reserved(given, work.short, more=bool(work.left))
+
+    def _grant(
+        self,
+        group: Group,
+        namespace: Namespace,
+        spec: GroupSpec,
+        count: int,
+        evicted_max: int | None,
+    ) -> tuple[I64, Reason | None, bool]:
+        """Slots of shape (n <= count, shards), booked as reserved; the bound that made n smaller;
+        and whether n is smaller because ``evicted_max`` were evicted for it.
+        """
+        state, evictor = self._state, self._evictor
+        segment, size = group.segment, state.slot_bytes(spec)
+        block = size * spec.shards
+        capacity = state.ledger.segments[segment].capacity
+        bound: Reason | None = None
+        cut = False
+        stock = (
+            int(capacity * state.limits.stock_fraction_max) - group.stock_bytes - group.aside_bytes
+        )
+        for room, reason in (
+            (stock, Reason.STOCK_CAP),
+            (hold_room(state, segment), Reason.HELD_CAP),
+            (self._quota_share(namespace, block), Reason.QUOTA_EXCEEDED),
+        ):
+            if count * block > room:
+                count, bound = max(0, room // block), reason
+        # Last, because it evicts: not for what the other bounds refuse.
+        room = self._quota_room(namespace, count * block, evicted_max)
+        if count * block > room:
+            count, bound, cut = max(0, room // block), Reason.QUOTA_EXCEEDED, evictor.cut_short
+        can = evictor.make_room(segment, size, count * spec.shards, evicted_max)
+        if can < count * spec.shards:
+            count, bound = can // spec.shards, Reason.NO_SPACE
+            cut |= evictor.cut_short
+        slots = state.pools[segment].take(size, count * spec.shards)
+        if len(slots):
+            state.table.state[slots] = State.RESERVED
+            state.table.owner[slots] = group.number
+            added = state.ledger.reserved(segment, slots)
+            group.stock_bytes += added
+            namespace.used_bytes += added
+        return slots.reshape(count, spec.shards), bound, cut
+
+    def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
+        """Bytes that may yet be reserved of the namespace's quota: at most half of it, but one
+        block in any case.
+
+        Else a stock of empty slots as large as the quota would evict all blocks of the namespace.
+        """
+        quota = namespace.quota_bytes
+        if quota is None:
+            return self._state.ledger.segments[self._state.segment_of[namespace.tenant]].capacity
+        groups = self._state.groups.of_namespace(namespace.number)
+        taken = sum(group.stock_bytes + group.aside_bytes for group in groups)
+        return max(quota // 2, min(block_bytes, quota)) - taken
+
+    def _quota_room(self, namespace: Namespace, want_bytes: int, evicted_max: int | None) -> int:
+        """Bytes that the namespace may still take, after evicting its own coldest blocks."""
+        quota = namespace.quota_bytes
+        if quota is None:
+            return want_bytes
+        self._evictor.shrink(namespace, max(0, quota - want_bytes), "quota", evicted_max)
+        return quota - namespace.used_bytes
+
+    def commit(self, session: int, epoch: int, items: list[CommitItem]) -> list[Bools]:
+        """Bind keys to written slots; per item a boolean for each key: bound now (else it was
+        there).
+
+        All items are checked before any is applied.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_keys``,
+                ``bad_extents``,
+                ``bad_checksums``, ``not_reserved``, ``already_committed``, ``foreign_extent``,
+                ``stale_extent``.
+        """
+        state = self._state
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        if len(items) == 1 and self._singles.commit(group, namespace, items[0]):
+            return [np.array([True])]
+        total = sum(len(item.keys) for item in items)
+        require(
+            total <= state.limits.keys_max,
+            Reason.TOO_MANY_KEYS,
+            f"{total} keys in one call, at most {state.limits.keys_max}",
+        )
+        for item in items:
+            self._check_item(group, namespace, item)
+        every = [flat(item.slots) for item in items]
+        if every:
+            ordered = np.sort(np.concatenate(every))
+            require(
+                not (ordered[1:] == ordered[:-1]).any(),
+                Reason.BAD_EXTENTS,
+                "one slot is named twice in the same commit",
+            )
+        return [self._binder.bind(group, namespace, item) for item in items]
+
+    def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: One) -> bool:
+        """As ``commit``, of one key of a session of a living group; False, with nothing changed:
+        ask ``commit``.
+        """
+        return epoch == namespace.epoch and self._singles.bind(group, namespace, one)
+
+    def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
+        state = self._state
+        spec = state.spec(namespace, item.kv_group)
+        shape = (len(item.keys), spec.shards)
+        require(
+            item.slots.shape == shape and item.generations.shape == shape,
+            Reason.BAD_EXTENTS,
+            lambda: f"slots of shape {item.slots.shape} for {shape[0]} keys of {shape[1]} shards",
+        )
+        require(
+            item.checksums is None or item.checksums.shape == (*shape, CHECKSUM_BYTES),
+            Reason.BAD_CHECKSUMS,
+            lambda: f"checksums must be {shape[0]} x {shape[1]} x {CHECKSUM_BYTES} bytes or none",
+        )
+        require(
+            len(item.parent) in (0, namespace.contract.hash_bytes),
+            Reason.BAD_KEYS,
+            f"parent key must have {namespace.contract.hash_bytes} bytes",
+        )
+        slots = flat(item.slots)
+        self.check_held(group, SlotsItem(slots, flat(item.generations)), (State.RESERVED,))
+        require(
+            (state.table.slot_bytes_of(slots) == state.slot_bytes(spec)).all(),
+            Reason.BAD_EXTENTS,
+            f"a slot was reserved for another group than {item.kv_group}",
+        )
+
+    def check_held(self, group: Group, item: SlotsItem, states: tuple[State, ...]) -> None:
+        """Refuse slots that the group does not hold in one of ``states`` at these generations."""
+        table, slots = self._state.table, item.slots
+        if len(slots) and slots.min() >= 0 and slots.max() < len(table.state):
+            good = table.state[slots] == int(states[0])
+            good &= table.owner[slots] == group.number
+            good &= table.generation[slots] == item.generations
+            if good.all():
+                return  # as nearly always; what follows finds out what is wrong
+        require(
+            table.in_use(slots).all(), Reason.BAD_EXTENTS, "a slot number is outside of the arena"
+        )
+        found = table.state[slots]
+        same = table.generation[slots] == item.generations
+        done = (found == State.COMMITTED) | (found == State.SUMMED)
+        require(
+            not (done & same).any(),
+            Reason.ALREADY_COMMITTED,
+            "a slot of this call was committed before",
+        )
+        held = found == int(states[0])
+        for state in states[1:]:
+            held |= found == int(state)
+        mine = table.owner[slots] == group.number
+        require(
+            not (held & ~mine).any(),
+            Reason.FOREIGN_EXTENT,
+            "a slot of this call was reserved by another group",
+        )
+        # Putting a slot aside moved its generation on by one. An older one comes from a message
+        # that arrives twice: the slot was in use since, and somebody may be writing to it now.
+        aside = table.generation[slots] == item.generations + np.uint32(1)
+        same |= (found == State.QUARANTINED) & aside
+        if not (held & mine & same).all():
+            stale = bool((held & mine & ~same).any())
+            reason = Reason.STALE_EXTENT if stale else Reason.NOT_RESERVED
+            raise KVHearthError(
+                reason, "a slot of this call is not reserved by this group any more"
+            )
+
+    def summed(self, slots: I64, generations: U32, sums: U8) -> int:
+        """Checksums that the daemon computed for committed blocks; (n, shards), sums (n, shards,
+        16).
+
+        Blocks that were removed meanwhile are passed over. Returns how many became servable.
+        """
+        state, table = self._state, self._state.table
+        live = (table.generation[slots] == generations).all(axis=1)
+        live &= (table.state[slots] == State.COMMITTED).all(axis=1)
+        if not live.any():
+            return 0
+        kept = slots[live]
+        every = flat(kept)
+        table.checksum[every] = (
+            np.ascontiguousarray(sums[live]).view(f"V{CHECKSUM_BYTES}").reshape(-1)
+        )
+        table.state[every] = State.SUMMED
+        table.flags[every] = 0  # this sum is of the bytes as they are: nothing is left to verify
+        state.actions.append(Summed(every))
+        state.count("summed_blocks", len(kept))
+        heads = kept[:, 0]
+        state.offers.offer(heads)
+        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
+        for pair in np.unique(pairs):
+            keys = state.index.keys(heads[pairs == pair])
+            state.events.append(
+                EventKind.STORED, int(pair) // 256, int(pair) % 256, keys, tier="dram"
+            )
+        return len(kept)
+
+    def abort(
+        self, session: int, items: list[SlotsItem], reservation_ids: list[int], *, in_doubt: bool
+    ) -> tuple[int, int]:
+        """Give reserved slots back, or put them aside if a worker may still be writing to them;
+        returns (freed, put aside).
+
+        One rule: what an abort in doubt put aside, the next one that is not in doubt frees, be
+        either by slots or by reservation. While a member of the group has left without a word,
+        every abort puts aside; one that is not in doubt frees as soon as that member is drained.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``bad_extents``, ``not_reserved``, ``foreign_extent``,
+                ``stale_extent``, ``already_committed``.
+        """
+        state = self._state
+        group = state.group_of(session)
+        for item in items:
+            self.check_held(group, item, (State.RESERVED, State.QUARANTINED))
+        parts = [item.slots for item in items]
+        for reservation_id in reservation_ids:
+            handed = group.forget_reservation(reservation_id)
+            handed = handed or group.doubts.pop(reservation_id)
+            if handed is None:
+                group.note_early_release(reservation_id)
+                continue
+            parts += [part.still_held(state.table, group.number) for part in handed]
+            if in_doubt:
+                group.doubts.add(state.table, group.number, reservation_id, handed)
+        slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        stock = slots[state.table.state[slots] == State.RESERVED]
+        if group.unsure and not in_doubt:
+            # The scheduler cannot know what a rank that died is still writing; the group's last
+            # such member, once drained, frees it.
+            group.doubt(slots)
+            in_doubt = True
+        if in_doubt:
+            put_aside(state, group, stock)
+            return 0, len(stock)
+        take_from_aside(state, group, slots[state.table.state[slots] == State.QUARANTINED])
+        if len(stock):
+            state.table.bump(stock)
+            size = state.ledger.unreserved(group.segment, stock)
+            group.stock_bytes -= size
+            state.namespaces.get(group.namespace).used_bytes -= size
+            state.free_slots(group.segment, stock)
+        return len(slots), 0
+
+
+_ABORTED = "this reservation was aborted"
+_SHORT_TEXT = {
+    Reason.STOCK_CAP: "the group holds as many reserved slots as it may; commit or abort some",
+    Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",
+    Reason.QUOTA_EXCEEDED: (
+        "half of the namespace's quota is reserved, or it is at its quota and holds nothing "
+        "evictable; commit, abort or release some"
+    ),
+    Reason.NO_SPACE: "nothing evictable is left for this slot size",
+}

@@ -1,0 +1,192 @@
+"""Blocks on their way down to a slower tier: held as by a reader while they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.contract import GroupSpec
+from kvhearth.model import I64, U32, Bools, Records
+from kvhearth_server.core.holds import hold, hold_room, let_go
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.slot_table import Sunk
+from kvhearth_server.core.state import CoreState, flat
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """Blocks of one namespace, epoch and KV group that are to be written.
+
+    ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
+    ``sequences`` and ``parents`` (n,): the numbers of these commits and of those that they
+    continue, 0 for none.
+    """
+
+    namespace: Namespace
+    kv_group: int
+    spec: GroupSpec
+    segment: int
+    epoch: int
+    keys: list[bytes]
+    slots: I64
+    generations: U32
+    checksums: Records
+    sequences: U64
+    parents: U64
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all shards."""
+        return self.slots.size * self.spec.page_bytes
+
+
+class Sinking:
+    """Portions that are being written."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._portions: list[Portion] = []
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes under way."""
+        return sum(portion.payload_bytes for portion in self._portions)
+
+    def writes(self, namespace: Namespace) -> bool:
+        """Whether blocks of a namespace are being written."""
+        return any(portion.namespace is namespace for portion in self._portions)
+
+    def begin(self, slots_max: int, bytes_max: int) -> Portion | None:
+        """The blocks that came first and are of one kind, held until ``settle``; None if nothing
+        waits, or nothing more may be held now. The segments take turns: one of which nothing may be
+        held keeps no other waiting.
+
+        Args:
+            slots_max, bytes_max: bounds, but one block is taken in any case while no other is under
+                way.
+        """
+        for segment in self._state.offers.segments():
+            portion = self._begin(segment, slots_max, bytes_max)
+            if portion is not None:
+                self._state.offers.served(segment)
+                return portion
+        return None
+
+    def _begin(self, segment: int, slots_max: int, bytes_max: int) -> Portion | None:
+        state, table = self._state, self._state.table
+        heads, generations = self._next(segment)
+        if not len(heads):
+            return None
+        pairs = table.namespace[heads].astype(np.int64) << 40 | table.epoch[heads].astype(np.int64)
+        pairs = pairs << 8 | table.group[heads]
+        alike = pairs == pairs[0]
+        count = len(heads) if alike.all() else int(alike.argmin())
+        namespace = state.namespaces.get(int(table.namespace[heads[0]]))
+        kv_group = int(table.group[heads[0]])
+        spec = namespace.contract.groups[kv_group]
+        block = state.slot_bytes(spec) * spec.shards
+        room = max(bytes_max, 0 if self._portions else block)
+        room = min(room, hold_room(state, segment))
+        leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
+        most = max(1, slots_max // spec.shards)
+        count = max(0, min(count, most, room // block, leases // spec.shards))
+        state.offers.put_back(heads[count:], generations[count:])
+        if not count:
+            return None
+        heads, generations = heads[:count], generations[:count]
+        slots = table.all_shards(heads, spec.shards)
+        hold(state, segment, flat(slots))
+        table.sunk[heads] = Sunk.WRITING
+        links = table.parent[heads].astype(np.int64) - 1
+        parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
+        portion = Portion(
+            namespace,
+            kv_group,
+            spec,
+            segment,
+            int(table.epoch[heads[0]]),
+            state.index.keys(heads),
+            slots,
+            generations,
+            table.checksum[slots],
+            table.sequence[heads],
+            parents,
+        )
+        self._portions.append(portion)
+        return portion
+
+    def _next(self, segment: int) -> tuple[I64, U32]:
+        """Blocks of a segment that wait and are worth it; none if no more wait."""
+        while (taken := self._state.offers.take(segment)) is not None:
+            heads, generations = self._current(*taken)
+            if len(heads):
+                return heads, generations
+        return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+
+    def _current(self, heads: I64, generations: U32) -> tuple[I64, U32]:
+        """Those of the current epoch: others are never asked for again."""
+        table, namespaces = self._state.table, self._state.namespaces
+        numbers = table.namespace[heads]
+        current = np.ones(len(heads), np.bool_)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            current[mine] = table.epoch[heads[mine]] == namespaces.get(number).epoch
+        table.sunk[heads[~current]] = Sunk.REFUSED
+        self._state.loosened += int(not current.all())
+        return heads[current], generations[current]
+
+    def retreat(self, portion: Portion) -> None:
+        """The tier did not take a portion now: it waits again."""
+        alive = self._end(portion)
+        heads = portion.slots[alive, 0]
+        self._state.offers.put_back(heads, self._state.table.generation[heads].copy())
+
+    def settle(self, portion: Portion, *, saved: I64, refused: I64, wrong: I64, again: I64) -> int:
+        """A portion's slots are free of the tier. Rows by how they fared; ``wrong`` are those whose
+        bytes do not match their checksum, whose blocks are removed, ``again`` those that wait
+        again. Returns how many were saved.
+        """
+        state = self._state
+        alive = self._end(portion)
+        heads = portion.slots[:, 0]
+        state.table.sunk[heads[saved][alive[saved]]] = Sunk.SAVED
+        state.table.sunk[heads[refused][alive[refused]]] = Sunk.REFUSED
+        late = heads[again][alive[again]]
+        state.offers.put_back(late, state.table.generation[late].copy())
+        bad = heads[wrong][alive[wrong]]
+        if len(bad):
+            state.count("checksum_failures", len(bad), "demotion")
+            remove_blocks(state, bad, "checksum")
+        state.count("demoted_blocks", len(saved))
+        state.count("demoted_bytes", len(saved) * portion.slots.shape[1] * portion.spec.page_bytes)
+        return len(saved)
+
+    def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
+        """The tier let these go; those that are here are offered again when their slots are wanted.
+        Returns which are here, (n,).
+        """
+        table = self._state.table
+        heads = self._state.index.find(namespace.number, kv_group, keys)
+        here = heads[heads >= 0]
+        saved = here[table.sunk[here] == Sunk.SAVED]
+        table.sunk[saved] = Sunk.NOT
+        return np.asarray(heads >= 0)
+
+    def held(self, segment: int) -> list[I64]:
+        """The slots that are being written."""
+        return [flat(each.slots) for each in self._portions if each.segment == segment]
+
+    def _end(self, portion: Portion) -> Bools:
+        """Let the slots go; which blocks still live, (n,)."""
+        table, heads = self._state.table, portion.slots[:, 0]
+        self._portions.remove(portion)
+        alive = (table.generation[heads] == portion.generations) & (
+            table.sunk[heads] == Sunk.WRITING
+        )
+        let_go(self._state, portion.segment, flat(portion.slots))
+        return np.asarray(alive)

@@ -1,0 +1,270 @@
+"""What works beside the loop: checksums, verification after adoption, watching who is gone, pins'
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvhearth.checksum import sum_extents
+from kvhearth.failpoints import hit
+from kvhearth.model import FLAG_VERIFY, I64, U8, U32
+from kvhearth_server.core.actions import Sum
+from kvhearth_server.core.slot_table import State
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.recovery import STRAYS_S
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.logs import get_logger
+
+_SUM_BYTES = 64 << 20
+"""Bytes that one call to a thread sums: long enough to amortise the hand-over, short enough to stay
+fair.
+"""
+
+_SUM_BLOCKS_MAX = 1024
+"""Blocks that one call to a thread sums: their sums are entered in one call on the loop."""
+_REMOVED_MAX = 256
+"""Blocks with wrong bytes that are removed in one call on the loop."""
+
+_SUM_AFTER_S = 0.001
+_WATCH_S = 0.05
+_IDLE_S = 1.0
+_log = get_logger("kvhearth.engine")
+
+
+class Background:
+    """The engine's background tasks."""
+
+    def __init__(
+        self, engine: Engine, supervisor: Supervisor, *, sum_threads: int, verify: bool
+    ) -> None:
+        self._engine = engine
+        self._supervisor = supervisor
+        self._pool = ThreadPoolExecutor(
+            sum_threads, thread_name_prefix="kvhearth-sum", initializer=_let_others_first
+        )
+        self._views: list[U8] = [segment.view for segment in engine.arena.segments]
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._verify = verify
+
+    def start(self) -> None:
+        """Start all tasks; call on the loop."""
+        self._engine.wake = self._work.set
+        self._supervisor.spawn("sum", self._sum_forever)
+        self._supervisor.spawn("watch", self._watch_forever)
+        self._supervisor.spawn("pins", self._expire_forever)
+        if self._verify:
+            self._supervisor.spawn("verify", self._verify_adopted)
+
+    async def settled(self) -> None:
+        """Wait until nothing committed waits for its checksum."""
+        while self._engine.to_sum or not self._idle.is_set():
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """End the threads; running sums finish first."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # -- checksums ---------------------------------------------------------------------------------
+
+    async def _sum_forever(self) -> None:
+        engine = self._engine
+        if engine.to_sum:
+            # A failure cleared the event and left work behind: nothing else may come to set it.
+            self._work.set()
+        while True:
+            self._idle.set()
+            await self._work.wait()
+            self._work.clear()
+            self._idle.clear()
+            # The answer to the commit goes first, and then the engine: it may be on this processor.
+            await asyncio.sleep(_SUM_AFTER_S)
+            while engine.to_sum:
+                await self._sum_one(engine.to_sum[0])
+                engine.to_sum.popleft()
+
+    async def _sum_one(self, action: Sum) -> None:
+        """Sum an action's blocks in portions; blocks that went meanwhile are passed over by the
+        core.
+        """
+        engine = self._engine
+        table = engine.core.state.table
+        count, shards = action.slots.shape
+        step = _blocks_at_once(self._block_bytes(action.slots[0]))
+        for start in range(0, count, step):
+            slots = action.slots[start : start + step]
+            generations = action.generations[start : start + step]
+            live = (table.generation[slots] == generations).all(axis=1)
+            live &= (table.state[slots] == State.COMMITTED).all(axis=1)
+            slots, generations = slots[live], generations[live]
+            if not len(slots):
+                continue
+            sums = await self._sums(slots.reshape(-1))
+            hit("sum.computed")
+            engine.call(
+                engine.core.writing.summed, slots, generations, sums.reshape(len(slots), shards, -1)
+            )
+
+    def _block_bytes(self, slots: I64) -> int:
+        return int(self._engine.core.state.table.slot_bytes_of(slots).sum())
+
+    async def _sums(self, slots: I64) -> U8:
+        """Checksums of slots as they are now, (n, 16); taken on a thread."""
+        state = self._engine.core.state
+        table = state.table
+        extents = table.extents(slots, 0)
+        extents["length"] = self._lengths(slots)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
+
+    def _lengths(self, slots: I64) -> I64:
+        """A shard's bytes for each bound slot."""
+        state = self._engine.core.state
+        table = state.table
+        lengths = np.zeros(len(slots), np.int64)
+        pairs = table.namespace[slots].astype(np.int64) * 256 + table.group[slots]
+        for pair in np.unique(pairs).tolist():
+            contract = state.namespaces.get(pair // 256).contract
+            lengths[pairs == pair] = contract.groups[pair % 256].page_bytes
+        return lengths
+
+    # -- verification ------------------------------------------------------------------------------
+
+    async def verify_blocks(self, blocks: list[I64], source: str) -> int:
+        """Sum distinct blocks, as ``SlotTable.blocks_of`` has them, and remove those that do not
+        match; returns how many.
+        """
+        return sum([await self._verify_all(slots, source) for slots in blocks])
+
+    async def _verify_all(self, slots: I64, source: str) -> int:
+        """Sum distinct blocks, shape (n, shards), and remove those that do not match; returns how
+        many.
+
+        In portions, so that a reader who suspects everything does not keep others' checksums
+        waiting; in arrays, because a portion may have thousands of blocks.
+        """
+        table = self._engine.core.state.table
+        generations = table.generation[slots]
+        sizes = table.slot_bytes_of(slots).sum(axis=1)
+        step, removed = _blocks_at_once(int(sizes.max(initial=0))), 0
+        for start in range(0, len(slots), step):
+            portion = slice(start, start + step)
+            removed += await self._verify_portion(slots[portion], generations[portion], source)
+        if removed:
+            _log.error(
+                "bytes do not match their checksum: removed", blocks=removed, found_by=source
+            )
+        return removed
+
+    async def _verify_portion(self, slots: I64, generations: U32, source: str) -> int:
+        table = self._engine.core.state.table
+        live = (table.generation[slots] == generations).all(axis=1)
+        live &= (table.state[slots] == State.SUMMED).all(axis=1)
+        slots, generations = slots[live], generations[live]
+        if not len(slots):
+            return 0
+        every = slots.reshape(-1)
+        sums = await self._sums(every)
+        stored = table.checksum[every].view(np.uint8).reshape(len(every), -1)
+        wrong = (sums != stored).any(axis=1)
+        same = table.generation[every] == generations.reshape(-1)
+        table.flags[every[~wrong & same]] &= ~np.uint8(FLAG_VERIFY)
+        bad = wrong.reshape(slots.shape).any(axis=1) & same.reshape(slots.shape).all(axis=1)
+        removed = 0
+        for start in range(0, np.count_nonzero(bad), _REMOVED_MAX):
+            if start:
+                await asyncio.sleep(0)
+            some = slice(start, start + _REMOVED_MAX)
+            removed += self._remove(slots[bad, 0][some], generations[bad, 0][some], source)
+        return removed
+
+    def _remove(self, heads: I64, generations: U32, source: str) -> int:
+        """Remove blocks with wrong bytes; those that have good copies below rise again."""
+        engine = self._engine
+        bring_back = None
+        if engine.tiering is not None:
+            current = engine.core.state.table.generation[heads] == generations
+            heads, generations = heads[current], generations[current]
+            bring_back = engine.tiering.repair(heads)
+        gone: int = engine.call(engine.core.reading.remove_bad, heads, generations, source)
+        if gone and bring_back is not None:
+            bring_back()
+        return gone
+
+    async def _verify_adopted(self) -> None:
+        """Verify what was adopted, beside the traffic; until then readers are told to verify."""
+        engine = self._engine
+        table = engine.core.state.table
+        while engine.to_verify:
+            heads, generations = engine.to_verify[0]
+            step = _blocks_at_once(self._block_bytes(heads[:1]))
+            for start in range(0, len(heads), step):
+                portion = heads[start : start + step]
+                same = table.generation[portion] == generations[start : start + step]
+                blocks = table.blocks_of(portion[same])
+                await self.verify_blocks(blocks, "adoption")
+                await asyncio.sleep(0.001)
+            engine.to_verify.popleft()
+
+    # -- who is gone -------------------------------------------------------------------------------
+
+    async def _watch_forever(self) -> None:
+        while True:
+            gone = [session for session in self._engine.sessions if session.gone]
+            for session in gone:
+                if self._quiet(session):
+                    self._engine.drained(session)
+            if gone:
+                await asyncio.sleep(_WATCH_S)
+            else:
+                self._engine.sessions.someone_left.clear()
+                await self._engine.sessions.someone_left.wait()
+
+    def _quiet(self, session: Session) -> bool:
+        """Process exited, mapping gone, and the grace for its GPU's last write passed?"""
+        engine = self._engine
+        exited = session.exited()
+        mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(
+            session.lock_byte
+        )
+        group = engine.core.state.groups.of_session(session.number)
+        # A group that was never handed a slot can write nowhere: attaching and failing again and
+        # again must not cost a record each time for as long as the process lives.
+        writer = group is not None and bool(group.handed)
+        if mapped or (writer and exited is False):
+            session.quiet_since = None
+            return False
+        if session.quiet_since is None:
+            session.quiet_since = engine.now()
+        unsure = exited is None and not session.ghost
+        grace = engine.shell.drain_grace_no_pidfd_s if unsure else engine.shell.drain_grace_s
+        return engine.now() - session.quiet_since >= grace
+
+    async def _expire_forever(self) -> None:
+        engine = self._engine
+        while True:
+            engine.call(engine.core.pinning.expire, engine.now())
+            if engine.tiering is None and engine.now() - engine.started_at > STRAYS_S:
+                engine.call(engine.core.climbing.free_strays)
+            engine.ticks.note(engine.core.state.clock, engine.now())
+            await asyncio.sleep(_IDLE_S)
+
+
+def _blocks_at_once(block_bytes: int) -> int:
+    """Blocks that one call to a thread sums."""
+    return min(max(1, _SUM_BYTES // max(1, block_bytes)), _SUM_BLOCKS_MAX)
+
+
+def _let_others_first() -> None:
+    """A sum that begins must not push an engine's thread from its processor: nobody waits for it
+    as urgently as for the answer that has just left.
+    """
+    with contextlib.suppress(OSError):  # a sandbox that forbids it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

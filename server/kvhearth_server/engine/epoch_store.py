@@ -1,0 +1,291 @@
+"""The namespaces and their epochs beside the SSD tier's blocks, so that these are of use after the
+arena was lost: without its epoch a block cannot be told from one of other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.durable_file import sync_directory
+from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.ssd.directory import Asked
+from kvhearth_server.tiers.ssd.settings import NAMESPACES_FRESH_NAME, NAMESPACES_NAME, SsdSettings
+from kvhearth_server.tiers.ssd.superblock import DirectoryError
+
+FILE_NAME = NAMESPACES_NAME
+RESERVE_BYTES = 10 << 20
+"""Of each directory's capacity, for this file and the one that replaces it."""
+_FORMAT = 1
+_FIELDS = ("lineage", "next_session", "epoch_floor", "namespaces")
+_SESSIONS = 4096
+"""Numbers of sessions that are taken at once: attaching must not cost a write to the drive."""
+_PATIENCE_S = 0.01
+"""So long the loop itself waits for a drive: most are done by then."""
+_AWAIT_S = 1.5
+"""So long an answer waits that promises that older blocks never come back: less than a client does
+by default.
+"""
+_LOOK_S = 0.005
+_RETRY_MIN_S, _RETRY_MAX_S = 0.05, 0.5
+"""Soon at first: until it is written, the death of the process costs all that is below."""
+_log = get_logger("kvhearth.engine")
+
+
+class SsdCatalogue:
+    """One file in each directory of the tier, the same in all; replaced as a whole.
+
+    What cannot be written is counted, told and tried again, never fatal: the blocks under it are
+    then of no use after a cold start, but still now. A thread for each directory writes, because a
+    drive may hang.
+    """
+
+    def __init__(self, settings: SsdSettings | None, counters: Counters) -> None:
+        self.paths = [place.path / FILE_NAME for place in settings.places] if settings else []
+        self._copies = [_Copy(path, counters) for path in self.paths]
+        self._patience_s = settings.open_s if settings else 0.0
+        self._counters = counters
+        self._number = 0
+
+    def read(self) -> dict[str, Any] | None:
+        """The content that was written last, of all directories; None if there is none, or none
+        that can be believed.
+
+        A directory that cannot be written to may not have been when the content changed last, and
+        what it says may be old: it is believed only if another one says the same. One that hangs
+        says nothing.
+        """
+        found = self._found()
+        newest = max((said.content for said in found), key=lambda c: c["number"], default=None)
+        if newest is None:
+            return None
+        self._number = max(self._number, newest["number"])
+        sayers = [said for said in found if said.content["number"] == newest["number"]]
+        if not any(said.writable for said in sayers):
+            _log.error(
+                "the namespaces beside the SSD tier may be old: their directory cannot be written "
+                "to; starting without them",
+                paths=[str(said.path) for said in sayers],
+            )
+            return None
+        return newest
+
+    def _found(self) -> list[_Said]:
+        """What the directories say, of those that answer in time and say something."""
+        end = time.monotonic() + self._patience_s
+        asked = [Asked(str(path), partial(_read, path), lambda _: None) for path in self.paths]
+        found = []
+        for each in asked:
+            try:
+                said = each.answer(end, self._patience_s)
+            except DirectoryError as error:
+                self._counters.add("ssd_catalogue_failures")
+                _log.error("namespaces not read", error=str(error))
+                continue
+            found += [said] if said else []
+        return found
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Have the content replaced, where it changed: lineage, next session, epochs and namespaces
+        of the durable catalogue.
+        """
+        if not self.paths:
+            return
+        if not self._number:
+            self.read()
+        kept = {name: content[name] for name in _FIELDS}
+        kept["next_session"] += _SESSIONS - kept["next_session"] % _SESSIONS
+        data = json.dumps(kept, separators=(",", ":")).encode()
+        late = [copy for copy in self._copies if copy.kept != data]
+        if not late:
+            return
+        # Not just the next number: a directory that was away may still have a greater one.
+        self._number = max(self._number + 1, int(time.time()))
+        head = {"format": _FORMAT, "number": self._number}
+        whole = json.dumps({**head, **kept, "check": _check({**head, **kept})}).encode()
+        for copy in late:
+            copy.put(data, whole)
+        end = time.monotonic() + _PATIENCE_S
+        for copy in late:
+            copy.wait(end)
+
+    async def confirm(self) -> None:
+        """Wait until no directory can bring back what ``write`` was told last to be over: one of
+        them says so, or all have lost what they said before.
+
+        Raises:
+            KVHearthError: ``ssd_unusable`` if that is not so in time.
+        """
+        end = time.monotonic() + _AWAIT_S
+        while not self._safe:
+            if time.monotonic() > end or all(copy.failed for copy in self._copies):
+                where = ", ".join(str(path) for path in self.paths)
+                self._counters.add("ssd_catalogue_failures")
+                _log.error("an epoch that is over could come back", paths=where)
+                raise KVHearthError(
+                    Reason.SSD_UNUSABLE,
+                    f"the change holds, but cannot be written to {where}: older blocks could "
+                    "come back after a restart; see kvhearth_ssd_degraded, then ask again",
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    @property
+    def _safe(self) -> bool:
+        copies = self._copies
+        return any(copy.stands for copy in copies) or all(copy.removed for copy in copies)
+
+
+class _Said(NamedTuple):
+    """What a directory's file says, and whether it could be replaced."""
+
+    path: Path
+    content: dict[str, Any]
+    writable: bool
+
+
+class _Copy:
+    """The file in one directory."""
+
+    def __init__(self, path: Path, counters: Counters) -> None:
+        self.kept = b""
+        """What the file was last told to say."""
+        self.removed = False
+        """It could not be written, and is not there any more."""
+        self.failed = False
+        """It could not be written, nor removed: it may say what is over."""
+        self._path = path
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._wanted: bytes | None = None
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def stands(self) -> bool:
+        """It says what it was last told to, for good."""
+        with self._changed:
+            return self._settled() and not (self.removed or self.failed)
+
+    def put(self, data: bytes, whole: bytes) -> None:
+        """Have the file replaced; the newest content wins."""
+        with self._changed:
+            self.kept = data
+            self._wanted = whole
+            self.removed = self.failed = False
+            self._changed.notify_all()
+        if self._thread is None:
+            name = "kvhearth-namespaces"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def wait(self, end: float) -> None:
+        """Until it is written, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(self._settled, max(0.0, end - time.monotonic()))
+
+    def _settled(self) -> bool:
+        return self._wanted is None and not self._busy
+
+    def _run(self) -> None:
+        again, pause_s = None, _RETRY_MIN_S
+        while True:
+            with self._changed:
+                wait_s = None if again is None else pause_s
+                self._changed.wait_for(lambda: self._wanted is not None, wait_s)
+                first = self._wanted is not None
+                whole = self._wanted or again
+                if whole is None:
+                    continue
+                self._wanted, self._busy = None, True
+            pause_s = _RETRY_MIN_S if first else min(2 * pause_s, _RETRY_MAX_S)
+            again = None if self._try(whole, tell=first) else whole
+
+    def _try(self, whole: bytes, *, tell: bool) -> bool:
+        """Replace the file; what is left of it where that fails is removed, for its epochs may be
+        old.
+        """
+        removed = failed = False
+        try:
+            _replace(self._path, whole)
+        except OSError as error:
+            removed = _remove(self._path)
+            failed = not removed
+            self._counters.add("ssd_catalogue_failures")
+            if tell:
+                _log.error("namespaces not written", path=str(self._path), error=str(error))
+        finally:
+            with self._changed:
+                self._busy = False
+                if self._wanted is None:
+                    self.removed, self.failed = removed, failed
+                self._changed.notify_all()
+        return not (removed or failed)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file for good: a power cut must not bring the old one back.
+
+    It has its name before it is flushed, which may take long: the death of the process alone costs
+    nothing then, and one that a power cut left half written is not believed.
+    """
+    if 2 * len(data) > RESERVE_BYTES:
+        raise OSError(f"{len(data)} bytes of namespaces are too many")
+    fresh = path.with_name(NAMESPACES_FRESH_NAME)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.replace(fresh, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_directory(path.parent)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a file for good; false if that is not certain."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        sync_directory(path.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> _Said | None:
+    content = _content(path)
+    if content is None:
+        return None
+    return _Said(path, content, os.access(path.parent, os.W_OK, effective_ids=True))
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(content, dict) and content.get("format") == _FORMAT
+    if not whole or not isinstance(content.get("number"), int):
+        return None
+    # One flipped bit in an epoch, and blocks of other weights would be believed.
+    if content.pop("check", None) != _check(content):
+        _log.error("the namespaces beside the SSD tier are damaged", path=str(path))
+        return None
+    return content if all(name in content for name in _FIELDS) else None
+
+
+def _check(content: dict[str, Any]) -> str:
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

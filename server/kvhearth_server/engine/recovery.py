@@ -1,0 +1,290 @@
+"""The durable catalogue's content: namespaces with their contracts and epochs, groups with their
+members.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import I64
+from kvhearth_server.core.adoption import adopt
+from kvhearth_server.core.groups import Group, Member, MemberState
+from kvhearth_server.core.namespaces import NUMBER_MAX
+from kvhearth_server.core.state import CoreState
+from kvhearth_server.engine.sessions import Peer, Session, Sessions
+from kvhearth_server.memory.journal_scan import read_journal
+from kvhearth_server.observability.logs import get_logger
+
+if TYPE_CHECKING:
+    from kvhearth_server.engine.engine import Engine
+
+
+_EPOCH_MAX = 0xFFFF_FFFF
+
+
+def catalogue_content(
+    state: CoreState, sessions: Sessions, boot_id: str, lineage: str
+) -> dict[str, Any]:
+    """What a successor must know, as JSON."""
+    records = {session.number: session for session in sessions}
+    return {
+        "complete": True,
+        "boot_id": boot_id,
+        "lineage": lineage,
+        "next_session": sessions.next_number,
+        "epoch_floor": state.namespaces.epoch_floor,
+        "namespaces": [
+            {
+                "number": space.number,
+                "tenant": space.tenant,
+                "epoch": space.epoch,
+                "tier_epoch": space.tier_epoch,
+                "contract": space.contract.to_json(),
+            }
+            for space in state.namespaces
+        ],
+        "groups": [
+            {
+                "number": group.number,
+                "tenant": group.tenant,
+                "engine_id": group.engine_id,
+                "incarnation": group.incarnation,
+                "namespace": group.namespace,
+                "world_size": group.world_size,
+                "members": [
+                    _member(m, records[m.session])
+                    for m in group.members.values()
+                    if m.mapped and m.state is not MemberState.DRAINED and m.session in records
+                ],
+            }
+            for group in state.groups
+        ],
+    }
+
+
+def _member(member: Member, record: Session) -> list[Any]:
+    return [member.session, member.rank, member.scheduler, record.lock_byte, record.boot_id]
+
+
+def restore_lineage(content: dict[str, Any]) -> str:
+    """The id of the cold start that the catalogue descends from.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue has none.
+    """
+    lineage = content.get("lineage")
+    if not isinstance(lineage, str) or not lineage:
+        raise _damaged(ValueError(f"lineage is {lineage!r}"))
+    return lineage
+
+
+def check_namespaces(content: dict[str, Any]) -> None:
+    """Refuse a content from which namespaces cannot be restored, before any is.
+
+    Raises:
+        KVHearthError: ``arena_unusable``.
+    """
+    restore_lineage(content)
+    try:
+        numbers = [entry["number"] for entry in content["namespaces"]]
+        for entry in content["namespaces"]:
+            Contract.from_json(entry["contract"])
+            whole = type(entry["number"]) is int and 0 < entry["number"] <= NUMBER_MAX
+            epochs = (entry["epoch"], entry.get("tier_epoch", 0))
+            whole &= all(type(each) is int and 0 <= each <= _EPOCH_MAX for each in epochs)
+            if not whole or not isinstance(entry["tenant"], str):
+                raise ValueError(f"namespace {entry['number']!r} is not whole")
+        counts = (content["epoch_floor"], content["next_session"])
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{counts} are no counts")
+    except (KeyError, TypeError, ValueError, KVHearthError) as error:
+        raise _damaged(error) from None
+    if len(set(numbers)) < len(numbers):
+        raise _damaged(ValueError("a number is there twice"))
+
+
+def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
+    """Namespaces of a catalogue; those of tenants that the settings no longer name are left out.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
+    """
+    try:
+        state.namespaces.epoch_floor = int(content["epoch_floor"])
+        for entry in content["namespaces"]:
+            if entry["tenant"] in state.segment_of:
+                contract = Contract.from_json(entry["contract"])
+                epochs = (entry["epoch"], int(entry.get("tier_epoch", 0)))
+                state.namespaces.restore(entry["number"], entry["tenant"], contract, *epochs)
+    except (KeyError, TypeError, ValueError, KVHearthError) as error:
+        raise _damaged(error) from None
+
+
+def restore_groups(
+    state: CoreState, content: dict[str, Any]
+) -> tuple[dict[int, Group], list[Session]]:
+    """Groups of a catalogue as ended ones, and a ghost session for each member that may still
+    write.
+
+    Raises:
+        KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
+    """
+    groups: dict[int, Group] = {}
+    ghosts: list[Session] = []
+    known = {space.number for space in state.namespaces}
+    try:
+        for entry in content["groups"]:
+            if entry["tenant"] not in state.segment_of:
+                continue
+            segment = state.segment_of[entry["tenant"]]
+            group = Group(
+                entry["number"],
+                entry["tenant"],
+                segment,
+                entry["engine_id"],
+                entry["incarnation"],
+                entry["namespace"] if entry["namespace"] in known else 0,
+                entry["world_size"],
+                ended=True,
+            )
+            for session, rank, scheduler, lock_byte, boot_id in entry["members"]:
+                gone = MemberState.GONE
+                group.members[session] = Member(session, rank, bool(scheduler), True, gone)
+                peer = Peer(-1, 0, -1)
+                ghosts.append(
+                    Session(
+                        session,
+                        group.tenant,
+                        segment,
+                        "",
+                        peer,
+                        lock_byte,
+                        group.number,
+                        boot_id,
+                        ghost=True,
+                        gone=True,
+                    )
+                )
+            state.groups.restore(group)
+            groups[group.number] = group
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(error) from None
+    return groups, ghosts
+
+
+def _damaged(error: Exception) -> KVHearthError:
+    return KVHearthError(
+        Reason.ARENA_UNUSABLE,
+        f"the arena's catalogue is damaged ({error!r}); remove the files to start cold",
+    )
+
+
+STRAYS_S = 60.0
+"""Without all of its directories nobody can see whether a dead daemon's reads have ended."""
+_log = get_logger("kvhearth.engine")
+
+
+def take_over(engine: Engine) -> None:
+    """Fill a fresh core with what an earlier run left, if the arena is one that it left."""
+    old = engine.arena.catalogue
+    state = engine.core.state
+    if old is None or engine.journal is None:
+        _start_cold(engine)
+        return
+    engine.lineage = restore_lineage(old)
+    engine.sessions.number_from(int(old.get("next_session", 1)))
+    restore_namespaces(state, old)
+    found = read_journal(engine.journal, engine.arena.plan.geometry, state.namespaces)
+    groups, ghosts = restore_groups(state, old)
+    if 0 in found.held or set(found.held) - set(groups):
+        _unknown_holders(engine, found.held, groups, ghosts)
+    adopt(state, found, groups)
+    # A call, so that what is dropped becomes free in the journal also where no group is left.
+    engine.call(engine.core.climbing.adopt, found.strays)
+    for ghost in ghosts:
+        engine.sessions.add(ghost)
+    engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
+    for part in found.blocks:
+        heads = part.slots[part.summed, 0]
+        engine.to_verify.append((heads, state.table.generation[heads].copy()))
+    for group in groups.values():
+        engine.call(engine.core.membership.settle, group)
+
+
+def quiet_at(engine: Engine) -> float:
+    """When slots that a dead daemon was loading into may be used, if the locks on the files allow
+    it: later where it had other directories.
+    """
+    here = {str(path.parent) for path in engine.ssd_catalogue.paths}
+    return engine.started_at + STRAYS_S if set(loading_from(engine)) - here else 0.0
+
+
+def loading_from(engine: Engine) -> list[str]:
+    """Directories from which blocks may be on their way into the arena: this run's, and those of
+    an earlier one that left slots behind.
+    """
+    old = engine.arena.catalogue or {}
+    left = old.get("ssd_dirs", ()) if len(engine.core.climbing.strays) else ()
+    return sorted({str(path.parent) for path in engine.ssd_catalogue.paths}.union(left))
+
+
+def _start_cold(engine: Engine) -> None:
+    """There is nothing to take over in the arena; the SSD tier's blocks are of use if their epochs
+    are known.
+    """
+    state = engine.core.state
+    if engine.tier is not None:
+        # Above the numbers that an earlier run gave to blocks that the tier may still have.
+        state.sequence = int(time.time()) << 16
+    below = engine.ssd_catalogue.read()
+    try:
+        if below is not None:
+            check_namespaces(below)
+    except KVHearthError as error:
+        _log.error("the namespaces beside the SSD tier are damaged", error=str(error))
+        below = None
+    if below is None:
+        # Epochs of an earlier run are forgotten, and so must not come again: an engine that
+        # still runs with old weights would share with one that has new ones.
+        state.namespaces.epoch_floor = int(time.time())
+        return
+    engine.lineage = restore_lineage(below)
+    engine.sessions.number_from(int(below["next_session"]))
+    restore_namespaces(state, below)
+
+
+def _unknown_holders(
+    engine: Engine, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
+) -> None:
+    """Slots whose writer the catalogue does not name wait for everybody who still maps the
+    arena.
+    """
+    state = engine.core.state
+    strays = [slots for number, slots in held.items() if number not in groups]
+    for number in [number for number in held if number not in groups]:
+        del held[number]
+    every = np.concatenate(strays)
+    segments = state.table.slab_segment[state.table.slabs_of(every)]
+    for segment in np.unique(segments).tolist():
+        tenant = state.table.geometry.segments[segment].tenant
+        number = 1 + max([*groups, *(g.number for g in state.groups), 0])
+        group = Group(number, tenant, segment, "", 0, 0, 0, ended=True)
+        mapped = engine.arena.segments[segment]
+        for index in range(4 * engine.limits.sessions_max):
+            if mapped.client_byte_held(index):
+                session = 1 + max([*(g.number for g in ghosts), engine.sessions.next_number])
+                group.members[session] = Member(session, -1, False, True, MemberState.GONE)
+                ghosts.append(_ghost(session, tenant, segment, index, number))
+        state.groups.restore(group)
+        groups[number] = group
+        held[number] = every[segments == segment]
+
+
+def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
+    peer = Peer(-1, 0, -1)
+    return Session(number, tenant, segment, "", peer, lock_byte, group, "", ghost=True, gone=True)

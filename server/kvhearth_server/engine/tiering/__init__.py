@@ -1,0 +1,1 @@
+"""Moves blocks between memory and the SSD tier: write-back, promotion, naming."""

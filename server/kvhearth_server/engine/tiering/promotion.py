@@ -1,0 +1,350 @@
+"""Blocks on their way up: who asked for them, what is being loaded, what becomes of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvhearth.failpoints import hit
+from kvhearth.model import I64, Records
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.promotion import VERIFIER, Asker, Climb
+from kvhearth_server.engine.tiering.naming import TierNames
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.base import (
+    Completion,
+    Corrupt,
+    Done,
+    Failed,
+    LoadBatch,
+    Missing,
+    Outcome,
+    Throttled,
+)
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+
+class Wishes:
+    """Oldest first, and each block once for each asker: who asks again while it waits, as engines
+    do, must not fill the queue and be served over and over before all others.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = self.records = 0
+        self._queue: deque[tuple[Wish, Asker]] = deque()
+        self._named: dict[Asker, set[tuple[int, int, bytes]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
+        """What of a wish does not wait for this asker yet, each block once; None for nothing."""
+        named, names = self._named.get(asker) or set(), _names(wish)
+        if named.isdisjoint(names) and len(set(names)) == len(names):
+            return wish
+        new = dict[tuple[int, int, bytes], int]()
+        for row, name in enumerate(names):
+            if name not in named:
+                new.setdefault(name, row)
+        return some(wish, np.array(list(new.values()), np.int64)) if new else None
+
+    def add(self, wish: Wish, asker: Asker) -> None:
+        """At the end of the queue."""
+        self._named.setdefault(asker, set()).update(_names(wish))
+        self.put_back(wish, asker)
+
+    def take(self) -> tuple[Wish, Asker]:
+        """The first, of which the caller says what becomes: ``put_back`` or ``done``."""
+        wish, asker = self._queue.popleft()
+        self._count(wish, -1)
+        return wish, asker
+
+    def put_back(self, wish: Wish, asker: Asker, *, first: bool = False) -> None:
+        """It waits on."""
+        (self._queue.appendleft if first else self._queue.append)((wish, asker))
+        self._count(wish, 1)
+
+    def done(self, wish: Wish, asker: Asker) -> None:
+        """It waits no longer."""
+        named = self._named.get(asker)
+        if named is not None:
+            named.difference_update(_names(wish))
+            if not named:
+                del self._named[asker]
+
+    def drop(self, askers: set[Asker]) -> None:
+        """These do not wait any more."""
+        found = askers & self._named.keys()
+        if not found:
+            return
+        for asker in found:
+            del self._named[asker]
+        before, self._queue = self._queue, deque[tuple[Wish, Asker]]()
+        self.blocks = self.records = 0
+        for wish, asker in before:
+            if asker not in found:
+                self.put_back(wish, asker)
+
+    def askers_of(self, group: int) -> set[Asker]:
+        """Who of a group waits."""
+        return {asker for asker in self._named if asker[0] == group}
+
+    def _count(self, wish: Wish, sign: int) -> None:
+        self.blocks += sign * len(wish.keys)
+        self.records += sign * len(wish.keys) * wish.spec.shards
+
+
+def some(wish: Wish, rows: I64) -> Wish:
+    """Rows of a wish."""
+    keys = [wish.keys[row] for row in rows.tolist()]
+    parents = [wish.parents[row] for row in rows.tolist()]
+    return Wish(wish.namespace, wish.kv_group, wish.spec, keys, parents)
+
+
+def split(wish: Wish, count: int) -> tuple[Wish, Wish | None]:
+    """The first ``count`` blocks, and the others if there are any."""
+    if len(wish.keys) <= count:
+        return wish, None
+    parts = [
+        Wish(wish.namespace, wish.kv_group, wish.spec, wish.keys[cut], wish.parents[cut])
+        for cut in (slice(None, count), slice(count, None))
+    ]
+    return parts[0], parts[1]
+
+
+def _names(wish: Wish) -> list[tuple[int, int, bytes]]:
+    number, kv_group = wish.namespace.number, wish.kv_group
+    return [(number, kv_group, key) for key in wish.keys]
+
+
+_SLOTS_PER_TURN = 256
+_LOOKS_PER_TURN = 64
+_WISHED_BLOCKS_MAX = 1 << 16
+_log = get_logger("kvhearth.tiering")
+
+Ended = Callable[[list[tuple[Outcome, I64]]], None]
+
+
+@dataclass(eq=False)
+class _Load:
+    climb: Climb
+    checksums: Records
+    keep: bool
+    ended: Ended | None
+
+
+class Raising:
+    """Loads from the tier; see ``Tiering`` for the arguments."""
+
+    def __init__(
+        self, core: Core, tier: SsdTier, names: TierNames, call: Callable[..., Any]
+    ) -> None:
+        self._core = core
+        self._tier = tier
+        self._names = names
+        self._call = call
+        self._loads: dict[int, _Load] = {}
+        self._wished = Wishes()
+        self._stalled = False
+        self._lack = ""
+        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_reads // 2))
+
+    @property
+    def waiting(self) -> int:
+        """Blocks whose load has not begun."""
+        return self._wished.blocks
+
+    @property
+    def records(self) -> int:
+        """The same in the tier's measure: a block has one of each shard."""
+        return self._wished.records
+
+    @property
+    def due(self) -> bool:
+        """Whether a turn could begin a load, though nothing else happens."""
+        return bool(self._wished) and not self._stalled
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not (self._loads or self._wished)
+
+    def ask(self, wishes: Iterable[Wish], asker: Asker) -> None:
+        """Let blocks climb, some at once."""
+        before = len(self._wished)
+        for wish in wishes:
+            new = self._wished.fresh(wish, asker)
+            if new is None:
+                continue
+            if self._wished.blocks + len(new.keys) > _WISHED_BLOCKS_MAX:
+                self._core.state.count("promotion_failed", len(new.keys), "queue")
+                continue
+            self._wished.add(new, asker)
+        if not before:
+            self.begin()
+
+    def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
+        """The requests behind these lookups went away."""
+        gone = {(group, lease_id) for lease_id in lease_ids}
+        self._wished.drop(gone)
+        for asker in gone:
+            self._stop(self._core.climbing.forget_asker(asker))
+
+    def group_ended(self, group: int) -> None:
+        """Nobody of this group waits for anything any more."""
+        self._wished.drop(self._wished.askers_of(group))
+        self._stop(self._core.climbing.forget_group(group))
+
+    def _stop(self, climbs: list[Climb]) -> None:
+        if not climbs:
+            return
+        for ticket, load in self._loads.items():
+            if load.climb in climbs:
+                self._tier.cancel(ticket)
+                self._core.state.count("prefetch_cancelled", len(load.climb.wish.keys))
+
+    def begin(self) -> None:
+        """Begin to load wished blocks, so many as a turn may. What finds no room waits for the
+        loads that take it; what is behind it may find some.
+        """
+        left, self._stalled = self._slots_max, True
+        for _ in range(min(len(self._wished), _LOOKS_PER_TURN)):
+            if left <= 0:
+                break
+            wish, asker = self._wished.take()
+            head, rest = split(wish, max(1, left // wish.spec.shards))
+            left -= len(head.keys) * wish.spec.shards
+            self._load(head, asker)
+            if not self._lack:
+                self._stalled = False
+                self._wished.done(head, asker)
+                if rest is not None:
+                    self._wished.put_back(rest, asker, first=True)
+            elif self._loads or self._lack == "queue":
+                self._wished.put_back(wish, asker)
+            else:
+                self._wished.done(wish, asker)
+                self._core.state.count("promotion_failed", len(wish.keys), self._lack)
+
+    def _load(
+        self, wish: Wish, asker: Asker, *, keep: bool = True, ended: Ended | None = None
+    ) -> bool:
+        """Load one batch; False if nothing is to be loaded, or there is no room for it. ``_lack``
+        is what there was too little of.
+        """
+        climb: Climb | None = self._call(
+            self._core.climbing.begin,
+            wish,
+            asker,
+            self._tier.batch_blocks_max,
+            here_too=not keep,
+        )
+        self._lack = "no_room" if self._core.climbing.short else ""
+        if climb is None:
+            return False
+        hit("promote.loading")
+        family = self._names.family(wish.namespace, wish.kv_group)
+        keys = climb.wish.keys
+        facts = self._tier.look_up(family, keys)
+        places = self._names.places(climb.slots, wish.spec.page_bytes)
+        batch = LoadBatch(family, keys, places, is_use=keep)
+        ticket = self._tier.submit_load(batch)
+        if isinstance(ticket, Throttled):
+            if ticket.reason == "queue":
+                self._lack = "queue"
+            else:
+                self._core.state.count("promotion_failed", len(keys), ticket.reason)
+            none = np.zeros(len(keys), np.bool_)
+            self._call(self._core.climbing.finish, climb, none, facts.checksums)
+            return False
+        self._loads[ticket] = _Load(climb, facts.checksums, keep, ended)
+        return True
+
+    def verify(self, wish: Wish, ended: Ended) -> bool:
+        """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
+        row of what was read. False if there is no room for it now.
+        """
+        return self._load(wish, VERIFIER, keep=False, ended=ended)
+
+    def completed(self, completion: Completion) -> bool:
+        """Take an end of a load; false if it is none."""
+        load = self._loads.get(completion.ticket)
+        if load is None:
+            return False
+        if completion.final:
+            del self._loads[completion.ticket]
+            self._loaded(load, completion)
+        else:
+            stuck = sum(len(rows) for _, rows in completion.parts)
+            self._core.state.count("promotion_failed", stuck, "stuck")
+        return True
+
+    def _loaded(self, load: _Load, completion: Completion) -> None:
+        state, wish = self._core.state, load.climb.wish
+        good = np.zeros(len(wish.keys), np.bool_)
+        good[completion.rows(Done)] = load.keep
+        for outcome, rows in completion.parts:
+            match outcome:
+                case Corrupt():
+                    keys = [wish.keys[row] for row in rows.tolist()]
+                    self.found_wrong(wish.namespace, wish.kv_group, keys)
+                case Missing():
+                    state.count("promotion_failed", len(rows), "missing")
+                case Failed() | Throttled():
+                    state.count("promotion_failed", len(rows), outcome.reason)
+        hit("promote.loaded")
+        self._call(self._core.climbing.finish, load.climb, good, load.checksums)
+        self._look_again(load, completion)
+        if load.ended is not None:
+            load.ended(completion.parts)
+
+    def _look_again(self, load: _Load, completion: Completion) -> None:
+        """Blocks that did not come: the tier may have dropped them, and somebody may have asked
+        after they were called off, or while they were only looked at.
+        """
+        wish = load.climb.wish
+        for outcome, rows in completion.parts:
+            if isinstance(outcome, Done):
+                continue
+            keys = [wish.keys[row] for row in rows.tolist()]
+            family = self._names.family(wish.namespace, wish.kv_group)
+            gone = ~self._tier.look_up(family, keys).present
+            lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
+            self._core.sinking.lost(wish.namespace, wish.kv_group, lost)
+            if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
+                self._names.tell_lost(wish.namespace, wish.kv_group, lost, outcome.reason)
+        called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
+        if not load.keep:
+            called_off = [np.arange(len(wish.keys))]
+        for asker in load.climb.askers if called_off else ():
+            if load.keep or asker != VERIFIER:
+                self._ask_again(some(wish, np.concatenate(called_off)), asker)
+
+    def _ask_again(self, wish: Wish, asker: Asker) -> None:
+        new = self._wished.fresh(wish, asker)
+        if new is not None:
+            self._wished.add(new, asker)
+
+    def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
+        """The tier's copies of these were wrong, and it forgot them; nobody knows a namespace that
+        is None.
+        """
+        self._core.state.count("checksum_failures", len(keys), "ssd")
+        _log.error("the slower tier's bytes do not match their checksum", blocks=len(keys))
+        if namespace is not None:
+            self.store_again(namespace, kv_group, keys)
+            self._names.tell_lost(namespace, kv_group, keys, "checksum")
+
+    def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
+        """The tier's copies of these were wrong: write those again that are still here."""
+        state = self._core.state
+        here = self._core.sinking.lost(namespace, kv_group, keys)
+        heads = state.index.find(namespace.number, kv_group, keys)[here]
+        state.offers.offer(heads)
+        state.count("repaired_blocks", len(heads), "ssd")

@@ -1,0 +1,219 @@
+"""Blocks on their way down: written while they stay in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvhearth.failpoints import hit
+from kvhearth.model import I64
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.writeback import Portion
+from kvhearth_server.engine.tiering.naming import TierNames
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.base import Completion, Corrupt, Done, Failed, StoreBatch, Throttled
+from kvhearth_server.tiers.ssd.tier import SsdTier
+
+PATIENCE_S = 2.0
+"""If the tier makes no progress for this long while room is wanted, pending writes are given up."""
+READ_BACK_PATIENCE_S = 60.0
+"""The same while the log is read back. A store can do nothing but wait then, and a healthy drive
+that engines load their weights from may take long for one read; the kernel itself aborts a read
+after 30 s.
+"""
+_TURN_S_MAX = 0.5
+"""Most that one turn adds to the wait: a process that was stopped made no progress either."""
+
+_SLOTS_PER_TURN = 256
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
+_WRITE_BYTES_MAX = 256 << 20
+_WRITE_FRACTION_MAX = 0.125
+"""Of the smallest segment, at most so much is being written at once."""
+_PORTIONS = 2
+"""A portion makes room for the next when the whole of it is written: the drive needs two. More and
+smaller ones cost more of the processor, most of it to wake up.
+"""
+_AGAIN = frozenset({"full", "queue", "recovering", "draining"})
+"""Why a store was refused that may be taken soon."""
+_log = get_logger("kvhearth.tiering")
+
+
+class Lowering:
+    """Stores to the tier; see ``Tiering`` for the arguments."""
+
+    def __init__(
+        self,
+        core: Core,
+        tier: SsdTier,
+        names: TierNames,
+        call: Callable[..., Any],
+        now: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._tier = tier
+        self._names = names
+        self._call = call
+        self._now = now
+        self._stores: dict[int, Portion] = {}
+        self._progress = tier.progress
+        self._waited_s, self._turn_at = 0.0, now()
+        self._open_at = 0.0
+        self._again_at = 0.0
+        # Half of what the tier takes at once, or a portion would wait until it is idle.
+        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_writes // 2))
+        geometry = core.state.table.geometry
+        smallest = min(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
+        self._write_bytes = max(
+            geometry.slab_bytes, min(_WRITE_BYTES_MAX, int(smallest * _WRITE_FRACTION_MAX))
+        )
+
+    @property
+    def blocks(self) -> int:
+        """That wait or are being written."""
+        under_way = sum(len(portion.keys) for portion in self._stores.values())
+        return under_way + self._core.state.offers.waiting
+
+    @property
+    def due_at(self) -> float:
+        """When a turn has something to write; infinity for not before something else happens."""
+        offers = self._core.state.offers
+        full = self._core.sinking.payload_bytes >= self._write_bytes
+        return self._again_at if offers.waiting and not full else math.inf
+
+    def completed(self, completion: Completion) -> bool:
+        """Take an end of a store; false if it is none."""
+        portion = self._stores.get(completion.ticket)
+        if portion is None:
+            return False
+        if completion.final:
+            del self._stores[completion.ticket]
+            self._stored(portion, completion)
+        return True
+
+    def begin(self) -> None:
+        """Write what waits, as far as the tier takes it, but no more than fits into a turn."""
+        offers, now = self._core.state.offers, self._now()
+        if offers.closed and now >= self._open_at:
+            offers.closed = ""
+        left, recovering = self._slots_max, self._tier.status.recovering
+        if recovering and not offers.pressed:
+            # What waits may lie in a part of the log that is not read back yet.
+            self._again_at = now + _PAUSE_MAX_S
+        while offers.waiting and left > 0 and now >= self._again_at:
+            portion = self._portion(left)
+            if portion is None:
+                if self._core.sinking.payload_bytes < self._write_bytes:
+                    self._again_at = now + _PAUSE_MAX_S  # nothing more may be held
+                break
+            left -= portion.slots.size
+            ticket = self._tier.submit_store(self._batch(portion))
+            if isinstance(ticket, Throttled):
+                self._call(self._core.sinking.retreat, portion)
+                self._put_off(ticket, now)
+                break
+            self._stores[ticket] = portion
+            hit("demote.submitted")
+            if recovering:
+                offers.pressed = False  # no more than is wanted: it may be written a second time
+        self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        """Give up what waits if the tier makes no progress for too long while room is wanted."""
+        offers = self._core.state.offers
+        turn_s, self._turn_at = min(now - self._turn_at, _TURN_S_MAX), now
+        offers.pressed = offers.pressed and offers.waiting > 0
+        if self._tier.progress != self._progress or not (offers.waiting or self._stores):
+            self._progress, self._waited_s = self._tier.progress, 0.0
+        elif offers.pressed:
+            self._waited_s += turn_s
+        recovering = self._tier.status.recovering
+        if offers.pressed and self._waited_s > (READ_BACK_PATIENCE_S if recovering else PATIENCE_S):
+            self._close("slow", PATIENCE_S, now)
+
+    def _portion(self, slots_max: int) -> Portion | None:
+        """What is to be written next, if more may be written now."""
+        room = self._write_bytes - self._core.sinking.payload_bytes
+        if room <= 0:
+            return None
+        most = min(slots_max, self._tier.batch_blocks_max)
+        room = min(room, max(1, self._write_bytes // _PORTIONS))
+        portion: Portion | None = self._call(self._core.sinking.begin, most, room)
+        return portion
+
+    def _put_off(self, why: Throttled, now: float) -> None:
+        if why.reason in _AGAIN:
+            self._again_at = now + min(max(why.retry_after_s, _PAUSE_MIN_S), _PAUSE_MAX_S)
+        else:
+            self._close(why.reason, max(why.retry_after_s, 1.0), now)
+
+    def _close(self, reason: str, pause_s: float, now: float) -> None:
+        """What waits, and what comes until the tier is asked again, is not saved: it may be
+        evicted.
+        """
+        state = self._core.state
+        state.offers.closed = reason
+        self._open_at = now + pause_s
+        state.offers.pressed = False
+        state.loosened += 1
+        given_up = state.offers.give_up()
+        state.count("demotion_refused", given_up, reason)
+        if given_up:
+            _log.warning("not saved to the slower tier", blocks=given_up, reason=reason)
+
+    def _batch(self, portion: Portion) -> StoreBatch:
+        names = self._names
+        return StoreBatch(
+            names.family(portion.namespace, portion.kv_group, portion.epoch),
+            portion.keys,
+            names.places(portion.slots, portion.spec.page_bytes),
+            portion.checksums,
+            portion.sequences,
+            portion.parents,
+        )
+
+    def _stored(self, portion: Portion, completion: Completion) -> None:
+        state, now = self._core.state, self._now()
+        again = []
+        refused = []
+        wrong = [completion.rows(Corrupt)]
+        for outcome, rows in completion.parts:
+            if isinstance(outcome, Throttled) and outcome.reason in _AGAIN:
+                again.append(rows)
+                self._put_off(outcome, now)
+            elif isinstance(outcome, Throttled):
+                refused.append(rows)
+                state.count("demotion_refused", len(rows), outcome.reason)
+            elif isinstance(outcome, Failed):
+                refused.append(rows)
+                state.count("demotion_failed", len(rows), outcome.reason)
+        if not again:
+            self._again_at = 0.0
+        if sum(map(len, again)) < len(portion.keys):
+            self._waited_s = 0.0
+        hit("demote.done")
+        self._call(
+            self._core.sinking.settle,
+            portion,
+            saved=completion.rows(Done),
+            refused=_joined(refused),
+            wrong=_joined(wrong),
+            again=_joined(again),
+        )
+        self._look_again(portion)
+
+    def _look_again(self, portion: Portion) -> None:
+        """What was written may be gone again by now, or an older block of a key may have been
+        written after a younger one: saved is only what can be found.
+        """
+        family = self._names.family(portion.namespace, portion.kv_group)
+        absent = np.flatnonzero(~self._tier.look_up(family, portion.keys).present)
+        if len(absent):
+            keys = [portion.keys[row] for row in absent.tolist()]
+            self._core.sinking.lost(portion.namespace, portion.kv_group, keys)
+
+
+def _joined(parts: list[I64]) -> I64:
+    return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -1,0 +1,248 @@
+"""The SSD tier at the daemon's start: from its settings to directories that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.load import Settings
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+from kvhearth_server.memory.arena import Arena
+from kvhearth_server.observability.logs import StartBar, get_logger
+from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.directory import Asked
+from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
+from kvhearth_server.tiers.ssd.files import Busy, Files
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.superblock import HEAD_NAME, DirectoryError, other_version
+from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
+
+Probe = Callable[[str, int], Verdict]
+"""Tries an interface for disk I/O at a depth."""
+
+_LOOK_S = 0.1
+_TELL_S = 5.0
+_log = get_logger("kvhearth.ssd")
+
+
+def open_tier(
+    settings: Settings, arena: Arena, environment: Environment | None = None
+) -> SsdTier | None:
+    """The tier of these settings; None without ``ssd_dirs``.
+
+    Directories are made where their parent exists. One that cannot be used makes the tier
+    degraded. The log is read back from now on, at each ``poll``; ``follow_recovery`` tells how far
+    it is.
+
+    Raises:
+        KVHearthError: ``ssd_unusable`` if no directory or no kind of disk I/O can be used,
+            ``config_invalid`` if two names stand for one directory.
+    """
+    if not settings.ssd_dirs:
+        return None
+    unmade = _ask_all([each.path for each in settings.ssd_dirs], _make)
+    for told in unmade.values():
+        _log.warning("an SSD directory cannot be made", reason=told)
+    if len(unmade) == len(settings.ssd_dirs):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unmade.values()))
+    regions = [segment.view for segment in arena.segments]
+    try:
+        tier = SsdTier(
+            tier_settings(settings),
+            regions,
+            admission=admission(settings),
+            environment=environment,
+        )
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+    except DirectoryError as error:
+        raise KVHearthError(Reason.SSD_UNUSABLE, str(error)) from None
+    except OSError as error:
+        raise _no_interface(settings, error) from None
+    _log.info(
+        "SSD tier",
+        directories=[str(each) for each in settings.ssd_dirs],
+        interface=tier.status.interface,
+        not_working={each.name: each.reason for each in tier.status.verdicts if each.reason},
+        segment_files=tier.status.files_found,
+    )
+    for told in tier.status.mended:
+        _log.warning("an SSD directory was mended", what=told)
+    return tier
+
+
+def tier_settings(settings: Settings) -> SsdSettings:
+    """The tier's own settings.
+
+    Raises:
+        ValueError: two names stand for one directory.
+    """
+    return SsdSettings(
+        places=tuple(Place(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs),
+        segment_bytes=settings.ssd_segment_bytes,
+        interface=settings.ssd_interface,
+        depth=settings.ssd_depth,
+        flush=settings.ssd_flush,
+        sum_threads=settings.sum_threads,
+        prewrite=settings.ssd_prewrite,
+        bytes_per_day=settings.ssd_bytes_per_day,
+    )
+
+
+def admission(settings: Settings) -> Admission:
+    """The rule that says what is worth a write."""
+    return SeenTwice() if settings.ssd_admission == "seen_twice" else AdmitAll()
+
+
+async def follow_recovery(tier: SsdTier) -> None:
+    """Tell how far the reading back of the log is until it is done: a bar on a terminal, and a
+    line in the log now and then.
+    """
+    status = tier.status
+    began = told_at = time.monotonic()
+    with StartBar("reading back") as bar:
+        while status.recovering:
+            bar.note("SSD log files", status.files_recovered, max(1, status.files_found))
+            if time.monotonic() - told_at >= _TELL_S:
+                told_at = time.monotonic()
+                _log.info("reading the SSD log back", **_progress(tier))
+            await asyncio.sleep(_LOOK_S)
+    took = round(time.monotonic() - began, 3)
+    dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
+    _log.info("the SSD log is read back", seconds=took, **_progress(tier), **dropped)
+    missing = status.files_found - status.files_recovered - status.locked_files
+    if missing > 0:
+        _log.error("files of the SSD log were not read: their blocks are lost", files=missing)
+
+
+def _progress(tier: SsdTier) -> dict[str, int]:
+    status = tier.status
+    blocks = tier.counts["recovered_blocks"]
+    return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
+
+
+def check_ssd_dirs(settings: Settings) -> None:
+    """Refuse directories of which none can be used; nothing is made.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``, ``config_invalid``.
+    """
+    paths = [each.path for each in settings.ssd_dirs]
+    if not paths:
+        return
+    unusable = _ask_all(paths, unusable_ssd_dir)
+    if len(unusable) == len(paths):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unusable.values()))
+    try:
+        tier_settings(settings)
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+
+
+def check_ssd_interface(settings: Settings, tried: Probe) -> None:
+    """Refuse an interface for disk I/O that does not work here.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``.
+    """
+    if not settings.ssd_dirs:
+        return
+    try:
+        choose(settings.ssd_interface, settings.ssd_depth, tried)
+    except OSError as error:
+        raise _no_interface(settings, error) from None
+
+
+def unusable_ssd_dir(path: Path) -> str:
+    """The reason why a directory of the SSD tier cannot be used; empty if there is none."""
+    if not os.path.isdir(path):
+        return _unmakeable(path)
+    head = path / HEAD_NAME
+    try:
+        lock = Files().open(head)
+    except FileNotFoundError:
+        if os.access(path, os.W_OK | os.X_OK) or any(path.glob("*.segment")):
+            return ""
+        return f"cannot use {path} ({os.strerror(errno.EACCES)}); name a directory for the daemon"
+    except Busy:
+        return f"{path} is used by another daemon; stop it, or give this one another"
+    except OSError as error:
+        return f"cannot use {path} ({error.strerror}); name a directory for the daemon"
+    try:
+        page = head.read_bytes()[:PAGE_BYTES]
+    except OSError:
+        page = b""  # the tier makes the file again
+    finally:
+        os.close(lock.fd)
+    if parse_directory_page(page) is Doubt.VERSION:
+        return other_version(head)
+    return ""
+
+
+def _unmakeable(path: Path) -> str:
+    """The reason why the directory cannot be made; empty if there is none."""
+    try:
+        path.stat()
+        return f"--ssd-dir {path} is a file; name a directory"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return _not_made(path, error.strerror)
+    if not path.parent.is_dir():
+        return (
+            f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return _not_made(path, os.strerror(errno.EACCES))
+    return ""
+
+
+def _not_made(path: Path, why: str | None) -> str:
+    return f"--ssd-dir {path} cannot be made ({why}); name a directory where the daemon may write"
+
+
+def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
+    return KVHearthError(
+        Reason.SSD_UNUSABLE,
+        f"no disk I/O with --ssd-interface {settings.ssd_interface} ({error.strerror}); use "
+        "auto, and see kvhearth doctor",
+    )
+
+
+def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
+    """The answers of ``ask`` that are not empty; a drive that hangs holds up nobody for long."""
+    patience_s = SsdSettings.open_s
+    end = time.monotonic() + patience_s
+    asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}
+    found = dict[Path, str]()
+    for path, each in asked.items():
+        try:
+            told = each.answer(end, patience_s)
+        except DirectoryError as error:
+            told = f"--ssd-dir {error}"
+        if told:
+            found[path] = told
+    return found
+
+
+def _make(path: Path) -> str:
+    """Make a directory if it is not there; why it cannot be made, empty if it is there now.
+
+    A drive that is frozen for writing holds up whoever makes anything, also what is there.
+    """
+    try:
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+    except (FileNotFoundError, FileExistsError):
+        return _unmakeable(path)
+    except OSError as error:
+        return _not_made(path, error.strerror)
+    return ""

@@ -1,0 +1,149 @@
+"""The tier's parts and how they hang together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvhearth.model import U8
+from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.ssd.buffers import HeaderPages
+from kvhearth_server.tiers.ssd.directory import open_places
+from kvhearth_server.tiers.ssd.disk.base import DiskQueue
+from kvhearth_server.tiers.ssd.disk.executor import Driver, ReadRate
+from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.index import SsdIndex
+from kvhearth_server.tiers.ssd.log import Janitor, Lane, Log
+from kvhearth_server.tiers.ssd.reclaimer import CARRY_PAGES, Reclaimer
+from kvhearth_server.tiers.ssd.recovery.restore import Adopter, Progress
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The outside world as the tier sees it; tests and fault injection pass others.
+
+    Attributes:
+        wrap_queue: applied to the disk queue that was opened.
+        queue: used instead of opening one.
+    """
+
+    files: Files = field(default_factory=Files)
+    clock: Callable[[], float] = time.monotonic
+    wrap_queue: Callable[[DiskQueue], DiskQueue] | None = None
+    queue: DiskQueue | None = None
+
+
+@dataclass
+class Parts:
+    """Everything that lives as long as the tier.
+
+    Attributes:
+        failed_places: directories that could not be used at all, and why.
+        verdicts: which disk interfaces were tried, and what came of it.
+    """
+
+    settings: SsdSettings
+    counts: Counts
+    clock: Callable[[], float]
+    files: Files
+    failed_places: dict[Place, str]
+    verdicts: list[Verdict]
+    interface: str
+    driver: Driver
+    index: SsdIndex
+    log: Log
+    pages: HeaderPages
+    reclaimer: Reclaimer
+    transfers: Transfers
+    adopter: Adopter
+    rate: ReadRate
+
+    @property
+    def header_pages(self) -> int:
+        """Header pages in all."""
+        return self.settings.queue_writes + CARRY_PAGES
+
+    @property
+    def starved(self) -> bool:
+        """Whether a directory waits for the reclaimer's next turn."""
+        now = self.clock()
+        return any(lane.starved(now) for lane in self.log.lanes)
+
+
+def build(
+    settings: SsdSettings,
+    regions: Sequence[U8],
+    environment: Environment,
+    on_progress: Progress | None,
+) -> Parts:
+    """Open the directories, start the threads, begin to read the log back.
+
+    Raises:
+        DirectoryError: no directory can be used.
+        OSError: no way to do disk I/O was found.
+    """
+    counts, clock = Counts(), environment.clock
+    failed: dict[Place, str] = {}
+    files = environment.files
+    directories = open_places(settings, files, counts, failed)
+    try:
+        queue, verdicts = _open_queue(settings, environment)
+    except (OSError, ValueError):
+        for each in directories:
+            each.close()
+        raise
+    driver = Driver(queue, sum_threads=settings.sum_threads, clock=clock)
+    lanes = [
+        Lane(
+            each,
+            Janitor(each, driver.event_fd),
+            count_max=each.segments_max,
+            carry_share=settings.carry_share,
+        )
+        for each in directories
+    ]
+    index = SsdIndex()
+    log = Log(lanes, driver, counts, settings=settings, clock=clock)
+    pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
+    reclaimer = Reclaimer(index, log, counts, clock)
+    every_region = [*regions, reclaimer.buffer.bytes]
+    parts = (index, log, driver, pages)
+    transfers = Transfers(every_region, parts, settings, counts, clock)
+    reclaimer.use(transfers, pages, len(regions))
+    segments = [s for each in directories for s in each.segments]
+    for segment in segments:
+        segment.number = log.new_number()
+    event_fd = driver.event_fd
+    adopter = Adopter(
+        segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
+    )
+    return Parts(
+        settings,
+        counts,
+        clock,
+        files,
+        failed,
+        verdicts,
+        queue.name,
+        driver,
+        index,
+        log,
+        pages,
+        reclaimer,
+        transfers,
+        adopter,
+        ReadRate(),
+    )
+
+
+def _open_queue(settings: SsdSettings, environment: Environment) -> tuple[DiskQueue, list[Verdict]]:
+    if environment.queue is not None:
+        return environment.queue, []
+    name, verdicts = choose(settings.interface, settings.depth)
+    queue = open_queue(name, settings.depth)
+    wrap = environment.wrap_queue
+    return (wrap(queue) if wrap else queue), verdicts

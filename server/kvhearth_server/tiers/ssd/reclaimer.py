@@ -1,0 +1,269 @@
+"""Making room: a whole segment at a time, what is still hot carried over to the open one.
+
+Per directory one victim at a time. Its hot blocks (loaded since they were written) are read to a
+buffer of the tier's own, which verifies them, and stored anew; all others are evicted. Only when
+nothing reads the segment any more is it filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvhearth.model import I64
+from kvhearth_server.tiers.base import (
+    PLACE_DTYPE,
+    Completion,
+    Corrupt,
+    Counts,
+    Done,
+    Evicted,
+    Failed,
+    Family,
+    LoadBatch,
+    Outcome,
+    StoreBatch,
+    Throttled,
+)
+from kvhearth_server.tiers.ssd.buffers import Buffer, HeaderPages
+from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
+from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
+from kvhearth_server.tiers.ssd.log import Lane, Log
+from kvhearth_server.tiers.ssd.transfers import Task, Transfers
+
+CARRY_BYTES = 32 << 20
+"""The buffer through which blocks are carried; what is larger than it is not carried. So much that
+a segment takes few turns: each waits for the drive twice, and new stores wait for the segment.
+"""
+
+_FORGET_BLOCKS = 2048
+"""Evicted in one turn of the loop, which tells the core of each."""
+
+CARRY_PAGES = 64
+"""Header pages kept for carried blocks."""
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """Blocks of one family that fit into the buffer together."""
+
+    family: Family
+    keys: list[bytes]
+    entries: I64
+
+
+@dataclass(eq=False)
+class _Work:
+    """A victim, and the portions of it that are yet to be carried."""
+
+    segment: Segment
+    portions: Iterator[_Portion]
+    running: bool = False
+    carried: bool = False
+
+
+class Reclaimer:
+    """Every call is the loop's."""
+
+    def __init__(
+        self,
+        index: SsdIndex,
+        log: Log,
+        counts: Counts,
+        clock: Callable[[], float],
+    ) -> None:
+        self.buffer = Buffer(CARRY_BYTES)
+        self._index, self._log, self._counts = index, log, counts
+        self._clock = clock
+        self._work: dict[Lane, _Work] = {}
+        self._carrying: _Work | None = None
+        self._forgot = False
+        self.evicted: list[Evicted] = []
+        self._transfers: Transfers | None = None
+        self._pages: HeaderPages | None = None
+        self._region = 0
+
+    def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
+        """``region``: the number under which ``transfers`` knows the buffer."""
+        self._transfers, self._pages, self._region = transfers, pages, region
+
+    @property
+    def busy(self) -> bool:
+        """Whether a block is being carried."""
+        return self._carrying is not None
+
+    def tick(self) -> bool:
+        """Begin or go on wherever a directory has run out of segments; true if there is more to do
+        at once.
+        """
+        for lane in self._log.lanes:
+            if lane not in self._work and not self._log.draining and lane.starved(self._clock()):
+                victim = self._victim(lane)
+                if victim is not None:
+                    victim.state = SegmentState.RECLAIMING
+                    self._work[lane] = _Work(victim, self._portions(lane, victim))
+        more = self._forgot = False
+        for lane, work in list(self._work.items()):
+            more |= self._go_on(lane, work)
+        return more
+
+    # -- the victim --------------------------------------------------------------------------------
+
+    def _victim(self, lane: Lane) -> Segment | None:
+        """The sealed segment that is worth it most, the oldest of those that are alike."""
+        sealed = [s for s in lane.directory.segments if s.state is SegmentState.SEALED]
+        return max(sealed, key=lambda each: self._worth(lane, each), default=None)
+
+    def _worth(self, lane: Lane, segment: Segment) -> tuple[float, int]:
+        """Benefit by cost, as in Rosenblum and Ousterhout's log-structured file system (1992):
+        room won times age by what is read and written for it; only hot blocks count as kept.
+        """
+        table = self._index.segments.get(segment.number)
+        share = 0.0
+        if table is not None:
+            # No more than that is carried: what is hot beyond it must age like all others, or
+            # old favourites would drive out everything new.
+            pages = min(table.hot_pages, lane.carry_pages)
+            share = pages * PAGE_BYTES / segment.directory.segment_bytes
+        age = max(1, self._log.next_sequence - segment.head.sequence)
+        return ((1 - share) * age / (1 + share), -segment.head.sequence)
+
+    def _portions(self, lane: Lane, segment: Segment) -> Iterator[_Portion]:
+        """What is hot in a segment, the most used first, up to the share that may be carried."""
+        table = self._index.segments.get(segment.number)
+        if table is None:
+            return
+        heads = table.live_heads()
+        hits = table.rows["hits"][heads].astype(np.int64)
+        hot = heads[np.argsort(-hits, kind="stable")][: np.count_nonzero(hits)]
+        # Less what their lines in the footer may take.
+        room = lane.carry_pages * 15 // 16
+        hot = hot[np.cumsum(disk_pages(table.rows[hot])) <= room]
+        names = table.rows[["family", "epoch", "length", "shards"]][hot]
+        # Sorting them takes ten times as long, and mostly they are alike.
+        alike = names[:1] if (names == names[:1]).all() else np.unique(names)
+        for name in alike:
+            mine = hot[names == name]
+            namespace, group = self._index.of_family(int(name["family"]))
+            length, shards = int(name["length"]), int(name["shards"])
+            family = Family(namespace, group, int(name["epoch"]), length, shards)
+            fits = CARRY_BYTES // (pages_of(length) * PAGE_BYTES * shards)
+            fits = min(fits, CARRY_PAGES // shards)
+            for start in range(0, len(mine) if fits else 0, max(1, fits)):
+                chosen = mine[start : start + fits]
+                keys: list[bytes] = table.keys[chosen].tolist()
+                yield _Portion(family, keys, (segment.number << 32) + chosen)
+
+    # -- carrying ----------------------------------------------------------------------------------
+
+    def _go_on(self, lane: Lane, work: _Work) -> bool:
+        if work.running:
+            return False
+        if not work.carried:
+            if self._carrying is not None:
+                return False
+            may_carry = self._log.wear.may_carry(lane.carry_pages * PAGE_BYTES)
+            portion = next(work.portions, None) if may_carry else None
+            if portion is not None:
+                self._carry(work, portion)
+                return False
+            work.carried = True
+        number = work.segment.number
+        if number in self._index.segments:
+            if self._forgot:
+                return True  # another directory's blocks are enough for this turn
+            self._forgot = True
+            gone = self._index.forget_some(number, _FORGET_BLOCKS)
+            self.evicted += gone
+            self._counts.add("evicted_blocks", sum(len(each.keys) for each in gone))
+            if number in self._index.segments:
+                return True
+        if not work.segment.reads and not work.segment.writes:
+            del self._work[lane]
+            self._log.release(work.segment)
+        return False
+
+    def _carry(self, work: _Work, portion: _Portion) -> None:
+        transfers = self._transfers
+        if transfers is None:
+            return
+        family = portion.family
+        # What went meanwhile is passed over.
+        now = self._index.find(family.namespace, family.group, portion.keys)
+        same = np.flatnonzero(now == portion.entries)
+        if not len(same):
+            return
+        keys = [portion.keys[row] for row in same.tolist()]
+        padded = pages_of(family.length) * PAGE_BYTES
+        places = np.zeros((len(keys), family.shards), PLACE_DTYPE)
+        places["region"] = self._region
+        places["offset"] = (np.arange(places.size) * padded).reshape(places.shape)
+        work.running, self._carrying = True, work
+        entries = portion.entries[same]
+        batch = LoadBatch(family, keys, places)
+        task = Task(0, batch, lambda task: self._carried_in(work, task, entries), entries)
+        transfers.load(task, np.arange(len(keys)), entries)
+        task.finish_if_done()
+
+    def _carried_in(self, work: _Work, task: Task, entries: I64) -> None:
+        transfers, pages, batch = self._transfers, self._pages, task.batch
+        done = task.completion()
+        good = done.rows(Done)
+        self._tell_doubted(batch, done)
+        if transfers is None or pages is None or not len(good):
+            self._carried_out(work)
+            return
+        family = batch.family
+        keys = [batch.keys[row] for row in good.tolist()]
+        now = self._index.find(family.namespace, family.group, keys)
+        same = now == entries[good]
+        good, keys = good[same], [k for k, kept in zip(keys, same.tolist(), strict=True) if kept]
+        if not len(good) or pages.free < len(good) * family.shards:
+            self._carried_out(work)
+            return
+        rows = self._index.rows(entries[good], family.shards)
+        store = StoreBatch(
+            family,
+            keys,
+            batch.places[good],
+            np.ascontiguousarray(rows["checksum"]),
+            rows["sequence"][:, 0].copy(),
+            rows["parent"][:, 0].copy(),
+        )
+        out = Task(0, store, lambda _: self._carried_out(work), entries[good])
+        left = transfers.store(out, store, np.arange(len(keys)))
+        self._counts.add("carries_without_place", len(left))
+        out.settle(left.tolist(), Throttled("full"))
+        out.finish_if_done()
+
+    def _tell_doubted(self, batch: LoadBatch, done: Completion) -> None:
+        """What could not be read right was forgotten: whoever has it in memory must know that it
+        has no copy here, and why.
+        """
+        family = batch.family
+        for outcome, rows in done.parts:
+            if isinstance(outcome, Done):
+                continue
+            keys = [batch.keys[row] for row in rows.tolist()]
+            gone = self._index.find(family.namespace, family.group, keys) < 0
+            lost = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
+            if lost:
+                cause = _cause(outcome)
+                self.evicted.append(Evicted(family.namespace, family.group, lost, cause))
+
+    def _carried_out(self, work: _Work) -> None:
+        work.running, self._carrying = False, None
+
+
+def _cause(outcome: Outcome) -> str:
+    """Why a block that was to be carried is gone."""
+    match outcome:
+        case Corrupt():
+            return "checksum"
+        case Failed():
+            return outcome.reason
+        case _:
+            return "space"

@@ -1,0 +1,1 @@
+"""Reads the log of the SSD tier back after a start."""

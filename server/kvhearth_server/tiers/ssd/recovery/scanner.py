@@ -1,0 +1,342 @@
+"""What was read back of a segment, in the form in which the index takes it over."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from kvhearth.model import I64, U8, Records
+from kvhearth_server.tiers.ssd.directory import Segment
+from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.format import (
+    LIVES_MAX,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    RECORD_MAGIC,
+    Doubt,
+    SegmentHead,
+    doubts_of,
+    pages_of,
+    record_pages,
+)
+from kvhearth_server.tiers.ssd.index import rows_of
+
+NO_HEAD = SegmentHead(0, 0, 0, 0)
+
+_OFFSETS = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
+_ALIKE = ("key", "key_bytes", "namespace", "sequence", "epoch", "group", "shard_count", "length")
+"""Equal in all shards of a block."""
+_NAMESPACE_WORDS = slice(_OFFSETS["namespace"] // 8, _OFFSETS["namespace"] // 8 + 4)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Blocks alike in namespace, group, shards and width of their keys.
+
+    Attributes:
+        keys: n.
+        rows: ``index.ROW_DTYPE`` (n, shards).
+    """
+
+    namespace: bytes
+    group: int
+    keys: list[bytes]
+    rows: Records
+
+
+@dataclass
+class Recovered:
+    """What one segment has.
+
+    Attributes:
+        records: headers that are believed, in the order of their places; of whole blocks only. Of a
+            segment with a footer they lie in the reader's memory.
+        portions: the same for the index; set by ``sort_out``.
+        sealed: it had its footer.
+        resume: it can be appended to at ``end``; otherwise it is closed for good.
+        empty: nothing of ours is in it.
+        foreign: it is of another log: left alone.
+        locked: another process's requests hold it, or may, and there was no descriptor to look
+            with, as ``failed`` says; to be tried again.
+        failed: it cannot be read at all.
+    """
+
+    segment: Segment
+    head: SegmentHead = NO_HEAD
+    records: Records = field(default_factory=lambda: np.zeros(0, RECORD_DTYPE))
+    portions: list[Portion] = field(default_factory=list)
+    end: int = 1
+    sealed: bool = False
+    resume: bool = False
+    empty: bool = False
+    foreign: bool = False
+    locked: bool = False
+    failed: OSError | None = None
+    doubts: Counter[Doubt] = field(default_factory=Counter)
+
+    def sort_out(self) -> None:
+        """Make the portions; what lies in the reader's memory is referred to no more."""
+        if not self.locked and self.failed is None:
+            self.portions = list(_portions(self.records))
+        if not self.resume:
+            self.records = np.zeros(0, RECORD_DTYPE)
+
+
+def whole_blocks(lines: Records, doubts: Counter[Doubt]) -> Records:
+    """Leave out shards of blocks that are not all there, one after another."""
+    if not len(lines) or (lines["shard_count"] == 1).all():
+        return lines
+    count = lines["shard_count"].astype(np.int64)
+    shard = lines["shard"].astype(np.int64)
+    heads = np.flatnonzero((shard == 0) & (np.arange(len(lines)) + count <= len(lines)))
+    keep = np.zeros(len(lines), np.bool_)
+    for shards in np.unique(count[heads]).tolist():
+        starts = heads[count[heads] == shards]
+        rows = starts[:, None] + np.arange(shards)
+        block = lines[rows]
+        good = (block["shard"] == np.arange(shards)).all(axis=1)
+        step = 1 + -(-block["length"].astype(np.int64) // PAGE_BYTES)
+        gap = np.diff(block["position"].astype(np.int64), axis=1)
+        good &= (gap == step[:, :1]).all(axis=1)
+        for name in _ALIKE:
+            good &= (block[name] == block[name][:, :1]).all(axis=1)
+        keep[rows[good].reshape(-1)] = True
+    if (lost := int((~keep).sum())) > 0:
+        doubts[Doubt.INCOMPLETE] += lost
+    return lines[keep]
+
+
+def _portions(lines: Records) -> Iterator[Portion]:
+    for rows in _families(lines):
+        mine = lines if rows is None else lines[rows]
+        namespace, group = mine["namespace"][0].tobytes(), int(mine["group"][0])
+        # The shape of a block as one number: most often it is the same for all.
+        shape = mine["shard_count"].astype(np.int64) * 256 + mine["key_bytes"]
+        kinds = [int(shape[0])] if (shape == shape[0]).all() else np.unique(shape).tolist()
+        for kind in kinds:
+            shards, width = divmod(kind, 256)
+            alike = mine if len(kinds) == 1 else mine[shape == kind]
+            heads = alike.view(np.uint8).reshape(len(alike), -1)[::shards]
+            names = heads[:, _OFFSETS["key"] : _OFFSETS["key"] + width]
+            keys: list[bytes] = np.ascontiguousarray(names).view(f"V{width}").ravel().tolist()
+            yield Portion(namespace, group, keys, rows_of(alike.reshape(-1, shards)))
+
+
+def _families(lines: Records) -> Iterator[I64 | None]:
+    """Rows of each namespace and group among contiguous lines, rising; None for all of them."""
+    if not len(lines):
+        return
+    words = lines.view("<u8").reshape(len(lines), -1)[:, _NAMESPACE_WORDS]
+    if (words == words[0]).all() and (lines["group"] == lines["group"][0]).all():
+        yield None
+        return
+    # Not a view of the two fields: that would have all the others between them.
+    names = np.column_stack([words, lines["group"].astype(np.uint64)])
+    packed = np.ascontiguousarray(names).view("V40").reshape(-1)
+    groups: dict[bytes, list[int]] = {}
+    for row, name in enumerate(packed.tolist()):
+        groups.setdefault(name, []).append(row)
+    for rows in groups.values():
+        yield np.array(rows, np.int64)
+
+
+SCAN_BYTES = 8 << 20
+"""Read at once."""
+
+_DOUBTS = (Doubt.DAMAGED, Doubt.FOREIGN, Doubt.MISPLACED)
+
+
+class Reader:
+    """Aligned reads into memory that is used again and again."""
+
+    def __init__(self, memory: mmap.mmap, files: Files) -> None:
+        self._memory, self._files = memory, files
+
+    def read(self, fd: int, offset: int, size: int) -> U8:
+        """Up to ``size`` bytes, fewer at the end of the file, as a copy.
+
+        Raises:
+            OSError: the device failed.
+        """
+        return self.lend(fd, offset, size).copy()
+
+    def lend(self, fd: int, offset: int, size: int) -> U8:
+        """The same without a copy: valid until the next call."""
+        if size > len(self._memory):
+            self._memory = mmap.mmap(-1, size)
+        done = 0
+        while done < size:
+            step = min(size - done, SCAN_BYTES)
+            with memoryview(self._memory)[done : done + step] as piece:
+                count = self._files.read_into(fd, piece, offset + done)
+            done += count
+            if count < step:
+                break
+        return np.frombuffer(self._memory, np.uint8, done)
+
+
+class _Window:
+    """Pages that are read at once, and the records that seem to begin in them."""
+
+    def __init__(self, segment: Segment, reader: Reader, first: int, size: int) -> None:
+        wanted = pages_of(max(0, min(SCAN_BYTES, size - first * PAGE_BYTES))) * PAGE_BYTES
+        data = reader.lend(segment.fd, first * PAGE_BYTES, wanted)
+        self.first, self.pages = first, len(data) // PAGE_BYTES
+        pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        self._bytes = pages.reshape(-1).data
+        self.rows: Records = pages[:, :RECORD_BYTES].copy().view(RECORD_DTYPE).reshape(-1)
+        self.lengths: list[int] = self.rows["length"].tolist()
+        self._checksums: list[bytes] = self.rows["checksum"].tolist()
+
+    def candidates(self, head: SegmentHead, end_bytes: int) -> Iterator[tuple[int, Doubt | None]]:
+        """(index, why it is not believed) of pages that look like a header, in order; but for
+        those of an earlier life.
+        """
+        places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
+        rows = self.rows[places]
+        doubts: list[Doubt | None] = [None] * len(rows)
+        whole = np.array(_whole(rows), np.bool_)
+        ours = rows["log_id"] == head.log_id
+        late = rows["segment_sequence"] >= head.sequence
+        right = rows["position"] == self.first + places
+        good = whole & ours & right
+        for index in np.flatnonzero(~good).tolist():
+            row = bool(whole[index]), bool(ours[index]), bool(right[index])
+            doubts[index] = _DOUBTS[row.index(False)]
+        rest = np.flatnonzero(good)
+        for doubt, which in doubts_of(rows[rest], head, end_bytes).items():
+            for index in rest[which].tolist():
+                doubts[index] = doubt
+        for index in np.flatnonzero(~whole | ~ours | late).tolist():
+            yield int(places[index]), doubts[index]
+
+    def youngest_life(self, log_id: int) -> int:
+        """The greatest segment sequence of a header that is right otherwise; 0 for none."""
+        places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
+        rows = self.rows[places]
+        good = np.array(_whole(rows), np.bool_) & (rows["log_id"] == log_id)
+        good &= rows["position"] == self.first + places
+        good &= rows["segment_sequence"] <= LIVES_MAX
+        return int(rows["segment_sequence"][good].max(initial=0))
+
+    def payload_good(self, index: int) -> bool:
+        """Whether the bytes behind a header have its checksum; they must be in the window."""
+        begin = (index + 1) * PAGE_BYTES
+        payload = self._bytes[begin : begin + self.lengths[index]]
+        return xxhash.xxh3_128_digest(payload) == self._checksums[index]
+
+
+def scan(
+    segment: Segment,
+    reader: Reader,
+    found: Recovered,
+    size: int,
+    stopped: Callable[[], bool],
+) -> None:
+    """Find records by their headers, on any page that is not inside a believed one, and sum their
+    payloads: the last ones may be torn. The file is gone through once, in large reads.
+    """
+    _Scan(segment, reader, found, size).run(stopped)
+
+
+def youngest_life(
+    segment: Segment, reader: Reader, size: int, stopped: Callable[[], bool] = lambda: False
+) -> int:
+    """The greatest segment sequence of record headers in the first ``size`` bytes; 0 for none."""
+    last, page = 0, 1
+    while (window := _Window(segment, reader, page, size)).pages and not stopped():
+        last = max(last, window.youngest_life(segment.directory.log_id))
+        page += window.pages
+    return last
+
+
+class _Scan:
+    """Goes through one file of ``size`` bytes."""
+
+    def __init__(self, segment: Segment, reader: Reader, found: Recovered, size: int) -> None:
+        self._segment, self._reader = segment, reader
+        self._found, self._size = found, size
+        self._good: list[Records] = []
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        found = self._found
+        closed = not found.head.sequence
+        if closed:
+            # The segment's own page is lost: the youngest life among its records is the one.
+            last = youngest_life(self._segment, self._reader, self._size, stopped)
+            found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
+        page = found.end
+        while (window := self._window(page)).pages:
+            if stopped():
+                return
+            page = self._go_through(window)
+        lines = np.concatenate([np.zeros(0, RECORD_DTYPE), *self._good])
+        found.records = whole_blocks(lines, found.doubts)
+        found.empty = not len(found.records)
+        # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
+        found.resume = not closed and not self._segment.damaged and not found.empty
+
+    def _window(self, page: int) -> _Window:
+        return _Window(self._segment, self._reader, page, self._size)
+
+    def _go_through(self, window: _Window) -> int:
+        """Take what is good; the page with which the next window begins."""
+        good: list[int] = []
+        page = self._take(window, good)
+        self._good.append(window.rows[good])
+        return page
+
+    def _take(self, window: _Window, good: list[int]) -> int:
+        found, window_end = self._found, window.first + window.pages
+        end_bytes = min(self._size, found.head.segment_bytes)
+        for index, doubt in window.candidates(found.head, end_bytes):
+            at = window.first + index
+            if at < found.end:
+                continue  # inside of one that is believed: its payload only looks like a header
+            if doubt is not None:
+                found.doubts[doubt] += 1
+                continue
+            after = at + record_pages(window.lengths[index])
+            inside = after <= window_end
+            if not inside and index:
+                return at
+            if inside:
+                is_good = window.payload_good(index)
+            else:
+                is_good = self._long_payload_good(window.rows[index])
+            if is_good:
+                good.append(index)
+                found.end = after
+            else:
+                found.doubts[Doubt.TORN] += 1
+            if not inside:
+                return max(found.end, at + 1)  # the window's memory was needed for the payload
+        return max(found.end, window_end)
+
+    def _long_payload_good(self, row: Records) -> bool:
+        """As ``_Window.payload_good``, of one that is longer than a window."""
+        left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
+        digest = xxhash.xxh3_128()
+        while left:
+            step = min(left, SCAN_BYTES)
+            data = self._reader.lend(self._segment.fd, at, pages_of(step) * PAGE_BYTES)
+            if len(data) < step:
+                return False
+            digest.update(data[:step].data)
+            left -= step
+            at += step
+        return bool(digest.digest() == row["checksum"].tobytes())
+
+
+def _whole(rows: Records) -> list[bool]:
+    """Which headers are as they were written."""
+    data, step = rows.tobytes(), RECORD_BYTES
+    crcs = enumerate(rows["crc"].tolist())
+    return [zlib.crc32(data[index * step : (index + 1) * step - 4]) == crc for index, crc in crcs]

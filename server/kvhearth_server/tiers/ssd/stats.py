@@ -1,0 +1,255 @@
+"""The tier in numbers: what metrics, statistics and probes show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvhearth_server.tiers.base import Family, Health
+from kvhearth_server.tiers.ssd.assembly import Parts
+from kvhearth_server.tiers.ssd.directory import SegmentState
+from kvhearth_server.tiers.ssd.disk.probe import Verdict
+from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
+from kvhearth_server.tiers.ssd.log import Lane
+from kvhearth_server.tiers.ssd.walk import places
+from kvhearth_server.tiers.ssd.write_limits import WriteBudget
+
+
+@dataclass(frozen=True)
+class DirectoryFigures:
+    """One directory.
+
+    Attributes:
+        capacity_bytes: most that it may take.
+        file_bytes: length of its segment files, which are allocated in whole.
+        segments: files by state.
+        findings: what is not as it should be: a word of ``health.WORDS``, and a sentence.
+    """
+
+    path: str
+    capacity_bytes: int
+    file_bytes: int
+    segments: Mapping[str, int]
+    findings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class SsdFigures:
+    """One moment.
+
+    Attributes:
+        interface_broken: what is wrong with the driving of the disk, empty for nothing.
+        directories: also those that could not be opened, with no files.
+        blocks, live_bytes: what can be loaded, and its payload.
+        files_found, files_recovered: segment files at the start; those that are read back.
+        locked_files: files that requests of a dead daemon may still hold.
+        queued_reads, queued_writes: requests that wait or run.
+        running_requests: those in the kernel.
+        read_latency_s, read_bytes_per_s: moving averages.
+        budget_left_bytes: what may be written now; None without a budget.
+        counts: the tier's counters since the start, by name.
+    """
+
+    interface: str
+    interface_broken: str
+    directories: list[DirectoryFigures]
+    blocks: int
+    live_bytes: int
+    recovering: bool
+    files_found: int
+    files_recovered: int
+    locked_files: int
+    queued_reads: int
+    queued_writes: int
+    running_requests: int
+    read_latency_s: float
+    read_bytes_per_s: float
+    budget_left_bytes: int | None
+    counts: Mapping[str, int]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of all directories together."""
+        return sum(each.capacity_bytes for each in self.directories)
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all directories together."""
+        return sum(each.file_bytes for each in self.directories)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Everything that is not as it should be, for people."""
+        told = [sentence for each in self.directories for _, sentence in each.findings]
+        return [*told, *filter(None, [self.interface_broken])]
+
+    def count(self, name: str) -> int:
+        """A counter of the tier; 0 where nothing was counted."""
+        return self.counts.get(name, 0)
+
+
+class SsdStatus:
+    """Reads the tier's parts, changes nothing. Calls from the loop."""
+
+    def __init__(self, parts: Parts, budget: WriteBudget) -> None:
+        self._parts, self._budget = parts, budget
+        self.places = partial(places, parts.index, parts.log)
+        self.files_found = sum(len(lane.directory.segments) for lane in parts.log.lanes)
+        """Segment files that were there at the start."""
+
+    @property
+    def interface(self) -> str:
+        """The kernel interface in use."""
+        return self._parts.interface
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Interfaces that were tried at the start, best first."""
+        return self._parts.verdicts
+
+    @property
+    def mended(self) -> list[str]:
+        """What was mended or begun anew when the directories were opened, for people."""
+        return [told for lane in self._parts.log.lanes for told in lane.directory.told]
+
+    @property
+    def recovering(self) -> bool:
+        """The log is still being read back: absent blocks may yet appear."""
+        return self._parts.adopter.recovering
+
+    @property
+    def files_recovered(self) -> int:
+        """How many of them have been read back, or given up because their device fails."""
+        return self._parts.counts["recovered_segments"] + self._parts.counts["segments_lost"]
+
+    @property
+    def locked_files(self) -> int:
+        """Files that requests of a dead daemon may still hold. While this is not zero, slots that
+        it was loading into must stay quarantined.
+        """
+        return self._parts.adopter.locked
+
+    @property
+    def unusable_places(self) -> int:
+        """Directories that could not be opened: nobody knows what a dead daemon's requests still
+        do there.
+        """
+        return len(self._parts.failed_places)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that can be loaded."""
+        return len(self._parts.index)
+
+    @property
+    def live_bytes(self) -> int:
+        """Payload bytes of them."""
+        return self._parts.index.live_bytes
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written to the drives for each byte that was stored; 0 before the first."""
+        counts = self._parts.counts
+        stored = counts["stored_bytes"]
+        return counts["written_bytes"] / stored if stored else 0.0
+
+    @property
+    def interface_broken(self) -> str:
+        """What is wrong with the driving of the disk; empty for nothing."""
+        driver = self._parts.driver
+        if driver.broken:
+            return f"disk interface failed: {driver.broken}"
+        return "" if driver.alive else "the thread that drives the disk has ended"
+
+    def namespaces(self) -> dict[bytes, int]:
+        """Blocks of each namespace that has any."""
+        return self._parts.index.namespaces()
+
+    def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
+        """About how long loading so many blocks of each family would take from now, behind
+        ``waiting`` records that have not come as far as the tier, which may be these themselves.
+        """
+        records = sum(blocks * family.shards for family, blocks in loads)
+        size = sum(blocks * family.shards * family.length for family, blocks in loads)
+        ahead = self._parts.transfers.reads + max(0, waiting - records)
+        return self._parts.rate.estimate_s(size, ahead)
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """What each directory takes by its file system's own count. Waits for the disk."""
+        directories = [lane.directory for lane in self._parts.log.lanes]
+        return {str(each.path): each.allocated_bytes() for each in directories}
+
+    def figures(self) -> SsdFigures:
+        """The tier now, in numbers; costs the same whatever it holds, and waits for nothing."""
+        parts, now = self._parts, self._parts.clock()
+        unusable = [
+            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, told),))
+            for place, told in parts.failed_places.items()
+        ]
+        return SsdFigures(
+            interface=parts.interface,
+            interface_broken=self.interface_broken,
+            directories=[*(self._directory(lane, now) for lane in parts.log.lanes), *unusable],
+            blocks=self.blocks,
+            live_bytes=self.live_bytes,
+            recovering=self.recovering,
+            files_found=self.files_found,
+            files_recovered=min(self.files_recovered, self.files_found),
+            locked_files=self.locked_files,
+            queued_reads=parts.transfers.reads,
+            queued_writes=parts.transfers.writes,
+            running_requests=len(parts.driver.running),
+            read_latency_s=parts.rate.latency_s,
+            read_bytes_per_s=parts.rate.bytes_per_s,
+            budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
+            counts=dict(parts.counts.values),
+        )
+
+    def _directory(self, lane: Lane, now: float) -> DirectoryFigures:
+        directory = lane.directory
+        states = {str(state.value): 0 for state in SegmentState}
+        for segment in directory.segments:
+            states[segment.state.value] += 1
+        return DirectoryFigures(
+            path=str(directory.path),
+            capacity_bytes=directory.capacity_bytes,
+            file_bytes=len(directory.segments) * directory.segment_bytes,
+            segments=states,
+            findings=tuple(directory.health.findings(now)),
+        )
+
+    def by_kind(self) -> dict[Kind, str]:
+        """Everything that is not as it should be: a sentence for people for each kind."""
+        now = self._parts.clock()
+        failed = self._parts.failed_places
+        found = {Kind(str(place.path), UNUSABLE): told for place, told in failed.items()}
+        for lane in self._parts.log.lanes:
+            found |= lane.directory.health.by_kind(now)
+        if broken := self.interface_broken:
+            found[Kind("", INTERFACE)] = broken
+        return found
+
+    def health(self) -> Health:
+        """Everything that is not as it should be, for people."""
+        reasons = tuple(self.by_kind().values())
+        return Health(bool(reasons), reasons)
+
+    def check(self, *, idle: bool) -> None:
+        """Raise ValueError unless index, segments and requests in flight agree.
+
+        ``idle``: no batch of the engine's is out.
+        """
+        parts = self._parts
+        parts.index.check()
+        for number in parts.index.segments:
+            if number not in parts.log.segments:
+                raise ValueError(f"segment {number} has rows but no file")
+        reads = sum(segment.reads for segment in parts.log.segments.values())
+        if reads != parts.transfers.reads:
+            raise ValueError(f"{reads} reads by segments, {parts.transfers.reads} in all")
+        if not idle or parts.reclaimer.busy:
+            return
+        missing = parts.header_pages - parts.pages.free + parts.transfers.unread_pages
+        if missing or reads or parts.transfers.writes:
+            raise ValueError(f"idle, but {missing} header pages and {reads} reads are out")

@@ -1,0 +1,231 @@
+"""The file that makes a directory one of ours: opened, made, and made again from what the segments
+say when it is damaged or lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvhearth.failpoints import hit
+from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
+from kvhearth_server.tiers.ssd.format import (
+    PAGE_BYTES,
+    RECORD_DTYPE,
+    RECORD_MAGIC,
+    DirectoryHead,
+    Doubt,
+    crc_good,
+    directory_page,
+    footer_said,
+    parse_directory_page,
+    parse_segment_page,
+)
+
+HEAD_NAME = "kvhearth.log"
+_WITNESSES = 64
+"""Segment files that are enough to decide."""
+
+
+class DirectoryError(Exception):
+    """A directory that cannot be used at all; the text says why and what helps."""
+
+
+@dataclass
+class Ownership:
+    """A directory that is locked.
+
+    Attributes:
+        lock: the file that is there now, or the directory itself where none can be made.
+        older: what was replaced; its lock is kept, for somebody may have opened it just before.
+        doubts: why the file was not believed.
+        told: what was done about it, for people.
+    """
+
+    lock: OpenFile
+    head: DirectoryHead
+    older: list[OpenFile] = field(default_factory=list)
+    doubts: Counter[Doubt] = field(default_factory=Counter)
+    told: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Give the directory back."""
+        for each in (self.lock, *self.older):
+            if each.fd >= 0:
+                os.close(each.fd)
+                each.fd = -1
+
+    def rewrite(self, files: Files, path: Path, head: DirectoryHead) -> None:
+        """Put another file in the place of this one.
+
+        Raises:
+            OSError: it is as it was.
+        """
+        lock = _write(files, path, head, replace=True)
+        self.older.append(self.lock)
+        self.lock, self.head = lock, head
+
+
+def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) -> Ownership:
+    """Lock a directory and find out its log.
+
+    Args:
+        segments: its files, as witnesses if its own file cannot be believed.
+        segment_bytes: of a log that begins here.
+
+    Raises:
+        DirectoryError: it is of another version.
+        Busy: another daemon has it.
+        OSError: it cannot be read, or there is nothing in it and it cannot be written to.
+    """
+    path = folder / HEAD_NAME
+    try:
+        lock = files.open(path)
+    except FileNotFoundError:
+        return _make(files, path, segments, segment_bytes)
+    try:
+        head, error = _read(files, lock.fd)
+        if head is Doubt.VERSION:
+            raise DirectoryError(other_version(path))
+        if isinstance(head, DirectoryHead):
+            return Ownership(lock, head)
+        said = _said_by(files, segments)
+        if said is None and error is not None:
+            raise error
+        new = said or DirectoryHead(_new_id(), segment_bytes)
+        found = Ownership(lock, new, doubts=Counter([head]))
+        found.told.append(_story(path, f"cannot be believed ({head.value})", said))
+    except (OSError, DirectoryError):
+        os.close(lock.fd)
+        raise
+    if lock.writable:
+        try:
+            found.rewrite(files, path, new)
+        except OSError as error:
+            # The segments will say it again the next time.
+            found.told.append(f"{path} cannot be written anew ({error.strerror})")
+    return found
+
+
+def other_version(path: Path) -> str:
+    """The error of a directory whose file another version has written."""
+    return (
+        f"{path} is of another version of KVHearth and cannot be understood; use that version, or "
+        "remove the directory's content to begin anew"
+    )
+
+
+def _read(files: Files, fd: int) -> tuple[DirectoryHead | Doubt, OSError | None]:
+    try:
+        return parse_directory_page(files.read_page(fd, 0)), None
+    except OSError as error:
+        return Doubt.DAMAGED, error
+
+
+def _make(files: Files, path: Path, segments: list[Path], segment_bytes: int) -> Ownership:
+    said = _said_by(files, segments)
+    head = said or DirectoryHead(_new_id(), segment_bytes)
+    try:
+        found = Ownership(_write(files, path, head, replace=False), head)
+    except OSError:
+        if said is None:
+            raise
+        # No file can be made here, so that nobody else can make one either.
+        found = Ownership(files.lock_directory(path.parent), head)
+    if segments:
+        found.doubts[Doubt.TRUNCATED] += 1
+        found.told.append(_story(path, "is missing", said))
+    return found
+
+
+def _story(path: Path, what: str, said: DirectoryHead | None) -> str:
+    if said is None:
+        return f"{path} {what} and no segment file says what was in it: a new log was begun"
+    return f"{path} {what}: what was in it was taken from the segment files"
+
+
+def _new_id() -> int:
+    return secrets.randbits(64) | 1
+
+
+def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> OpenFile:
+    """Make the file, locked; its name is durable."""
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    lock = files.open(fresh, create=True)
+    try:
+        files.write_page(lock.fd, 0, directory_page(head))
+        hit("ssd.head_written")
+        if replace:
+            fresh.rename(path)
+        else:
+            # A link, not a rename: of two daemons that start at once, one finds the name taken.
+            os.link(fresh, path)
+    except FileExistsError:
+        os.close(lock.fd)
+        raise Busy(str(path)) from None
+    except OSError:
+        os.close(lock.fd)
+        raise
+    finally:
+        fresh.unlink(missing_ok=True)
+    # Where the name is lost in a power cut, the segments say it again.
+    with contextlib.suppress(OSError):
+        files.sync_directory(path.parent)
+    return lock
+
+
+# -- what segments say -----------------------------------------------------------------------------
+
+
+def _said_by(files: Files, segments: Iterable[Path]) -> DirectoryHead | None:
+    """Log and segment size of most files, of those that have this size if there are any."""
+    right, others = Counter[DirectoryHead](), Counter[DirectoryHead]()
+    for head, size in _witnesses(files, segments):
+        (right if head.segment_bytes == size else others)[head] += 1
+        if right.total() >= _WITNESSES:
+            break
+    votes = right or others
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _witnesses(files: Files, segments: Iterable[Path]) -> Iterator[tuple[DirectoryHead, int]]:
+    for path in segments:
+        try:
+            fd = files.open_raw(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            facts = os.fstat(fd)
+            head = _said(files, fd, facts.st_size) if stat.S_ISREG(facts.st_mode) else None
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+        if head is not None:
+            yield head, facts.st_size
+
+
+def _said(files: Files, fd: int, size: int) -> DirectoryHead | None:
+    """What one file says: its first page, its footer, or else its first record."""
+    first = files.read_page(fd, 0)
+    if len(first) == PAGE_BYTES:
+        head = parse_segment_page(first)
+        if not isinstance(head, Doubt):
+            return DirectoryHead(head.log_id, head.segment_bytes)
+    if size < 2 * PAGE_BYTES or size % PAGE_BYTES:
+        return None
+    if (said := footer_said(files.read_page(fd, size - PAGE_BYTES))) is not None:
+        return DirectoryHead(said.log_id, said.segment_bytes)
+    page = files.read_page(fd, PAGE_BYTES)
+    row = np.frombuffer(page, RECORD_DTYPE, 1)
+    if row["magic"][0] != RECORD_MAGIC or not crc_good(row[0]):
+        return None
+    return DirectoryHead(int(row["log_id"][0]), size)

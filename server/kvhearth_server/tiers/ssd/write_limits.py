@@ -1,0 +1,153 @@
+"""Which blocks are worth a write to the drive. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvhearth.model import Bools
+from kvhearth_server.tiers.base import Counts
+
+
+class Admission(Protocol):
+    """Asked once for each block that might be stored."""
+
+    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
+        """Which blocks of shards of ``length`` bytes are let in, shape (n,)."""
+
+
+class AdmitAll:
+    """Everything within bounds of size.
+
+    Args:
+        length_min, length_max: bytes of a shard; ``length_max`` 0 stands for no bound.
+    """
+
+    def __init__(self, length_min: int = 0, length_max: int = 0) -> None:
+        self._min, self._max = length_min, length_max
+
+    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
+        good = length >= self._min and (not self._max or length <= self._max)
+        return np.full(len(keys), good)
+
+
+class SeenTwice:
+    """A block gets in when it is offered for the second time: most of what one prompt leaves is
+    never asked for again, and costs the drive nothing.
+
+    The memory of what was offered is two sets of 64-bit hashes, of at most ``remembered`` each;
+    when the younger one is full, the older one is forgotten.
+    """
+
+    def __init__(self, remembered: int = 1 << 18, rule: Admission | None = None) -> None:
+        self._size = max(1, remembered)
+        self._young: set[int] = set()
+        self._old: set[int] = set()
+        self._rule = rule or AdmitAll()
+
+    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
+        good = self._rule.admit(namespace, group, keys, length)
+        family = (namespace, group)
+        for row in np.flatnonzero(good).tolist():
+            name = hash((family, keys[row]))
+            good[row] = name in self._young or name in self._old
+            self._remember(name)
+        return good
+
+    def _remember(self, name: int) -> None:
+        if len(self._young) >= self._size:
+            self._young, self._old = set(), self._young
+        self._young.add(name)
+
+
+DAY_S = 86400.0
+
+
+class WriteBudget:
+    """A bucket that fills at ``bytes_per_day`` and holds ``burst_bytes``.
+
+    Whatever is written is spent, also what cannot be refused: the bucket is in debt then, and what
+    can be refused waits until that is paid. It starts empty but for a tenth of its size, so that
+    restarting again and again writes hardly more. Zero bytes a day stand for no bound.
+    """
+
+    def __init__(self, bytes_per_day: int, now: float, *, burst_bytes: int = 0) -> None:
+        if bytes_per_day < 0 or burst_bytes < 0:
+            raise ValueError("a budget is not negative")
+        self._rate = bytes_per_day / DAY_S
+        self._size = float(burst_bytes or bytes_per_day // 24)
+        self._level = self._size / 10
+        self._at = now
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether everything is let through."""
+        return self._rate == 0
+
+    def spend(self, size: int, now: float) -> None:
+        """``size`` bytes are written, whether they were there or not."""
+        self._fill(now)
+        self._level -= size
+
+    def give_back(self, size: int) -> None:
+        """``size`` bytes were spent and are not written after all."""
+        self._level = min(self._size, self._level + size)
+
+    def take(self, size: int, count: int, now: float) -> int:
+        """Spend what is there on blocks of ``size`` bytes; how many of ``count`` may be written.
+
+        The last may overdraw the bucket, so that a block larger than the bucket is not kept out
+        for ever; what it overdraws is waited for.
+        """
+        if self.unbounded:
+            return count
+        self._fill(now)
+        taken = min(count, math.ceil(max(0.0, self._level) / size))
+        self._level -= taken * size
+        return taken
+
+    def has(self, size: int, now: float, *, debt: int = 0) -> bool:
+        """Whether ``size`` bytes can be spent without owing more than ``debt`` bytes."""
+        return self.unbounded or self.left(now) - size >= -debt
+
+    def left(self, now: float) -> int:
+        """Bytes that are there now; negative for debt."""
+        self._fill(now)
+        return int(self._level)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until something can be taken."""
+        if self.unbounded:
+            return 0.0
+        self._fill(now)
+        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
+
+    def _fill(self, now: float) -> None:
+        passed = max(0.0, now - self._at)
+        self._at = max(self._at, now)
+        self._level = min(self._size, self._level + passed * self._rate)
+
+
+class Wear:
+    """Whatever is written to drives: counted, taken off the budget. Every call is the loop's."""
+
+    def __init__(self, budget: WriteBudget, counts: Counts, clock: Callable[[], float]) -> None:
+        self.budget = budget
+        self._counts, self._clock = counts, clock
+
+    def wrote(self, size: int, *, taken: bool = False) -> None:
+        """``size`` bytes go to a drive; ``taken``: they are off the budget already."""
+        self._counts.add("written_bytes", size)
+        if not taken and not self.budget.unbounded:
+            self.budget.spend(size, self._clock())
+
+    def may_carry(self, share_bytes: int) -> bool:
+        """Whether blocks of a segment, ``share_bytes`` at most, may be written once more.
+
+        They may leave a debt of as much, which new blocks pay: those spend all that comes in, and
+        nothing hot would ever be kept otherwise.
+        """
+        return self.budget.unbounded or self.budget.has(0, self._clock(), debt=share_bytes)

@@ -1,0 +1,437 @@
+"""The decisions of attached engines: what each call of CacheService does, whichever door it came
+through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.failpoints import hit
+from kvhearth.model import I64
+from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth_server.core.fast_path import Asked, One
+from kvhearth_server.core.groups import Group, Handed
+from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.reservations import Reserved
+from kvhearth_server.core.state import require
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.transport.messages import (
+    Ready,
+    add_presence,
+    add_present,
+    asked_for,
+    bitmaps,
+    commit_items,
+    counts,
+    keys_items,
+    one_commit,
+    plain_error,
+    ready_stored,
+    slots_items,
+)
+
+COUNTERS_PER_HEARTBEAT_MAX = 64
+IDS_PER_CALL_MAX = 4096
+EVICTED_PER_TURN_MAX = 64
+"""Blocks that a reservation evicts before others have their turn: about a millisecond."""
+
+Verify = Callable[[list[I64], str], Awaitable[int]]
+_log = get_logger("kvhearth.client")
+
+
+class Caller(NamedTuple):
+    """Who is calling, and how many keys one call of its may name."""
+
+    session: int
+    contract: Contract
+    namespace: Namespace
+    keys_max: int
+    group: Group
+
+
+def failure(engine: Engine, error: Exception) -> KVHearthError:
+    """What the caller is told about ``error``, counted.
+
+    A bug becomes ``internal``: the caller learns nothing else, the log has the traceback.
+    """
+    if isinstance(error, KVHearthError):
+        refusal = plain_error(error)
+    else:
+        _log.error("a call failed", exc_info=error)
+        refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
+    engine.counters.add("refusals", 1, str(refusal.reason))
+    return refusal
+
+
+class Decisions:
+    """One method a call; each checks its bounds, calls the core, and builds the reply.
+
+    Args:
+        engine: whose state is decided about.
+        verify: sums blocks whose bytes a reader found wrong.
+    """
+
+    def __init__(self, engine: Engine, verify: Verify) -> None:
+        self._engine = engine
+        self._verify = verify
+        self._work: Mapping[str, Callable[[Any, Caller], Any]] = {
+            "Heartbeat": self._heartbeat,
+            "Lookup": self._lookup,
+            "Reserve": self._reserve,
+            "Commit": self._commit,
+            "Abort": self._abort,
+            "Release": self._release,
+            "Prefetch": self._prefetch,
+            "Pin": self._pin,
+            "Unpin": self._unpin,
+            "Touch": self._touch,
+            "BumpEpoch": self._bump_epoch,
+        }
+        self._parse: Mapping[str, Callable[[bytes], Any]] = {
+            name: getattr(cache_pb2, f"{name}Request").FromString for name in self._work
+        }
+        self._stored: dict[int, Ready] = {}
+        """By KV group, the reply to a commit of one new key."""
+
+    def admit(self, token: str) -> Session:
+        """The session of a token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        return self._engine.authenticate(token)
+
+    def parse(self, name: str, data: bytes) -> Any:
+        """The request of a call; only for callers that were admitted: parsing can cost a hundred
+        times what it cost to send.
+
+        Raises:
+            KVHearthError: ``bad_message``.
+        """
+        try:
+            return self._parse[name](data)
+        except DecodeError as error:
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}"
+            ) from None
+
+    def decide(self, name: str, request: Any, session: Session) -> Any:
+        """The reply to a request, or a coroutine that returns it.
+
+        Raises:
+            KVHearthError: why not.
+        """
+        try:
+            reply = self.decide_first(name, request, session)
+            return reply.message if isinstance(reply, Ready) else reply
+        finally:
+            self._engine.settle()
+
+    def decide_first(self, name: str, request: Any, session: Session) -> Any:
+        """As ``decide``, see ``Engine.call_first``; the reply may be ``Ready``."""
+        group = self._engine.core.state.group_of(session.number)
+        if name != "Heartbeat" and not group.members[session.number].scheduler:
+            raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
+        namespace = self._engine.core.state.namespaces.get(group.namespace)
+        caller = Caller(session.number, namespace.contract, namespace, session.keys_max, group)
+        return self._work[name](request, caller)
+
+    def _heartbeat(
+        self, request: cache_pb2.HeartbeatRequest, caller: Caller
+    ) -> cache_pb2.HeartbeatResponse:
+        require(
+            len(request.counters) <= COUNTERS_PER_HEARTBEAT_MAX,
+            Reason.BAD_MESSAGE,
+            f"{len(request.counters)} counters, at most {COUNTERS_PER_HEARTBEAT_MAX}",
+        )
+        group = self._engine.core.state.group_of(caller.session)
+        self._engine.reported.note(caller.session, request.counters)
+        return cache_pb2.HeartbeatResponse(
+            boot_id=self._engine.boot_id,
+            epoch=caller.namespace.epoch,
+            group_complete=group.complete,
+            draining=self._engine.draining,
+        )
+
+    def _lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
+        engine, contract = self._engine, caller.contract
+        items = asked_for(contract, request, caller.keys_max)
+        if isinstance(items, Asked):
+            if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
+                return one
+            items = keys_items(contract, request.groups, caller.keys_max)
+        found = engine.call_first(
+            engine.core.reading.lookup,
+            caller.session,
+            request.epoch,
+            items,
+            request.lease_id,
+            now=engine.now(),
+        )
+        reply = cache_pb2.LookupResponse(
+            boot_id=engine.boot_id,
+            lease_id=found.lease_id,
+            hit_tokens=found.hit_tokens,
+        )
+        if found.short is not None:
+            reply.lease_short = str(found.short)
+        if found.wishes:
+            reply.eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
+        for presence in found.groups:
+            add_presence(reply.groups, presence)
+        return reply
+
+    def _wish(self, wishes: list[Wish], caller: Caller, lease_id: int, *, go: bool) -> int:
+        """Let blocks climb if the caller asked for it; microseconds until they could be here."""
+        tiering = self._engine.tiering
+        if tiering is None or not wishes:
+            return 0
+        eta_us = tiering.eta_us(wishes)  # before they wait behind themselves
+        if go and not self._engine.draining:
+            group = self._engine.core.state.group_of(caller.session)
+            tiering.raise_blocks(wishes, group.number, lease_id)
+        return eta_us
+
+    def _reserve(
+        self, request: cache_pb2.ReserveRequest, caller: Caller
+    ) -> cache_pb2.ReserveResponse | Awaitable[cache_pb2.ReserveResponse]:
+        engine = self._engine
+        engine.refuse_while_draining()
+        _named(request.reservation_id, "reservation_id")
+        wants = counts(request.groups, caller.keys_max)
+        hit("reserve.before")
+        reserved = engine.call(
+            engine.core.writing.reserve,
+            caller.session,
+            request.reservation_id,
+            request.epoch,
+            wants,
+            EVICTED_PER_TURN_MAX,
+        )
+        if reserved.more:
+            return self._reserve_more(request, caller)
+        return self._reserved(caller, reserved)
+
+    async def _reserve_more(
+        self, request: cache_pb2.ReserveRequest, caller: Caller
+    ) -> cache_pb2.ReserveResponse:
+        """Evict in portions, between which others are served."""
+        engine, number = self._engine, request.reservation_id
+        more = True
+        while more:
+            await asyncio.sleep(0)
+            try:
+                reserved = engine.call(
+                    engine.core.writing.reserve_more,
+                    caller.session,
+                    number,
+                    request.epoch,
+                    EVICTED_PER_TURN_MAX,
+                )
+            except KVHearthError:
+                # The client learns of none of the slots, so it cannot give them back.
+                with contextlib.suppress(KVHearthError):
+                    abort = engine.core.writing.abort
+                    engine.call(abort, caller.session, [], [number], in_doubt=False)
+                raise
+            more = reserved.more
+        return self._reserved(caller, reserved)
+
+    def _reserved(self, caller: Caller, reserved: Reserved) -> cache_pb2.ReserveResponse:
+        engine = self._engine
+        hit("reserve.after")
+        engine.counters.add("reserves")
+        return cache_pb2.ReserveResponse(
+            boot_id=engine.boot_id,
+            groups=[self._extents(caller.contract, part) for part in reserved.handed],
+            short_reason=str(reserved.short or ""),
+        )
+
+    def _extents(self, contract: Contract, part: Handed) -> types_pb2.GroupExtents:
+        length = contract.groups[part.kv_group].page_bytes
+        extents = self._engine.core.state.table.extents(part.slots, length)
+        extents["generation"] = part.generations.reshape(-1)
+        return types_pb2.GroupExtents(
+            group=part.kv_group, count=len(part.slots), extents=extents.tobytes()
+        )
+
+    def _commit(
+        self, request: cache_pb2.CommitRequest, caller: Caller
+    ) -> cache_pb2.CommitResponse | Ready:
+        engine, contract = self._engine, caller.contract
+        one = one_commit(contract, request.groups)
+        if one is not None and _commit_one(engine, request.epoch, one, caller):
+            reply = self._stored.get(one.kv_group)
+            if reply is None:
+                reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
+            return reply
+        items = commit_items(contract, request.groups, caller.keys_max)
+        hit("commit.before")
+        stored = engine.call(engine.core.writing.commit, caller.session, request.epoch, items)
+        hit("commit.after")
+        engine.counters.add("commits")
+        return cache_pb2.CommitResponse(
+            boot_id=engine.boot_id, stored=bitmaps([item.kv_group for item in items], stored)
+        )
+
+    def _abort(self, request: cache_pb2.AbortRequest, caller: Caller) -> cache_pb2.AbortResponse:
+        engine = self._engine
+        items = slots_items(request.groups, IDS_PER_CALL_MAX * 256)
+        _few(len(request.reservation_ids), "reservation ids")
+        freed, aside = engine.call(
+            engine.core.writing.abort,
+            caller.session,
+            items,
+            list(request.reservation_ids),
+            in_doubt=request.in_doubt,
+        )
+        engine.counters.add("aborts")
+        engine.counters.add("aborted_slots", freed)
+        return cache_pb2.AbortResponse(
+            boot_id=engine.boot_id, freed_slots=freed, quarantined_slots=aside
+        )
+
+    def _release(
+        self, request: cache_pb2.ReleaseRequest, caller: Caller
+    ) -> cache_pb2.ReleaseResponse | Awaitable[cache_pb2.ReleaseResponse]:
+        engine = self._engine
+        _few(len(request.lease_ids), "lease ids")
+        _few(len(request.cancelled_ids), "cancelled ids")
+        if engine.tiering is not None and request.cancelled_ids:
+            group = engine.core.state.group_of(caller.session)
+            engine.tiering.cancel(group.number, request.cancelled_ids)
+        if request.bad:
+            return self._release_bad(request, caller)
+        engine.call_first(engine.core.reading.release, caller.session, list(request.lease_ids))
+        return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
+
+    async def _release_bad(
+        self, request: cache_pb2.ReleaseRequest, caller: Caller
+    ) -> cache_pb2.ReleaseResponse:
+        engine = self._engine
+        try:
+            engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
+        finally:
+            # Many releases travel together: one lease that has ended already must not lose
+            # another one's report of wrong bytes, nor a bad report keep the leases.
+            items = slots_items(request.bad, engine.limits.keys_max)
+            await self._verify(engine.core.reading.suspects(caller.session, items), "reader")
+        return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
+
+    def _prefetch(
+        self, request: cache_pb2.PrefetchRequest, caller: Caller
+    ) -> cache_pb2.PrefetchResponse:
+        engine, contract = self._engine, caller.contract
+        items = keys_items(contract, request.groups, caller.keys_max)
+        engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
+        found, wishes = engine.core.reading.presence(caller.session, request.epoch, items)
+        eta_us = self._wish(wishes, caller, 0, go=True)
+        reply = cache_pb2.PrefetchResponse(boot_id=engine.boot_id, eta_us=eta_us)
+        for one in found:
+            add_presence(reply.groups, one)
+        return reply
+
+    def _pin(self, request: cache_pb2.PinRequest, caller: Caller) -> cache_pb2.PinResponse:
+        engine, contract = self._engine, caller.contract
+        _named(request.pin_id, "pin_id")
+        items = keys_items(contract, request.groups, caller.keys_max)
+        pinned = engine.call(
+            engine.core.pinning.pin,
+            caller.session,
+            request.epoch,
+            request.pin_id,
+            items,
+            ttl_s=request.ttl_ms / 1000,
+            now=engine.now(),
+        )
+        return cache_pb2.PinResponse(
+            boot_id=engine.boot_id, pinned=bitmaps([item.kv_group for item in items], pinned)
+        )
+
+    def _unpin(self, request: cache_pb2.UnpinRequest, caller: Caller) -> cache_pb2.UnpinResponse:
+        engine = self._engine
+        _few(len(request.pin_ids), "pin ids")
+        engine.call(engine.core.pinning.unpin, caller.session, list(request.pin_ids))
+        return cache_pb2.UnpinResponse(boot_id=engine.boot_id)
+
+    def _touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
+        engine, contract = self._engine, caller.contract
+        items = keys_items(contract, request.groups, caller.keys_max)
+        touched = engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
+        return cache_pb2.TouchResponse(boot_id=engine.boot_id, touched=touched)
+
+    def _bump_epoch(
+        self, request: cache_pb2.BumpEpochRequest, caller: Caller
+    ) -> cache_pb2.BumpEpochResponse | Awaitable[cache_pb2.BumpEpochResponse]:
+        engine = self._engine
+        epoch = engine.call(
+            engine.core.bump_epoch,
+            caller.session,
+            request.expected_epoch,
+            only_alone=request.only_alone,
+        )
+        reply = cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
+        # Who is alone and keeps its weights may meet its old blocks again.
+        sure = request.only_alone or not engine.ssd_catalogue.paths
+        return reply if sure else self._confirmed(reply)
+
+    async def _confirmed(self, reply: cache_pb2.BumpEpochResponse) -> cache_pb2.BumpEpochResponse:
+        await self._engine.ssd_catalogue.confirm()
+        return reply
+
+
+def _named(number: int, what: str) -> None:
+    require(
+        0 < number < np.iinfo(np.int64).max,
+        Reason.BAD_MESSAGE,
+        f"{what} must be a random number of 1..2^63, not {number}",
+    )
+
+
+def _few(count: int, what: str) -> None:
+    if count > IDS_PER_CALL_MAX:
+        raise KVHearthError(
+            Reason.TOO_MANY_KEYS, f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}"
+        )
+
+
+def _lookup_one(
+    engine: Engine, epoch: int, one: Asked, caller: Caller
+) -> cache_pb2.LookupResponse | None:
+    """The reply to a lookup of one key; None, with nothing changed, if the general way must
+    look.
+    """
+    if epoch != caller.namespace.epoch:
+        return None
+    lookup = engine.core.reading.lookup_one
+    extent = engine.call_first(lookup, caller.group, caller.namespace, one, engine.now())
+    if extent is None:
+        return None
+    tokens = caller.contract.groups[one.kv_group].block_tokens
+    reply = cache_pb2.LookupResponse(
+        boot_id=engine.boot_id, lease_id=one.lease_id, hit_tokens=tokens
+    )
+    add_present(reply.groups, one.kv_group, extent)
+    return reply
+
+
+def _commit_one(engine: Engine, epoch: int, one: One, caller: Caller) -> bool:
+    """Commit one new key; False, with nothing changed, if the general way must look."""
+    hit("commit.before")
+    commit = engine.core.writing.commit_one
+    if not engine.call_first(commit, caller.group, caller.namespace, epoch, one):
+        return False
+    hit("commit.after")
+    engine.core.state.count("commits")
+    return True

@@ -1,0 +1,433 @@
+"""The calls socket: decisions as frames (``kvhearth.frames``), handled where they are read.
+
+A call whose work needs no waiting costs no task: its reply is written before the next event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from types import CoroutineType
+from typing import Any
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire import frames
+from kvhearth.wire.status import encode_status
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.observability.logs import LimitedLog, get_logger
+from kvhearth_server.transport.dispatch import Decisions, failure
+
+
+class Stream:
+    """One connection; a subclass says what to do with it. All methods are for the loop's thread.
+
+    Args:
+        connection: a non-blocking stream socket, the stream's own from now on.
+        inbox: what it reads into. Streams may share one: what came is handed over before the next
+            of them reads.
+        waiting_bytes_max: written bytes that the peer has not taken, above which it is ``full``.
+    """
+
+    def __init__(
+        self, connection: socket.socket, inbox: memoryview, waiting_bytes_max: int
+    ) -> None:
+        self.full = False
+        """The peer takes nothing: more should be written only after ``emptied``."""
+        self.closing = False
+        """Nothing is read any more, and nothing more can be written."""
+        self._socket = connection
+        self._inbox = inbox
+        self._waiting_bytes_max = waiting_bytes_max
+        self._waiting = bytearray()
+        self._reading = True
+        self._has_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection, self._read)
+
+    def received(self, data: memoryview) -> None:
+        """Some bytes have come; they are gone after this returns."""
+        raise NotImplementedError
+
+    def filled(self) -> None:
+        """The stream has become ``full``."""
+        raise NotImplementedError
+
+    def emptied(self) -> None:
+        """It is not ``full`` any more."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """The connection is closed, whoever closed it; called once, by the loop."""
+        raise NotImplementedError
+
+    def write(self, data: bytes) -> None:
+        """Send as much as the peer takes now, the rest when it does."""
+        if self.closing:
+            return
+        if not self._waiting:
+            sent = self._send(data)
+            if sent == len(data) or self.closing:
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._socket, self._flush)
+        self._waiting += data
+        if len(self._waiting) > self._waiting_bytes_max and not self.full:
+            self.full = True
+            self.filled()
+
+    def read_on(self, reading: bool) -> None:
+        """Whether what the peer sends is read, or left in its own socket."""
+        if reading is self._reading or self.closing:
+            return
+        self._reading = reading
+        if reading:
+            self._loop.add_reader(self._socket, self._read)
+        else:
+            self._loop.remove_reader(self._socket)
+
+    def close(self) -> None:
+        """Read nothing more; end when the peer has taken what was written."""
+        self.read_on(False)
+        self.closing = True
+        if not self._waiting:
+            self.abort()
+
+    def abort(self) -> None:
+        """End now."""
+        if self._has_ended:
+            return
+        self.read_on(False)
+        self._has_ended = self.closing = True
+        self._loop.remove_writer(self._socket)
+        self._waiting.clear()
+        self._socket.close()
+        self._loop.call_soon(self.ended)
+
+    def _read(self) -> None:
+        try:
+            count = self._socket.recv_into(self._inbox)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.abort()
+            return
+        if count:
+            self.received(self._inbox[:count])
+        else:
+            self.close()
+
+    def _send(self, data: bytes | bytearray) -> int:
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            self.abort()
+            return 0
+
+    def _flush(self) -> None:
+        sent = self._send(self._waiting)
+        del self._waiting[:sent]
+        if self._has_ended:
+            return
+        if not self._waiting:
+            self._loop.remove_writer(self._socket)
+            if self.closing:
+                self.abort()
+                return
+        if self.full and len(self._waiting) <= self._waiting_bytes_max // 4:
+            self.full = False
+            self.emptied()
+
+
+CONNECTIONS_PER_SESSION_MAX = 64
+_UNOPENED_MAX = 64
+_BACKLOG = 128
+_TOKEN_BYTES_MAX = 256
+_CALLS_PER_TURN = 8
+_REPLIES_WAITING_BYTES_MAX = 1 << 20
+_READ_BYTES = 64 * 1024
+_ACCEPTS_PER_TURN = 16
+_ACCEPT_PAUSE_S = 0.05
+_log = get_logger("kvhearth.calls")
+_troubles = LimitedLog(_log)
+
+
+class CallsServer:
+    """Serves one listening socket; every connection belongs to one session.
+
+    A connection that does not open with a token in time is closed; of more than ``_UNOPENED_MAX``
+    the oldest is.
+    """
+
+    def __init__(self, engine: Engine, decisions: Decisions, *, timeout_s: float) -> None:
+        self.engine = engine
+        self.decisions = decisions
+        self.timeout_s = timeout_s
+        self._listener: socket.socket | None = None
+        self._connections: set[_Connection] = set()
+        self._unopened: dict[_Connection, None] = {}
+        self._by_session: dict[int, set[_Connection]] = {}
+        self.inbox = memoryview(bytearray(_READ_BYTES))
+        """Where all connections read into: what came is taken out before the next one reads."""
+        engine.sessions.on_left = self._session_left
+
+    def start(self, path: Path) -> None:
+        """Listen, on the running loop; the socket's mode lets every user connect whom the directory
+        lets in, the token decides.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setblocking(False)
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._open_door()
+
+    def stop(self) -> None:
+        """Close the door and all connections."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections):
+            connection.abort()
+
+    def _open_door(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, most likely; the others still have their turns.
+                _troubles.warning("cannot accept", kind="accept", error=str(error))
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener)
+                loop.call_later(_ACCEPT_PAUSE_S, self._open_door)
+                return
+            connection.setblocking(False)
+            self._made(_Connection(self, connection))
+
+    def _made(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+        self._unopened[connection] = None
+        if len(self._unopened) > _UNOPENED_MAX:
+            oldest = next(iter(self._unopened))
+            # Now, not when it is lost: many may come before that.
+            del self._unopened[oldest]
+            oldest.abort()
+
+    def open(self, connection: _Connection, token: str) -> Session:
+        """A connection told its token.
+
+        Raises:
+            KVHearthError: ``unknown_token``, ``too_many_sessions``.
+        """
+        session = self.decisions.admit(token)
+        opened = self._by_session.setdefault(session.number, set())
+        if len(opened) >= CONNECTIONS_PER_SESSION_MAX:
+            raise KVHearthError(
+                Reason.TOO_MANY_SESSIONS,
+                f"the session has {CONNECTIONS_PER_SESSION_MAX} connections for calls; close some",
+            )
+        opened.add(connection)
+        self._unopened.pop(connection, None)
+        return session
+
+    def lost(self, connection: _Connection, session: Session | None) -> None:
+        """A connection ended."""
+        self._connections.discard(connection)
+        self._unopened.pop(connection, None)
+        if session is not None:
+            opened = self._by_session.get(session.number, set())
+            opened.discard(connection)
+            if not opened:
+                self._by_session.pop(session.number, None)
+
+    def _session_left(self, number: int) -> None:
+        for connection in self._by_session.pop(number, set()):
+            # A call under way still runs to its end.
+            connection.abort()
+
+
+class _Connection(Stream):
+    """One peer: frames in, a reply for each in order."""
+
+    def __init__(self, server: CallsServer, connection: socket.socket) -> None:
+        super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
+        self._server = server
+        self._engine = server.engine
+        self._decisions = server.decisions
+        self._body_bytes_max = server.engine.shell.message_bytes_max
+        self._buffer = bytearray()
+        self._token = ""
+        self._session: Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._deadline = self._loop.call_later(server.timeout_s, self._late)
+        self._patience: asyncio.TimerHandle | None = None
+
+    def received(self, data: memoryview) -> None:
+        """See ``Stream``."""
+        if not self._answered_alone(data):
+            self._buffer += data
+            self._work()
+
+    def _answered_alone(self, data: memoryview) -> bool:
+        """Answer one whole good call where nothing else waits, as nearly always; False: nothing is
+        done, and ``_work`` must look.
+        """
+        header = frames.HEADER
+        if self._buffer or self._session is None or len(data) < header.size:
+            return False
+        if self._task is not None or self.full or self.closing:
+            return False
+        size, kind, number = header.unpack_from(data)
+        name = frames.NAMES.get(kind)
+        if name is None or len(data) != header.size + size or size > self._body_bytes_max:
+            return False
+        self._answer(name, number, bytes(data[header.size :]))
+        return True
+
+    def filled(self) -> None:
+        """A peer that does not read its replies is asked nothing more."""
+        self.read_on(False)
+        self._flush_in_time()
+
+    def emptied(self) -> None:
+        """It has read them."""
+        if self._patience is not None:
+            self._patience.cancel()
+        self._work()
+
+    def ended(self) -> None:
+        """See ``Stream``."""
+        for timer in (self._deadline, self._patience):
+            if timer is not None:
+                timer.cancel()
+        self._server.lost(self, self._session)
+
+    def _flush_in_time(self) -> None:
+        """What a peer does not read must not be kept for as long as it lives."""
+        self._patience = self._loop.call_later(self._server.timeout_s, self.abort)
+
+    def _late(self) -> None:
+        if self._session is None:
+            self._refuse_and_close(
+                KVHearthError(Reason.DEADLINE, f"no token within {self._server.timeout_s} s")
+            )
+
+    def _work(self) -> None:
+        """Answer what has come whole, a few calls at a time: others have their turn too."""
+        for _ in range(_CALLS_PER_TURN):
+            if not self._answer_next():
+                if self._task is None and not self.full:
+                    self.read_on(True)
+                return
+        self.read_on(False)
+        self._loop.call_soon(self._work)
+
+    def _answer_next(self) -> bool:
+        """Answer one frame; False if none is whole, one is under way, or replies pile up."""
+        header = frames.HEADER
+        if self._task is not None or self.full or self.closing:
+            return False
+        if len(self._buffer) < header.size:
+            return False
+        size, kind, number = header.unpack_from(self._buffer)
+        try:
+            self._check(size, kind)
+        except KVHearthError as error:
+            self._refuse_and_close(error)
+            return False
+        end = header.size + size
+        if len(self._buffer) < end:
+            return False
+        body = bytes(memoryview(self._buffer)[header.size : end])
+        del self._buffer[:end]
+        if self._session is None:
+            self._open(body)
+        else:
+            self._answer(frames.NAMES[kind], number, body)
+        return True
+
+    def _check(self, size: int, kind: int) -> None:
+        frames.check_size(size, self._body_bytes_max if self._session else _TOKEN_BYTES_MAX)
+        if (kind == frames.OPEN) is not (self._session is None):
+            raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
+        if self._session is not None and kind not in frames.NAMES:
+            raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
+
+    def _open(self, token: bytes) -> None:
+        try:
+            self._token = token.decode("ascii", "replace")
+            self._session = self._server.open(self, self._token)
+        except KVHearthError as error:
+            self._refuse_and_close(error)
+            return
+        self._reply(frames.DONE, 0, b"")
+
+    def _answer(self, name: str, number: int, body: bytes) -> None:
+        try:
+            self._answer_first(name, number, body)
+        finally:
+            self._engine.settle()
+
+    def _answer_first(self, name: str, number: int, body: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            # Before parsing, and for every call: the session may have ended.
+            session = self._session
+            if session is None or session.gone:
+                session = self._decisions.admit(self._token)
+            reply = self._decisions.decide_first(name, self._decisions.parse(name, body), session)
+        except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
+            self._refuse(name, number, began, error)
+            return
+        if isinstance(reply, CoroutineType):
+            self.read_on(False)
+            self._task = self._loop.create_task(self._finish(name, number, began, reply))
+            return
+        self._done(name, number, began, reply)
+
+    async def _finish(
+        self, name: str, number: int, began: float, work: Coroutine[Any, Any, Any]
+    ) -> None:
+        try:
+            reply = await work
+        except Exception as error:  # noqa: BLE001 - as in _answer
+            self._refuse(name, number, began, error)
+        else:
+            self._done(name, number, began, reply)
+        self._task = None
+        self._work()
+
+    def _done(self, name: str, number: int, began: float, reply: Any) -> None:
+        self._reply(frames.DONE, number, reply.SerializeToString())
+        self._engine.timings.observe(name, "OK", time.perf_counter() - began)
+
+    def _refuse(self, name: str, number: int, began: float, error: Exception) -> None:
+        refusal = failure(self._engine, error)
+        self._reply(frames.REFUSED, number, encode_status(refusal))
+        code = refusal.status.code.name
+        self._engine.timings.observe(name, code, time.perf_counter() - began)
+
+    def _refuse_and_close(self, error: KVHearthError) -> None:
+        """For what makes the stream useless; the peer learns why."""
+        if error.reason is Reason.BAD_MESSAGE:
+            self._engine.counters.add("attach_frames_bad")
+        self._reply(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
+        self.close()
+        self._flush_in_time()
+
+    def _reply(self, kind: int, number: int, body: bytes) -> None:
+        self.write(frames.HEADER.pack(len(body), kind, number) + body)

@@ -1,0 +1,153 @@
+"""Errors become gRPC statuses in one place, and every refusal is counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.transport.dispatch import failure
+from kvhearth_server.transport.messages import plain_text
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Context = Any
+"""grpc.aio.ServicerContext; its type parameters differ from stub to stub."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_MESSAGE_BYTES_MAX = 512
+"""Of gRPC's own message. It may triple on the wire, and a peer drops an answer with more than 8 KiB
+of such headers; the details carry the text too.
+"""
+
+
+def metadata_value(context: Context, name: str) -> str:
+    """One value of the call's metadata, or empty."""
+    pairs: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+    for key, value in pairs:
+        if key == name and isinstance(value, str):
+            return value
+    return ""
+
+
+async def guarded(
+    engine: Engine, context: Context, work: Callable[[], Reply | Awaitable[Reply]]
+) -> Reply:
+    """Run ``work``; an error ends the call with its status and reason."""
+    try:
+        result = work()
+        if isinstance(result, Awaitable):
+            return await result
+        return result
+    except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
+        refusal = failure(engine, error)
+    trailing = ((STATUS_DETAILS_KEY, encode_status(refusal)),)
+    text = plain_text(refusal.message, _MESSAGE_BYTES_MAX)
+    await context.abort(_CODES[int(refusal.status.code)], text, trailing)
+    raise AssertionError("abort returned") from refusal
+
+
+_STREAMS_MAX = 32
+
+
+class MessageGuard(grpc.aio.ServerInterceptor):
+    """Admits a caller before his message is parsed, and refuses bytes that are no message.
+
+    Parsing comes second because it can cost a hundred times what it cost to send: millions of
+    empty parts fit into one message, and nobody else is served meanwhile. Left to gRPC, bytes that
+    do not parse end as UNKNOWN with the name of a Python exception, uncounted.
+
+    Args:
+        engine: where refusals are counted.
+        admit: by service name, what raises a ``KVHearthError`` unless the context's caller may
+            call; a service that is not named is open to everybody.
+    """
+
+    def __init__(self, engine: Engine, admit: Mapping[str, Callable[[Context], object]]) -> None:
+        self._engine = engine
+        self._admit = admit
+        self._handlers: dict[str, Any] = {}
+        self._streams = 0
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """The handler of a call, each method's wrapped once; None where there is no such method."""
+        method = handler_call_details.method
+        wrapped = self._handlers.get(method)
+        if wrapped is None:
+            found = await continuation(handler_call_details)
+            if found is None:
+                return found
+            if found.unary_unary is None:
+                wrapped = self._handlers[method] = self._bounded(found)
+                return wrapped
+            service = method.split("/")[1]
+            admit = self._admit.get(service, _everybody)
+            wrapped = self._wrap(method.rpartition("/")[2], found, admit)
+            self._handlers[method] = wrapped
+        return wrapped
+
+    def _bounded(self, handler: Any) -> Any:
+        """Streams (health's Watch, reflection) need no token and may never end: a few at a time, so
+        that they cannot take the places of decisions.
+        """
+        inner = handler.unary_stream or handler.stream_stream
+
+        async def run(request: Any, context: Context) -> None:
+            if self._streams >= _STREAMS_MAX:
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await context.abort(code, f"{_STREAMS_MAX} streams are open; close some")
+            self._streams += 1
+            try:
+                answers = inner(request, context)
+                if hasattr(answers, "__aiter__"):
+                    async for answer in answers:
+                        await context.write(answer)
+                else:
+                    await answers
+            finally:
+                self._streams -= 1
+
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.unary_stream
+            else grpc.stream_stream_rpc_method_handler
+        )
+        return make(run, handler.request_deserializer, handler.response_serializer)
+
+    def _wrap(self, method: str, handler: Any, admit: Callable[[Context], object]) -> Any:
+        parse, work, engine = handler.request_deserializer, handler.unary_unary, self._engine
+
+        async def run(data: bytes, context: Context) -> Any:
+            def parsed() -> Any:
+                admit(context)
+                try:
+                    return parse(data)
+                except DecodeError as error:
+                    raise KVHearthError(
+                        Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}"
+                    ) from None
+
+            request = await guarded(engine, context, parsed)
+            return await work(request, context)
+
+        async def timed(data: bytes, context: Context) -> Any:
+            began = time.perf_counter()
+            try:
+                return await run(data, context)
+            finally:
+                code = context.code() or grpc.StatusCode.OK
+                engine.timings.observe(method, code.name, time.perf_counter() - began)
+
+        return grpc.unary_unary_rpc_method_handler(timed, None, handler.response_serializer)
+
+
+def _everybody(_: Context) -> None:
+    pass

@@ -1,0 +1,347 @@
+"""The HTTP application: its routes, its errors, its description."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.load import Settings
+from kvhearth_server.config.value_types import is_loopback
+from kvhearth_server.engine import snapshot as portions
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
+from kvhearth_server.observability.exposition import Exposition
+from kvhearth_server.transport.audit import audited, refused
+from kvhearth_server.transport.web import documents as models
+from kvhearth_server.transport.web import documents as views
+from kvhearth_server.transport.web import problems
+from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
+from kvhearth_server.transport.web.protocol import REFUSED
+
+BODY_BYTES_MAX = 64 << 10
+BODY_S = 10.0
+
+
+class Bounds:
+    """Refuses bodies that are too long, those that are too slow, and, on a loopback address,
+    those that were meant for another host: a page in a browser here may not read from us by giving
+    its own name our address (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine, *, any_host: bool) -> None:
+        self._app = app
+        self._engine = engine
+        self._any_host = any_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application around another one."""
+        if scope["type"] != "http":
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "")
+        if not self._any_host and not is_loopback(_bare(host)):
+            error = KVHearthError(Reason.BAD_MESSAGE, f"host {host!r} is not this daemon's name")
+            await self._refuse(scope, receive, send, error, 421)
+            return
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _whole_body(receive)
+        except TimeoutError:
+            slow = KVHearthError(Reason.DEADLINE, f"the body was not here within {BODY_S:.0f} s")
+            await self._refuse(scope, receive, send, slow, 408)
+            return
+        if body is None:
+            # What a request that stops halfway asks for is not known: it is not done.
+            if not scope.get("state", {}).get(REFUSED):
+                self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
+            return
+        if len(body) > BODY_BYTES_MAX:
+            told = f"the body has more than {BODY_BYTES_MAX} bytes"
+            await self._refuse(scope, receive, send, KVHearthError(Reason.BAD_MESSAGE, told), 413)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out, as it knows what was asked
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, replay, send)
+
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, error: KVHearthError, status: int
+    ) -> None:
+        self._engine.counters.add("refusals", 1, str(error.reason))
+        response = problem_of(error, status=status, headers={"connection": "close"})
+        await response(scope, receive, send)
+
+
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body, or as much of it as shows that it is too long; None if the peer goes before."""
+    body = bytearray()
+    while len(body) <= BODY_BYTES_MAX:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return bytes(body)
+
+
+def _bare(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+_BEARER = HTTPBearer(auto_error=False, description="The content of admin.token.")
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+Digest = Annotated[
+    str, Path(description="Digest of the namespace, 64 hex digits.", pattern="^[0-9a-f]{64}$")
+]
+
+
+def _caller(request: Request) -> str:
+    return f"{request.client.host}:{request.client.port}" if request.client else ""
+
+
+Caller = Annotated[str, Depends(_caller)]
+
+
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of refusals."""
+    content = {CONTENT_TYPE: {"schema": {"$ref": f"#/components/schemas/{Problem.__name__}"}}}
+    return {status: {"description": "Refused.", "content": content} for status in statuses}
+
+
+def state_routes(engine: Engine) -> APIRouter:
+    """What anybody may read who reaches the address."""
+    router = APIRouter(prefix="/v1", tags=["state"])
+
+    @router.get("/stats")
+    async def stats() -> models.Stats:
+        """The daemon in numbers."""
+        return views.stats(engine)
+
+    @router.get("/sessions")
+    async def sessions() -> models.Sessions:
+        """Processes that are attached, or left and may still be writing."""
+        return views.sessions(engine)
+
+    @router.get("/namespaces")
+    async def namespaces() -> models.Namespaces:
+        """Tenants' contracts, and what is stored under them."""
+        return views.namespaces(engine)
+
+    @router.get("/leases")
+    async def leases() -> models.Leases:
+        """What readers hold, by group."""
+        return views.leases(engine)
+
+    return router
+
+
+def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRouter:
+    """What needs the admin token: actions, settings, debugging."""
+
+    async def admitted(given: Credentials, caller: Caller) -> None:
+        token = given.credentials if given else ""
+        if not hmac.compare_digest(token.encode(), admin_token.encode()):
+            refused("http", caller)
+            raise KVHearthError(
+                Reason.NOT_ADMIN,
+                "send the content of admin.token of the socket directory as a bearer token",
+            )
+
+    router = APIRouter(
+        tags=["admin"], dependencies=[Depends(admitted)], responses=problem_responses(403)
+    )
+    boot_id = engine.boot_id
+
+    @router.get("/v1/config")
+    async def config() -> models.Config:
+        """The settings in effect."""
+        return models.Config(boot_id=boot_id, settings=views.masked(settings))
+
+    @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 409))
+    async def evict(
+        ns: Digest, caller: Caller, request: models.EvictRequest | None = None
+    ) -> models.Evicted:
+        """Remove blocks of a namespace, coldest first: all that nobody holds, or down to a size."""
+        keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
+        asked = {"namespace": ns, "keep_bytes": keep_bytes, "tier": tier}
+        with audited("evict", "http", caller, **asked) as told:
+            removed = await portions.evict(engine, bytes.fromhex(ns), keep_bytes, tier)
+            told |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
+        return models.Evicted(
+            boot_id=boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
+        )
+
+    @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
+    async def bump_epoch(
+        ns: Digest, caller: Caller, request: models.BumpRequest | None = None
+    ) -> models.Bumped:
+        """Make all blocks of a namespace invalid at once: its weights have changed."""
+        expected = request.expected_epoch if request else None
+        with audited("forget", "http", caller, namespace=ns) as told:
+            epoch = told["epoch"] = await portions.forget(engine, bytes.fromhex(ns), expected)
+        return models.Bumped(boot_id=boot_id, epoch=epoch)
+
+    @router.post("/v1/admin:drain")
+    async def drain(caller: Caller) -> models.Drained:
+        """Take no stores and attaches any more, as before a shutdown."""
+        with audited("drain", "http", caller):
+            engine.drain()
+        return models.Drained(boot_id=boot_id, draining=True)
+
+    @router.get("/debug/books")
+    async def books() -> models.Books:
+        """Recount everything, some at a time: the daemon answers others in between."""
+        error = await portions.check_books(engine)
+        return models.Books(boot_id=boot_id, balanced=not error, error=error)
+
+    @router.get("/debug/stacks", response_class=PlainTextResponse)
+    async def stacks() -> str:
+        """Where every thread and task is."""
+        return views.stacks()
+
+    return router
+
+
+Verbose = Annotated[str | None, Query(description="List every check.", max_length=8)]
+
+
+def probe_routes(engine: Engine) -> APIRouter:
+    """Routes that anybody may read who reaches the address."""
+    router = APIRouter(tags=["probes"])
+    exposition = Exposition(lambda: take_snapshot(engine))
+
+    @router.get("/livez", response_class=PlainTextResponse)
+    async def livez() -> str:
+        """200 while the daemon's loop turns; looks at nothing else."""
+        return "ok\n"
+
+    async def ready(verbose: Verbose = None) -> PlainTextResponse:
+        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks, the
+        memory that there is, and how the SSD tier is.
+        """
+        checks = readiness(engine)
+        good = all(checks.values())
+        lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
+        told = "ok" if good else "not ready"
+        more = [] if verbose is None else [*memory_lines(engine), *ssd_lines(engine)]
+        shown = [*lines, *more, told] if verbose is not None or not good else [told]
+        return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
+
+    for path in ("/readyz", "/healthz"):
+        router.add_api_route(
+            path,
+            ready,
+            response_class=PlainTextResponse,
+            operation_id=path.strip("/"),
+            responses={503: {"description": "Not ready.", "content": {"text/plain": {}}}},
+        )
+
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"content": {"application/openmetrics-text": {}}}},
+    )
+    async def metrics(request: Request) -> Response:
+        """What Prometheus scrapes."""
+        body, content_type = exposition.scrape(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    @router.get("/version")
+    async def version() -> models.Version:
+        """Versions of the distribution and of the protocol."""
+        return views.version(engine)
+
+    return router
+
+
+def readiness(engine: Engine) -> dict[str, bool]:
+    """What must hold to be ready, by name."""
+    return {
+        "arena": all(segment.fd >= 0 for segment in engine.arena.segments),
+        "not-draining": not engine.draining,
+    }
+
+
+def memory_lines(engine: Engine) -> list[str]:
+    """Each tenant's memory and the pages that it is on: small ones are slow, but no failure."""
+    segments = take_snapshot(engine).segments
+    return [
+        f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
+        for each in segments
+    ]
+
+
+def ssd_lines(engine: Engine) -> list[str]:
+    """How the SSD tier is, and what is not as it should be: the daemon serves all the same."""
+    now = take_ssd(engine)
+    if now is None:
+        return []
+    tier = now.tier
+    state = "degraded" if tier.reasons else "healthy"
+    lines = [
+        f"[i]ssd: {state}, {tier.blocks} blocks, {tier.file_bytes} of {tier.capacity_bytes} bytes "
+        f"in files, by {tier.interface}"
+    ]
+    if tier.recovering:
+        lines.append(f"[i]ssd: {tier.files_recovered} of {tier.files_found} files are read back")
+    return [*lines, *(f"[!]ssd: {reason}" for reason in tier.reasons)]
+
+
+API_VERSION = "1"
+
+
+def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
+    """The application over an engine; all of it runs on the engine's loop."""
+    app = FastAPI(
+        title="KVHearth",
+        version=API_VERSION,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=_operation,
+        redirect_slashes=False,
+        responses=problem_responses(400, 408, 413, 421, 500),
+    )
+    problems.install(app, engine)
+    app.include_router(probe_routes(engine))
+    app.include_router(state_routes(engine))
+    app.include_router(admin_routes(engine, settings, admin_token))
+    app.add_middleware(Bounds, engine=engine, any_host=settings.http_insecure)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    return app
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI of ``app``: FastAPI's, with our problem documents in the place of its own errors."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = found["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas[problems.Problem.__name__] = problems.Problem.model_json_schema()
+        found["components"]["schemas"] = dict(sorted(schemas.items()))
+        for operations in found["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+def _operation(route: APIRoute) -> str:
+    return route.name
