@@ -47,10 +47,10 @@ class Returns:
         self._caller = caller
         self._contract = contract
 
-    def release_id(self, link: Link, lease_id: int, *, climbs: bool = False) -> None:
+    def release_id(self, link: Link, lease_id: int, *, promotions: bool = False) -> None:
         """End a lease of which only the id is known, and what may climb for its lookup."""
         request = pb.ReleaseRequest(lease_ids=[lease_id])
-        if climbs:
+        if promotions:
             request.cancelled_ids.append(lease_id)
         self._caller.post(link, base.RELEASE, request)
 
@@ -183,7 +183,7 @@ class Decisions:
                 result = self._lookup_result(link, query, lease_id, reply)
             except KVHearthError as error:
                 if lease_id and outcome_unknown(error):
-                    self._returns.release_id(link, lease_id, climbs=prefetch)
+                    self._returns.release_id(link, lease_id, promotions=prefetch)
                 raise
             if reply.lease_id and result.lease is None:
                 self._returns.release_id(link, lease_id)
@@ -601,7 +601,7 @@ class KVClient(Decisions):
             if found.boot_id != link.boot_id:
                 return
             if found.lease is not None:
-                self._returns.release_id(link, found.lease.id, climbs=found.eta_us > 0)
+                self._returns.release_id(link, found.lease.id, promotions=found.eta_us > 0)
             elif found.id and found.eta_us:
                 self._returns.cancel(link, found.id)
 

@@ -65,8 +65,8 @@ def test_a_prompt_from_ssd_is_the_computed_one(
                 found = warm(engine, TEXTS[number])
                 assert found["cached"] == whole_blocks(LENGTH)
                 same(found, reference.answer(TEXTS[number]), f"from SSD {number}")
-            climbed = from_disk(engine)
-            assert climbed >= 2 * whole_blocks(LENGTH)
+            promoted = from_disk(engine)
+            assert promoted >= 2 * whole_blocks(LENGTH)
 
             daemon.restart()
             wait_attached(daemon)
@@ -75,6 +75,6 @@ def test_a_prompt_from_ssd_is_the_computed_one(
                 found = warm(engine, TEXTS[number])
                 assert found["cached"] == whole_blocks(LENGTH)
                 same(found, reference.answer(TEXTS[number]), f"after the kill {number}")
-            assert from_disk(engine) == climbed + 3 * whole_blocks(LENGTH)
+            assert from_disk(engine) == promoted + 3 * whole_blocks(LENGTH)
             assert engine.ask("healthy")
         daemon.wait_quiet(SETTLE_S)

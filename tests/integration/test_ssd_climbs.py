@@ -53,12 +53,12 @@ def sunk(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
     return keys
 
 
-def load(engine: PipedEngine, keys: list[bytes], climb_s: float) -> LoadDone:
+def load(engine: PipedEngine, keys: list[bytes], promotion_s: float) -> LoadDone:
     """Load and compare every byte that came."""
     pages = range(PAGES, PAGES + len(keys))
     engine.pages[PAGES:] = 0
     done = engine.loads.load_now(
-        {0: (keys, pages)}, prefetch=True, climb_s=climb_s, deadline_s=DONE_S
+        {0: (keys, pages)}, prefetch=True, promotion_s=promotion_s, deadline_s=DONE_S
     )
     assert done is not None
     for page, key, loaded in zip(pages, keys, done.loaded[0], strict=True):
@@ -95,7 +95,7 @@ def test_loads_that_are_given_up_leave_nothing(daemon: Daemon, engine: PipedEngi
     keys = sunk(engine, daemon)
     for start in range(0, 8 * PORTION, PORTION):
         wanted = {0: (keys[start : start + PORTION], range(PAGES, PAGES + PORTION))}
-        done = engine.loads.load_now(wanted, prefetch=True, climb_s=10.0, deadline_s=0.0005)
+        done = engine.loads.load_now(wanted, prefetch=True, promotion_s=10.0, deadline_s=0.0005)
         assert done is not None
     quiet(daemon)
     assert load(engine, keys[:PORTION], 10.0).usable_tokens == 16 * PORTION
@@ -110,7 +110,9 @@ def test_many_loads_wait_at_once(daemon: Daemon, engine: PipedEngine) -> None:
         own = keys[8 + 8 * number : 16 + 8 * number]
         first = PAGES + 16 * number
         wanted = {0: (shared + own, range(first, first + 16))}
-        done.append(engine.loads.load_now(wanted, prefetch=True, climb_s=10.0, deadline_s=DONE_S))
+        done.append(
+            engine.loads.load_now(wanted, prefetch=True, promotion_s=10.0, deadline_s=DONE_S)
+        )
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(16)]
     for thread in threads:
@@ -127,7 +129,7 @@ def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
     ):
         keys = sunk(engine, own)
         wanted = {0: (keys[:PAGES], range(PAGES, PAGES + len(keys[:PAGES])))}
-        ticket = engine.loads.submit(wanted, prefetch=True, climb_s=10.0)
+        ticket = engine.loads.submit(wanted, prefetch=True, promotion_s=10.0)
         assert ticket is not None
         boot_id = engine.client.boot_id
         own.kill()

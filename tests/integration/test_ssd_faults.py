@@ -66,7 +66,7 @@ def faulty_drive(
         yield daemon, drive
 
 
-def climbed(engine: Engine, keys: list[bytes]) -> bool:
+def promoted(engine: Engine, keys: list[bytes]) -> bool:
     """Whether all that is there of the keys is in memory, up to the first that is not there: what
     comes after it is no use to an engine and does not climb. Asks for what is not in memory.
     """
@@ -82,7 +82,7 @@ def right_ones(engine: Engine, keys: list[bytes]) -> int:
     got = 0
     for start in range(0, len(keys), PAGES):
         portion = keys[start : start + PAGES]
-        until(lambda keys=portion: climbed(engine, keys), "what is there climbs", 60)
+        until(lambda keys=portion: promoted(engine, keys), "what is there climbs", 60)
         seen = engine.check(portion)
         assert seen.bad == []
         got += len(seen.right)

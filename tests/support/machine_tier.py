@@ -164,8 +164,8 @@ class TierMachine(RuleBasedStateMachine):
             sums = rig.sums(slots, length)
             rig.call(rig.core.writing.summed, slots, action.generations[live], sums)
 
-    @rule(seat=seats, named=some_keys, lease=st.booleans(), climb=mostly)
-    def lookup(self, seat: int, named: list[bytes], lease: bool, climb: bool) -> None:
+    @rule(seat=seats, named=some_keys, lease=st.booleans(), promotion=mostly)
+    def lookup(self, seat: int, named: list[bytes], lease: bool, promotion: bool) -> None:
         if seat not in self.seats:
             return
         session, rig = self.seats[seat], self.rig
@@ -176,9 +176,9 @@ class TierMachine(RuleBasedStateMachine):
             assert not (one.ready & ~one.present).any()
         if found.lease_id:
             self.leases[seat].add(lease_id)
-        if climb:
+        if promotion:
             number = rig.group(session).number
-            rig.tiering.raise_blocks(found.wishes, number, lease_id)
+            rig.tiering.promote(found.wishes, number, lease_id)
             self.asked[seat].add(lease_id)
         assert (rig.tiering.eta_us(found.wishes) > 0) == bool(found.wishes)
 
@@ -375,7 +375,7 @@ class TierMachine(RuleBasedStateMachine):
             self.leave(seat, False)
         rig.now += 10
         rig.settle(2000)
-        assert not rig.tiering.rising
+        assert not rig.tiering.promoting
         assert not rig.slots_in(State.LOADING)
         assert not rig.state.table.refs.any()
         for space in rig.state.namespaces:

@@ -322,10 +322,10 @@ class TierRig(Rig):
                 return
             self.now += 0.01
             self.turn()
-        offers, climbing = self.state.offers, self.core.climbing
+        offers, promotions = self.state.offers, self.core.promotions
         raise AssertionError(
-            f"the tier does not come to rest: {offers.waiting} blocks wait, {len(climbing)} climb, "
-            f"{self.tiering._raising.waiting} are wished, {len(self.tier.under_way)} batches, "
+            f"the tier does not come to rest: {offers.waiting} blocks wait, {len(promotions)} climb, "
+            f"{self.tiering._promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
             f"{self.counted}"
         )
 
@@ -350,7 +350,7 @@ class TierRig(Rig):
     ) -> None:
         """Look blocks up, and let climb what is below."""
         found = self.lookup_all(session, {kv_group: named}, lease_id=lease_id)
-        self.tiering.raise_blocks(found.wishes, self.group(session).number, lease_id)
+        self.tiering.promote(found.wishes, self.group(session).number, lease_id)
         self.check()
 
     def in_memory(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:

@@ -18,7 +18,7 @@ from kvhearth.client import KVClient, connect
 from kvhearth.errors import Reason
 from kvhearth.page_layout import PagedKV
 from kvhearth.transfer import LoadDone, LoadPipeline
-from kvhearth.transfer.hit import PAUSE_MAX_S, PAUSE_MIN_S, ClimbWait
+from kvhearth.transfer.hit import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
 
 KEYS = [key(number) for number in range(4)]
 DONE_S = 20.0
@@ -124,10 +124,10 @@ def test_a_lookup_whose_answer_is_lost_is_cancelled(daemon: FakeDaemon, tmp_path
 # -- loads -------------------------------------------------------------------------------------
 
 
-def load(loads: LoadPipeline, climb_s: float, deadline_s: float = DONE_S) -> LoadDone:
+def load(loads: LoadPipeline, promotion_s: float, deadline_s: float = DONE_S) -> LoadDone:
     """All of ``KEYS``."""
     wanted = {0: (KEYS, range(4))}
-    done = loads.load_now(wanted, prefetch=True, climb_s=climb_s, deadline_s=deadline_s)
+    done = loads.load_now(wanted, prefetch=True, promotion_s=promotion_s, deadline_s=deadline_s)
     assert done is not None
     return done
 
@@ -178,10 +178,10 @@ def test_a_load_that_is_given_up_calls_its_climb_off(
 
 def test_a_load_that_waits_holds_no_other_load_up(loads: LoadPipeline, daemon: FakeDaemon) -> None:
     tower = Tower(daemon, dram=1, step=0, eta_us=16_000_000)
-    slow = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    slow = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
     assert slow is not None
     until(lambda: lookups(daemon))
-    quick = loads.load_now({0: (KEYS[:1], [4])}, prefetch=True, climb_s=30.0, deadline_s=DONE_S)
+    quick = loads.load_now({0: (KEYS[:1], [4])}, prefetch=True, promotion_s=30.0, deadline_s=DONE_S)
     assert quick is not None
     assert quick.usable_tokens == 16
     tower.dram = 4
@@ -193,7 +193,7 @@ def test_a_load_that_waits_holds_no_other_load_up(loads: LoadPipeline, daemon: F
 def test_a_closed_pipeline_waits_for_no_climb(client: KVClient, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     loads = LoadPipeline(client, {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])})
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
     assert ticket is not None
     until(lambda: lookups(daemon))
     assert loads.close(5.0)
@@ -208,7 +208,7 @@ def test_a_load_whose_next_question_fails_goes_on_with_what_it_has(
     loads: LoadPipeline, daemon: FakeDaemon
 ) -> None:
     Tower(daemon, dram=2, step=0)
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
     assert ticket is not None
     until(lambda: len(lookups(daemon)) > 1)
     daemon.answers["Lookup"].clear()
@@ -222,7 +222,7 @@ def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
     loads: LoadPipeline, daemon: FakeDaemon
 ) -> None:
     Tower(daemon, dram=1, step=0, eta_us=20_000)
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, climb_s=30.0)
+    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
     assert ticket is not None
     until(lambda: lookups(daemon))
     daemon.stop()
@@ -233,7 +233,7 @@ def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
 
 
 def test_an_estimate_says_when_to_ask_again() -> None:
-    wait = ClimbWait(until=110.0)
+    wait = PromotionWait(until=110.0)
     assert wait.answered(50_000, 100.0)
     assert wait.due_at == pytest.approx(100.05)
     assert wait.answered(900_000, 100.05)
@@ -244,7 +244,7 @@ def test_an_estimate_says_when_to_ask_again() -> None:
 
 
 def test_estimates_that_are_too_short_are_believed_less_and_less() -> None:
-    wait, now, pauses = ClimbWait(until=1e9), 0.0, []
+    wait, now, pauses = PromotionWait(until=1e9), 0.0, []
     for _ in range(12):
         assert wait.answered(1, now)
         pauses.append(wait.due_at - now)
@@ -255,7 +255,7 @@ def test_estimates_that_are_too_short_are_believed_less_and_less() -> None:
 
 
 def test_a_wait_ends_in_time() -> None:
-    wait = ClimbWait(until=100.01)
+    wait = PromotionWait(until=100.01)
     assert wait.answered(50_000, 100.0)
     assert wait.due_at == 100.01
     assert not wait.answered(50_000, 100.01)

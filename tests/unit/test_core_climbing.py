@@ -52,7 +52,7 @@ def test_blocks_of_several_shards_climb_whole() -> None:
     for kv_group in (0, 1):
         rig.drop(session, keys(1, 2, 3), kv_group)
     found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)})
-    rig.tiering.raise_blocks(found.wishes, rig.group(session).number)
+    rig.tiering.promote(found.wishes, rig.group(session).number)
     rig.check()
     rig.settle()
     found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)}, lease_id=1)
@@ -71,9 +71,9 @@ def test_a_key_that_is_named_twice_is_called_off_once() -> None:
     rig, session = sunk_rig(20, slabs=8, queue_reads=8)  # four a turn
     rig.tier.held = True
     rig.want(session, keys(*range(5), *range(20)), lease_id=1)
-    assert rig.tiering._raising.waiting == 16
+    assert rig.tiering._promoter.waiting == 16
     rig.tiering.cancel(rig.group(session).number, [1])
-    assert rig.tiering._raising.waiting == 0
+    assert rig.tiering._promoter.waiting == 0
     rig.tier.held = False
     rig.settle()
     assert rig.tier.submitted["load"] == 4
@@ -97,8 +97,8 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     rig.tier.held = True
     wishes = rig.lookup(session, keys(*range(100))).wishes
     for _ in range(700):
-        rig.tiering.raise_blocks(wishes, rig.group(session).number)
-    assert rig.tiering._raising.waiting <= 100
+        rig.tiering.promote(wishes, rig.group(session).number)
+    assert rig.tiering._promoter.waiting <= 100
     rig.want(other, keys(*range(100, 104)))
     rig.want(session, keys(*range(100)))
     assert rig.count_of("promotion_failed", "queue") == 0
@@ -116,8 +116,8 @@ def test_an_estimate_has_what_others_wait_for_in_it() -> None:
     rig.tier.held = True
     many = rig.lookup(session, keys(*range(100))).wishes
     before_us = rig.tiering.eta_us(many)
-    rig.tiering.raise_blocks(many, rig.group(session).number)
-    waiting = rig.tiering._raising.waiting
+    rig.tiering.promote(many, rig.group(session).number)
+    waiting = rig.tiering._promoter.waiting
     assert waiting > 50
     assert rig.tiering.eta_us(few) == alone_us + 1000 * (waiting - len(few[0].keys))
     assert rig.tiering.eta_us(many) == before_us, "they wait for no others"
@@ -131,7 +131,7 @@ def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}
     rig, session = sunk_rig(60, slabs=8, **bounds)
     rig.want(session, keys(*range(60)))
-    assert len(rig.core.climbing) < 60
+    assert len(rig.core.promotions) < 60
     rig.settle()
     assert all(rig.in_memory(session, keys(*range(60))))
 
@@ -246,13 +246,13 @@ def test_askers_of_a_climb_are_bounded() -> None:
     for lease_id in range(1, 2 * ASKERS_MAX):
         rig.want(session, keys(0, 1), lease_id=lease_id)
         rig.turn()
-    climbing = rig.core.climbing
-    assert len(climbing._by_asker) <= ASKERS_MAX + 1
+    promotions = rig.core.promotions
+    assert len(promotions._by_asker) <= ASKERS_MAX + 1
     rig.tiering.cancel(rig.group(session).number, range(1, 2 * ASKERS_MAX))
     rig.tier.held = False
     rig.settle()
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
-    assert not climbing._by_asker
+    assert not promotions._by_asker
 
 
 def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
@@ -321,13 +321,13 @@ def test_stray_slots_of_an_earlier_run_wait_for_its_requests(why: str) -> None:
     setattr(rig.tier.status, why, 1)
     rig.put(session, keys(1))
     taken = rig.state.pools[0].take(4096, 3)
-    rig.core.climbing.adopt(taken)
+    rig.core.promotions.adopt(taken)
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 3
     setattr(rig.tier.status, why, 0)
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 0
-    assert not len(rig.core.climbing.strays)
+    assert not len(rig.core.promotions.strays)
 
 
 def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> None:

@@ -255,11 +255,11 @@ def test_wishes_that_wait_are_bounded() -> None:
     rig.tier.held = True
     wishes = rig.lookup(session, keys(*range(600))).wishes
     for lease_id in range(1, 200):
-        rig.tiering.raise_blocks(wishes, rig.group(session).number, lease_id)
-    assert rig.tiering._raising.waiting <= 1 << 16
+        rig.tiering.promote(wishes, rig.group(session).number, lease_id)
+    assert rig.tiering._promoter.waiting <= 1 << 16
     assert rig.count_of("promotion_failed", "queue") > 0
     rig.tiering.group_ended(rig.group(session).number)
-    assert rig.tiering._raising.waiting == 0
+    assert rig.tiering._promoter.waiting == 0
     rig.tier.held = False
     rig.settle()
 

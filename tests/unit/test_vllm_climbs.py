@@ -42,7 +42,7 @@ def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
         *,
         role: str = "kv_both",
         load: float = 0,
-        climb: float = 0,
+        promotion: float = 0,
         prefill: float = 0,
         **given: Any,
     ) -> SchedulerHalf:
@@ -51,7 +51,7 @@ def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
         half = SchedulerHalf(settings, config, BLOCK_TOKENS, offer, FakePool(64))
         made.append(half)
         _teach(half._policy.load, load)
-        _teach(half._policy.climb, climb)
+        _teach(half._policy.promotion, promotion)
         _teach(half._policy.prefill, prefill)
         assert half._client.wait_ready(20)
         return half
@@ -105,7 +105,7 @@ def test_what_climbs_is_waited_for_and_counted_by_its_source(
     assert 0 < counts["climb_seconds"] < 20
     assert "climb_late" not in counts
     assert half.sources("a", 60) == (12, 48)
-    assert half._policy.climb.count == 1
+    assert half._policy.promotion.count == 1
     ids = [asked.lease_id for asked in tower.asked]
     # The last one's lease is the load's.
     until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
@@ -122,12 +122,12 @@ def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: Mak
     counts = admit(half, request, 48)
     assert (counts["hit_engine_tokens"], counts["hit_dram_tokens"]) == (16, 48)
     assert not {"hit_ssd_tokens", "climb_waits"} & counts.keys()
-    assert half._policy.climb.count == 0
+    assert half._policy.promotion.count == 0
 
 
 def test_where_computing_is_faster_nobody_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     tower = Tower(daemon, dram=1, eta_us=2_000_000)
-    half = make_half(load=FAST, climb=FAST, prefill=1e-3)
+    half = make_half(load=FAST, promotion=FAST, prefill=1e-3)
     request = new(half)
     assert answer(half, request) == 16
     counts = admit(half, request, 16)
@@ -142,7 +142,7 @@ def test_a_slow_tier_is_not_asked_to_bring_anything_up(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
     tower = Tower(daemon, dram=1, eta_us=2_000_000)
-    half = make_half(load=FAST, climb=SLOW, prefill=1e-3)
+    half = make_half(load=FAST, promotion=SLOW, prefill=1e-3)
     request = new(half)
     assert answer(half, request) == 16
     assert [asked.prefetch for asked in tower.asked] == [False]
@@ -157,7 +157,7 @@ def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
 ) -> None:
     """Computing has a price of its own, however little is computed."""
     tower = Tower(daemon, dram=3, eta_us=1000)
-    half = make_half(load=FAST, climb=2e-3)
+    half = make_half(load=FAST, promotion=2e-3)
     _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
     request = new(half)
     assert answer(half, request) == TOKENS
@@ -175,7 +175,7 @@ def test_the_wait_is_bounded(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     assert counts["climb_late"] == 1
     assert counts["climb_seconds"] >= 0.1
     assert len(tower.asked) < 20
-    assert half._policy.climb.count == 1
+    assert half._policy.promotion.count == 1
 
 
 def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: MakeHalf) -> None:
@@ -212,16 +212,16 @@ def test_a_request_that_waits_in_the_queue_is_asked_for_again(
     state = half._requests.find("a")
     assert state is not None
     assert state.lookup is not None
-    until(lambda: not state.lookup.climbing)  # type: ignore[union-attr]
+    until(lambda: not state.lookup.promotions)  # type: ignore[union-attr]
     assert half.matched(request, 0) == (TOKENS, True)
     assert "climb_waits" not in admit(half, request, TOKENS)
-    assert half._policy.climb.count == 1
+    assert half._policy.promotion.count == 1
 
 
 def test_an_offer_stays_what_it_was(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     """A later answer must not replace the lease that it stands on."""
     tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
-    half = make_half(load=FAST, climb=FAST, prefill=1e-4)
+    half = make_half(load=FAST, promotion=FAST, prefill=1e-4)
     request = new(half)
     until(lambda: len(tower.asked) == 1)
     assert answer(half, request) == 32
@@ -255,7 +255,7 @@ def test_a_long_climb_does_not_make_its_question_old(
     assert state is not None
     lookup = state.lookup
     assert lookup is not None
-    until(lambda: lookup.climbing)
+    until(lambda: lookup.promotions)
     lookup.answered_at -= 5
     half._requests._aged_at = 0.0
     half._requests.begin_step()

@@ -85,10 +85,10 @@ def test_bounds() -> None:
     assert LoadPolicy(Bounds()).most(0) == 0
 
 
-def tiered(load_s: float, climb_s: float, prefill_s: float, **bounds: bool | int) -> LoadPolicy:
+def tiered(load_s: float, promotion_s: float, prefill_s: float, **bounds: bool | int) -> LoadPolicy:
     """Per token."""
     found = LoadPolicy(Bounds(**bounds))  # type: ignore[arg-type]
-    found.load, found.climb = line(0.0, load_s), line(0.0, climb_s)
+    found.load, found.promotion = line(0.0, load_s), line(0.0, promotion_s)
     found.prefill = line(0.0, prefill_s)
     return found
 

@@ -17,7 +17,7 @@ quarter of their time."""
 _DOUBLINGS = 6
 
 
-class ClimbWait:
+class PromotionWait:
     """A bounded wait, guided by the daemon's estimates. Pure: times are given, monotonic seconds.
 
     An estimate that was too short is believed less each time, so that few questions are put.

@@ -17,7 +17,7 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.results import LookupResult, PrefetchResult
 from kvhearth.transfer.admission import Admission
 from kvhearth.transfer.copier_pool import CopierFactory, Movers, check_single_rank
-from kvhearth.transfer.hit import ClimbWait, usable_tokens
+from kvhearth.transfer.hit import PromotionWait, usable_tokens
 from kvhearth.transfer.loading import (
     Climb,
     LoadDone,
@@ -33,7 +33,7 @@ from kvhearth.worker_thread import Worker
 
 FLIGHTS_MAX = 8
 """Loads whose copies may be under way."""
-CLIMBS_MAX = 64
+PROMOTIONS_MAX = 64
 """Loads that may wait for what climbs: each holds a lease."""
 
 _SLICE_S = 0.1
@@ -75,7 +75,7 @@ class LoadPipeline:
         self._movers = Movers(client, kv, copiers)
         self._door: Admission[LoadDone] = Admission(queue_blocks_max)
         self._queue: deque[LoadJob] = deque()
-        self._climbing: list[LoadJob] = []
+        self._promotions: list[LoadJob] = []
         self._flights: deque[LoadFlight] = deque()
         # What the thread has at hand, for `_recover`.
         self._at_hand: LoadJob | None = None
@@ -88,7 +88,7 @@ class LoadPipeline:
         groups: KeysAndPages,
         *,
         prefetch: bool = False,
-        climb_s: float = 0.0,
+        promotion_s: float = 0.0,
         wait_s: float = 0.0,
     ) -> LoadTicket | None:
         """Queue a request's blocks to be looked up and loaded.
@@ -104,7 +104,7 @@ class LoadPipeline:
             The ticket, or None while the queue is full. Arguments that cannot be right, and more
             blocks than the queue ever takes, are taken and fail.
         """
-        job = self._enqueue(understood(own_pages, groups), Climb(prefetch, climb_s), wait_s)
+        job = self._enqueue(understood(own_pages, groups), Climb(prefetch, promotion_s), wait_s)
         return None if job is None else job.ticket
 
     def load_now(
@@ -112,7 +112,7 @@ class LoadPipeline:
         groups: KeysAndPages,
         *,
         prefetch: bool = False,
-        climb_s: float = 0.0,
+        promotion_s: float = 0.0,
         deadline_s: float = 10.0,
     ) -> LoadDone | None:
         """Load and wait for it; arguments as for ``submit``.
@@ -127,7 +127,7 @@ class LoadPipeline:
         """
         until = time.monotonic() + deadline_s
         wanted = understood(own_pages, groups)
-        job = self._enqueue(wanted, Climb(prefetch, climb_s), deadline_s)
+        job = self._enqueue(wanted, Climb(prefetch, promotion_s), deadline_s)
         if job is None:
             return missed(LoadTicket(0, 0), wanted or {}, Reason.DEADLINE)
         done = self.wait(job.ticket, until - time.monotonic())
@@ -165,7 +165,7 @@ class LoadPipeline:
         until = time.monotonic() + deadline_s
         self._door.close()
         with self._changed:
-            _give_up(self._changed, [*self._queue, *self._climbing])
+            _give_up(self._changed, [*self._queue, *self._promotions])
         if not self._door.wait_empty(deadline_s):
             return False
         ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
@@ -175,7 +175,9 @@ class LoadPipeline:
         """Raise AssertionError if a load was lost."""
         self._door.check_books()
 
-    def _enqueue(self, wanted: KeysAndPages | None, climb: Climb, wait_s: float) -> LoadJob | None:
+    def _enqueue(
+        self, wanted: KeysAndPages | None, promotion: Climb, wait_s: float
+    ) -> LoadJob | None:
         if self._worker.foreign:
             return None
         groups = wanted or {}
@@ -194,7 +196,7 @@ class LoadPipeline:
         if not number:
             self._client.count("load_throttled", blocks)
             return None
-        job = LoadJob(LoadTicket(number, blocks), own, climb, self._client.epoch, mark)
+        job = LoadJob(LoadTicket(number, blocks), own, promotion, self._client.epoch, mark)
         if problem:
             self._client.count("load_refused", blocks)
             self._door.leave(number, missed(job.ticket, groups, problem))
@@ -216,7 +218,7 @@ class LoadPipeline:
                 )
                 return
             if job is not None:
-                (self._queue if job.found is None else self._climbing).remove(job)
+                (self._queue if job.found is None else self._promotions).remove(job)
             self._at_hand = job
         if job is not None:
             self._begin(job)
@@ -229,17 +231,17 @@ class LoadPipeline:
         if len(self._flights) >= FLIGHTS_MAX:
             return None
         now = time.monotonic()
-        for job in self._climbing:
+        for job in self._promotions:
             if job.cancelled or _due_at(job) <= now:
                 return job
-        return self._queue[0] if self._queue and len(self._climbing) < CLIMBS_MAX else None
+        return self._queue[0] if self._queue and len(self._promotions) < PROMOTIONS_MAX else None
 
     def _pause_s(self, most_s: float) -> float:
         """Until a load that waits is due, ``most_s`` at most."""
         if len(self._flights) >= FLIGHTS_MAX:
             return most_s
         now = time.monotonic()
-        return max(min([most_s, *(_due_at(job) - now for job in self._climbing)]), 0.0)
+        return max(min([most_s, *(_due_at(job) - now for job in self._promotions)]), 0.0)
 
     def _begin(self, job: LoadJob) -> None:
         """Look a load up and begin its copies, unless blocks climb for it that it waits for."""
@@ -262,9 +264,9 @@ class LoadPipeline:
 
     def _look_up(self, job: LoadJob) -> None:
         keys = {kv_group: names for kv_group, (names, _) in job.groups.items()}
-        found, before = self._client.lookup(keys, prefetch=job.climb.prefetch), job.found
+        found, before = self._client.lookup(keys, prefetch=job.promotion.prefetch), job.found
         if before is not None and found.reason:
-            job.wait = ClimbWait(until=0.0)  # go on with what is leased
+            job.wait = PromotionWait(until=0.0)  # go on with what is leased
             return
         job.found = found
         if before is not None:
@@ -274,13 +276,13 @@ class LoadPipeline:
     def _waits(self, job: LoadJob) -> bool:
         """Whether the load waits for what climbs; it is asked for again then."""
         found, now = job.found, time.monotonic()
-        if not job.climb.prefetch or found is None or found.reason or self._door.closed:
+        if not job.promotion.prefetch or found is None or found.reason or self._door.closed:
             return False
-        job.wait = job.wait or ClimbWait(now + job.climb.seconds)
+        job.wait = job.wait or PromotionWait(now + job.promotion.seconds)
         if job.epoch != self._client.epoch or not job.wait.answered(found.eta_us, now):
             return False
         with self._changed:
-            self._climbing.append(job)
+            self._promotions.append(job)
         return True
 
     def _copy(self, flight: LoadFlight, kv_group: int) -> None:

@@ -11,7 +11,7 @@ from kvhearth.errors import Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.results import LookupResult
 from kvhearth.transfer.copier_pool import Movers
-from kvhearth.transfer.hit import ClimbWait
+from kvhearth.transfer.hit import PromotionWait
 from kvhearth.transfer.pages import KeysAndPages, page_numbers
 
 
@@ -74,13 +74,13 @@ class LoadJob:
 
     ticket: LoadTicket
     groups: dict[int, tuple[tuple[bytes, ...], I64]]
-    climb: Climb
+    promotion: Climb
     epoch: int
     mark: object
     cancelled: bool = False
     started_at: float = 0.0
     found: LookupResult | None = None
-    wait: ClimbWait | None = None
+    wait: PromotionWait | None = None
 
 
 @dataclass(eq=False)

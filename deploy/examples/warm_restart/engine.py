@@ -34,7 +34,7 @@ from kvhearth.results import CommitGroup, LookupResult
 GROUP = 0
 """The only KV cache group: all layers attend to everything."""
 READY_TIMEOUT_S = 20.0
-CLIMB_TIMEOUT_S = 5.0
+PROMOTION_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 30.0
 
 
@@ -128,12 +128,12 @@ class Hearth:
         After a restart the daemon sums each adopted block before it serves it.
         """
         self._client.prefetch({GROUP: keys})
-        until = time.monotonic() + CLIMB_TIMEOUT_S
+        until = time.monotonic() + PROMOTION_TIMEOUT_S
         while True:
             found = self._client.lookup({GROUP: keys}, lease=True, prefetch=True)
             group = found.groups[GROUP]
-            climbing = int(group.present.sum()) - int(group.ready.sum())
-            if found.reason or not climbing or time.monotonic() > until:
+            promotions = int(group.present.sum()) - int(group.ready.sum())
+            if found.reason or not promotions or time.monotonic() > until:
                 return found
             if found.lease is not None:
                 self._client.release(found.lease)

@@ -30,7 +30,7 @@ from kvhearth_lab.torture.stalls import Metronome
 _BEAT_S = 0.25
 _RETRY_S = 0.01
 _PORTION = 16
-_CLIMB_S = 2.0
+_PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
 """Looked at blocks that need not be there; those that must be have their whole time after it."""
 _KEEP_NUMBERS = 4000
@@ -214,14 +214,14 @@ class Worker:
         for portion in _portions(command["suspects"]):
             if time.monotonic() - begin > _SUSPECTS_S:
                 break
-            self._climb(portion, Seen())
+            self._promote(portion, Seen())
         end += time.monotonic() - begin
         before = len(left)
         last = Seen()
         while left:
             last, now = Seen(), left
             for portion in _portions(now):
-                right = self._climb(portion, last)
+                right = self._promote(portion, last)
                 left = [number for number in left if number not in right]
             if time.monotonic() > end:
                 break
@@ -236,7 +236,7 @@ class Worker:
             "failed": dict(last.failed),
         }
 
-    def _climb(self, portion: list[int], last: Seen) -> set[int]:
+    def _promote(self, portion: list[int], last: Seen) -> set[int]:
         """Those of a portion that were right, waiting a while for what is on its way."""
         right: set[int] = set()
         begin = time.monotonic()
@@ -246,11 +246,11 @@ class Worker:
             self._note(seen)
             right |= set(seen.right)
             waited_s = time.monotonic() - begin
-            if seen.reason or not seen.below or waited_s > _CLIMB_S:
+            if seen.reason or not seen.below or waited_s > _PROMOTION_S:
                 break
             time.sleep(_RETRY_S)
         if waited_s > _RETRY_S and not seen.below and not seen.reason:
-            self._say(climbed_s=waited_s)
+            self._say(promotion_s=waited_s)
         last.absent += seen.absent
         last.below += seen.below
         last.failed.update(seen.failed)

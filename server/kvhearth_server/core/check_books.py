@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvhearth.model import I64, Bools
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.pins import Pinning
-from kvhearth_server.core.promotion import Climbing
+from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.writeback import Sinking
@@ -44,7 +44,7 @@ class Holders:
 
     pinning: Pinning
     sinking: Sinking
-    climbing: Climbing
+    promotions: Promotions
 
 
 def check_books(state: CoreState, holders: Holders) -> None:
@@ -217,7 +217,7 @@ def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
     # Sums of integers, exact below 2^53 bytes.
     used_bytes = np.bincount(numbers, weights=used.sizes[used.bound])
     spaces = {s.number: s for s in state.namespaces if state.segment_of[s.tenant] == segment}
-    held, alive = Counter(holders.climbing.billed()), Counter[int]()
+    held, alive = Counter(holders.promotions.billed()), Counter[int]()
     for group in state.groups:
         held[group.namespace] += group.stock_bytes + group.aside_bytes
         alive[group.namespace] += not group.ended
@@ -246,10 +246,10 @@ def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
     unowned = mine[(table.owner[mine] == 0) & (table.refs[mine] == 0)]
     _equal("quarantined slots without a reason", len(unowned), 0)
     owners.pop(0, None)
-    climbing = holders.climbing
+    promotions = holders.promotions
     for what, state_word, known in (
-        ("loading", _LOADING, climbing.slots()),
-        ("stray", _QUARANTINED, climbing.strays),
+        ("loading", _LOADING, promotions.slots()),
+        ("stray", _QUARANTINED, promotions.strays),
     ):
         found = used.rows[(used.states == state_word) & (table.owner[used.rows] == KERNEL)]
         here = known[table.slab_segment[table.slabs_of(known)] == segment]

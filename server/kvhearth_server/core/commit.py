@@ -41,7 +41,7 @@ class Binder:
         return self.place(group.segment, namespace, item)
 
     def place(
-        self, segment: int, namespace: Namespace, item: CommitItem, *, risen: bool = False
+        self, segment: int, namespace: Namespace, item: CommitItem, *, promoted: bool = False
     ) -> Bools:
         """Bind keys to slots that are in nobody's books, but are billed to the namespace; slots of
         keys that are bound already become free.
@@ -79,11 +79,11 @@ class Binder:
             state.policies.insert(
                 namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
             )
-            if risen:
+            if promoted:
                 state.table.sunk[slots[:, 0]] = Sunk.SAVED
             self._record(namespace, item.kv_group, slots, new_keys, sums is not None)
-            if risen:
-                self._announce_risen(namespace, item.kv_group, slots, new_keys)
+            if promoted:
+                self._announce_promoted(namespace, item.kv_group, slots, new_keys)
             else:
                 self._announce(namespace, item.kv_group, slots, new_keys, sums is not None)
         return fresh
@@ -159,7 +159,7 @@ class Binder:
             )
         )
 
-    def _announce_risen(
+    def _announce_promoted(
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes]
     ) -> None:
         state = self._state

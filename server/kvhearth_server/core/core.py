@@ -17,7 +17,7 @@ from kvhearth_server.core.lookup import Reading
 from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.pins import Pinning
-from kvhearth_server.core.promotion import Climbing
+from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.reservations import Writing
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import CoreState, Limits, require
@@ -43,7 +43,7 @@ class Core:
         self.reading = Reading(self.state)
         self.pinning = Pinning(self.state)
         self.sinking = Sinking(self.state)
-        self.climbing = Climbing(self.state, self.evictor)
+        self.promotions = Promotions(self.state, self.evictor)
 
     def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
         """Make all older blocks of the session's namespace invalid; returns the new epoch.
@@ -136,4 +136,4 @@ class Core:
 
     @property
     def _holders(self) -> Holders:
-        return Holders(self.pinning, self.sinking, self.climbing)
+        return Holders(self.pinning, self.sinking, self.promotions)

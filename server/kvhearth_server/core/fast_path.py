@@ -20,7 +20,7 @@ from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, rising
+from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, promoting
 from kvhearth_server.core.state import CoreState
 
 # A member of an enumeration costs a search each time it is named.
@@ -351,4 +351,4 @@ def _each_once(heads: I64) -> Pick | None:
         heads = np.sort(heads)
         if np.count_nonzero(heads[1:] == heads[:-1]):
             return None
-    return rising(heads) if heads.item(0) >= 0 else None
+    return promoting(heads) if heads.item(0) >= 0 else None

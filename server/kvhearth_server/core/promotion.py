@@ -31,7 +31,7 @@ ASKERS_MAX = 256
 
 
 @dataclass(eq=False)
-class Climb:
+class Promotion:
     """Blocks of one wish that are being loaded; ``slots`` (n, shards) are the tier's until
     ``finish``.
     """
@@ -45,14 +45,14 @@ class Climb:
     askers: set[Asker] = field(default_factory=set)
 
 
-class Climbing:
+class Promotions:
     """All climbs under way."""
 
     def __init__(self, state: CoreState, evictor: Evictor) -> None:
         self._state = state
         self._evictor = evictor
         self._binder = Binder(state)
-        self._climbs: dict[int, Climb] = {}
+        self._promotions: dict[int, Promotion] = {}
         self._by_key: dict[tuple[int, int, bytes], int] = {}
         self._by_asker: dict[Asker, set[int]] = {}
         self._next = 1
@@ -67,7 +67,7 @@ class Climbing:
 
     def begin(
         self, wish: Wish, asker: Asker, blocks_max: int, *, here_too: bool = False
-    ) -> Climb | None:
+    ) -> Promotion | None:
         """Take slots for the first of the wished blocks that are not under way yet; None if there
         is nothing to do, or no room.
 
@@ -90,7 +90,7 @@ class Climbing:
             if under_way is None:
                 fresh.append(row)
             else:
-                self._ask(self._climbs[under_way], asker)
+                self._ask(self._promotions[under_way], asker)
         fresh = fresh[:blocks_max]
         if not fresh:
             return None
@@ -108,13 +108,13 @@ class Climbing:
         )
         segment = self._state.segment_of[wish.namespace.tenant]
         epochs = (wish.namespace.epoch, wish.namespace.tier_epoch)
-        climb = Climb(self._next, taken, segment, *epochs, slots)
+        promotion = Promotion(self._next, taken, segment, *epochs, slots)
         self._next += 1
-        self._climbs[climb.number] = climb
+        self._promotions[promotion.number] = promotion
         for key in taken.keys:
-            self._by_key[number, kv_group, key] = climb.number
-        self._ask(climb, asker)
-        return climb
+            self._by_key[number, kv_group, key] = promotion.number
+        self._ask(promotion, asker)
+        return promotion
 
     def _slots(self, wish: Wish, count: int) -> I64:
         """LOADING slots of shape (n <= count, shards), booked."""
@@ -139,48 +139,53 @@ class Climbing:
             state.actions.append(Mark(slots, State.LOADING, KERNEL))
         return slots.reshape(-1, shards)
 
-    def _ask(self, climb: Climb, asker: Asker) -> None:
-        if len(climb.askers) >= ASKERS_MAX:
+    def _ask(self, promotion: Promotion, asker: Asker) -> None:
+        if len(promotion.askers) >= ASKERS_MAX:
             asker = NOBODY
-        climb.askers.add(asker)
-        self._by_asker.setdefault(asker, set()).add(climb.number)
+        promotion.askers.add(asker)
+        self._by_asker.setdefault(asker, set()).add(promotion.number)
 
-    def forget_asker(self, asker: Asker) -> list[Climb]:
+    def forget_asker(self, asker: Asker) -> list[Promotion]:
         """Somebody does not wait any more; the climbs that nobody wants now."""
         alone = []
         for number in self._by_asker.pop(asker, set()):
-            climb = self._climbs[number]
-            climb.askers.discard(asker)
-            if not climb.askers:
-                alone.append(climb)
+            promotion = self._promotions[number]
+            promotion.askers.discard(asker)
+            if not promotion.askers:
+                alone.append(promotion)
         return alone
 
-    def forget_group(self, group: int) -> list[Climb]:
+    def forget_group(self, group: int) -> list[Promotion]:
         """As ``forget_asker``, for all that a group asked for."""
         askers = [asker for asker in self._by_asker if asker[0] == group]
-        return [climb for asker in askers for climb in self.forget_asker(asker)]
+        return [promotion for asker in askers for promotion in self.forget_asker(asker)]
 
-    def finish(self, climb: Climb, good: Bools, checksums: Records) -> int:
+    def finish(self, promotion: Promotion, good: Bools, checksums: Records) -> int:
         """The slots are ours again; ``good`` (n,): whose bytes are there and verified; checksums
         (n, shards). Returns how many blocks are servable now because of it.
         """
-        state, wish = self._state, climb.wish
-        del self._climbs[climb.number]
+        state, wish = self._state, promotion.wish
+        del self._promotions[promotion.number]
         for key in wish.keys:
             del self._by_key[wish.namespace.number, wish.kv_group, key]
-        for asker in climb.askers:
+        for asker in promotion.askers:
             waiting = self._by_asker[asker]
-            waiting.discard(climb.number)
+            waiting.discard(promotion.number)
             if not waiting:
                 del self._by_asker[asker]
-        wish.namespace.used_bytes -= state.ledger.loading(climb.segment, flat(climb.slots), -1)
-        if (climb.epoch, climb.tier_epoch) != (wish.namespace.epoch, wish.namespace.tier_epoch):
+        wish.namespace.used_bytes -= state.ledger.loading(
+            promotion.segment, flat(promotion.slots), -1
+        )
+        if (promotion.epoch, promotion.tier_epoch) != (
+            wish.namespace.epoch,
+            wish.namespace.tier_epoch,
+        ):
             good = np.zeros(len(good), np.bool_)
-        self._free(climb, climb.slots[~good])
+        self._free(promotion, promotion.slots[~good])
         placed = 0
         for first, end in _runs(good):
             keys = wish.keys[first:end]
-            slots = climb.slots[first:end]
+            slots = promotion.slots[first:end]
             sums = np.ascontiguousarray(checksums[first:end]).view(np.uint8)
             item = CommitItem(
                 wish.kv_group,
@@ -191,13 +196,15 @@ class Climbing:
                 wish.parents[first],
             )
             wish.namespace.used_bytes += state.table.total_bytes(flat(slots))
-            placed += int(self._binder.place(climb.segment, wish.namespace, item, risen=True).sum())
+            placed += int(
+                self._binder.place(promotion.segment, wish.namespace, item, promoted=True).sum()
+            )
         return placed
 
-    def _free(self, climb: Climb, slots: I64) -> None:
+    def _free(self, promotion: Promotion, slots: I64) -> None:
         if slots.size:
             self._state.table.bump(flat(slots))
-            self._state.free_slots(climb.segment, np.sort(flat(slots)))
+            self._state.free_slots(promotion.segment, np.sort(flat(slots)))
 
     def free_strays(self) -> int:
         """No request of a dead daemon is under way any more; how many slots that frees."""
@@ -227,15 +234,15 @@ class Climbing:
     def billed(self) -> dict[int, int]:
         """Bytes of LOADING slots by namespace number, recounted."""
         found: dict[int, int] = {}
-        for climb in self._climbs.values():
-            number = climb.wish.namespace.number
-            size = self._state.table.total_bytes(flat(climb.slots))
+        for promotion in self._promotions.values():
+            number = promotion.wish.namespace.number
+            size = self._state.table.total_bytes(flat(promotion.slots))
             found[number] = found.get(number, 0) + size
         return found
 
     def slots(self) -> I64:
         """All LOADING slots, flat."""
-        parts = [flat(climb.slots) for climb in self._climbs.values()]
+        parts = [flat(promotion.slots) for promotion in self._promotions.values()]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
 

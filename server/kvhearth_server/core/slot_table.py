@@ -58,7 +58,7 @@ much. A slice has both ends and no step.
 """
 
 
-def rising(slots: I64) -> Pick:
+def promoting(slots: I64) -> Pick:
     """Rows of slots whose numbers rise."""
     count = len(slots)
     if not count:

@@ -252,7 +252,7 @@ class Background:
         while True:
             engine.call(engine.core.pinning.expire, engine.now())
             if engine.tiering is None and engine.now() - engine.started_at > STRAYS_S:
-                engine.call(engine.core.climbing.free_strays)
+                engine.call(engine.core.promotions.free_strays)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)
 

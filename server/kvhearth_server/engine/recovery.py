@@ -205,7 +205,7 @@ def take_over(engine: Engine) -> None:
         _unknown_holders(engine, found.held, groups, ghosts)
     adopt(state, found, groups)
     # A call, so that what is dropped becomes free in the journal also where no group is left.
-    engine.call(engine.core.climbing.adopt, found.strays)
+    engine.call(engine.core.promotions.adopt, found.strays)
     for ghost in ghosts:
         engine.sessions.add(ghost)
     engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
@@ -229,7 +229,7 @@ def loading_from(engine: Engine) -> list[str]:
     an earlier one that left slots behind.
     """
     old = engine.arena.catalogue or {}
-    left = old.get("ssd_dirs", ()) if len(engine.core.climbing.strays) else ()
+    left = old.get("ssd_dirs", ()) if len(engine.core.promotions.strays) else ()
     return sorted({str(path.parent) for path in engine.ssd_catalogue.paths}.union(left))
 
 

@@ -256,8 +256,8 @@ def take_ssd(engine: Engine) -> SsdNow | None:
     if engine.tier is None:
         return None
     tiering = engine.tiering
-    writing, rising = (tiering.writing, tiering.rising) if tiering is not None else (0, 0)
-    return SsdNow(engine.tier.status.figures(), writing, rising)
+    writing, promoting = (tiering.writing, tiering.promoting) if tiering is not None else (0, 0)
+    return SsdNow(engine.tier.status.figures(), writing, promoting)
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:

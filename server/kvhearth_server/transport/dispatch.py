@@ -200,7 +200,7 @@ class Decisions:
         eta_us = tiering.eta_us(wishes)  # before they wait behind themselves
         if go and not self._engine.draining:
             group = self._engine.core.state.group_of(caller.session)
-            tiering.raise_blocks(wishes, group.number, lease_id)
+            tiering.promote(wishes, group.number, lease_id)
         return eta_us
 
     def _reserve(

@@ -86,7 +86,7 @@ class LoadPolicy:
 
     def __init__(self, bounds: Bounds) -> None:
         self.load = CostLine()
-        self.climb = CostLine()
+        self.promotion = CostLine()
         self.prefill = CostLine()
         self._bounds = bounds
         self._refused_count = 0
@@ -112,9 +112,9 @@ class LoadPolicy:
         """
         if tokens < self._bounds.min_load_tokens:
             return False
-        if self._bounds.always or not _known(self.load, self.climb, self.prefill):
+        if self._bounds.always or not _known(self.load, self.promotion, self.prefill):
             return True
-        up_s = self.climb.seconds(tokens) + self.load.seconds(tokens)
+        up_s = self.promotion.seconds(tokens) + self.load.seconds(tokens)
         return up_s <= self.prefill.seconds(tokens) or self._retries()
 
     def awaits(self, ready: int, most: int, eta_s: float) -> bool:
@@ -129,8 +129,8 @@ class LoadPolicy:
             return False
         if self._bounds.always or not _known(self.load, self.prefill):
             return True
-        if _known(self.climb):
-            eta_s = max(eta_s, self.climb.seconds(most - ready))
+        if _known(self.promotion):
+            eta_s = max(eta_s, self.promotion.seconds(most - ready))
         now_s = self.prefill.seconds(most)
         if ready:
             now_s = min(now_s, self.load.seconds(ready) + self.prefill.seconds(most - ready))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from kvhearth.client import KVClient
 from kvhearth.connectors.vllm.groups import EngineGroups
 from kvhearth.results import LookupResult
-from kvhearth.transfer.hit import ClimbWait
+from kvhearth.transfer.hit import PromotionWait
 from kvhearth.wire.messages import absent
 from kvhearth.worker_thread import Worker
 
@@ -55,10 +55,10 @@ class Lookup:
         self.hashes = hashes
         self.find_fold = find_fold
         self.prefetch = prefetch
-        self.pauses: ClimbWait | None = None
-        self.climbing = False
-        self.climb_at = 0.0
-        self.climbed_s = 0.0
+        self.pauses: PromotionWait | None = None
+        self.promotions = False
+        self.promotion_at = 0.0
+        self.promotion_s = 0.0
         self.cancelled = False
         self.taken = False
         self._result: LookupResult | None = None
@@ -101,17 +101,17 @@ class LookupDesk:
         client: KVClient,
         groups: EngineGroups,
         *,
-        climb_s: float,
+        promotion_s: float,
         threads: int = 2,
         queue_max: int = 4096,
     ) -> None:
         self._client = client
         self._groups = groups
-        self._climb_s = climb_s
+        self._promotion_s = promotion_s
         self._queue: deque[Lookup] = deque()
         self._queue_max = queue_max
         # Of live requests only, less than `queue_max`: each was in the queue.
-        self._climbing: list[tuple[float, int, Lookup]] = []
+        self._promotions: list[tuple[float, int, Lookup]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._at_hand: dict[int, Lookup] = {}
@@ -137,15 +137,15 @@ class LookupDesk:
         lookup = Lookup(hashes, find_fold, prefetch=prefetch)
         return lookup if self._enqueue(lookup) else None
 
-    def climb(self, lookup: Lookup) -> bool:
+    def promotion(self, lookup: Lookup) -> bool:
         """Let what an answer has found on SSD climb after all; whether that is asked for."""
-        lookup.prefetch = lookup.climbing = True
-        lookup.climbing = self._enqueue(lookup)
-        return lookup.climbing
+        lookup.prefetch = lookup.promotions = True
+        lookup.promotions = self._enqueue(lookup)
+        return lookup.promotions
 
     def _enqueue(self, lookup: Lookup) -> bool:
         with self._wake:
-            if len(self._queue) + len(self._climbing) >= self._queue_max:
+            if len(self._queue) + len(self._promotions) >= self._queue_max:
                 self._client.count("lookup_throttled")
                 return False
             self._queue.append(lookup)
@@ -155,7 +155,7 @@ class LookupDesk:
     def take(self, lookup: Lookup) -> LookupResult | None:
         """The answer, which is not replaced by a later one from now on. Idempotent."""
         with self._lock:
-            lookup.taken, lookup.climbing = True, False
+            lookup.taken, lookup.promotions = True, False
             return lookup.result
 
     def drop(self, lookup: Lookup, *, gone: bool = False) -> None:
@@ -167,7 +167,7 @@ class LookupDesk:
         with self._lock:
             if lookup.cancelled:
                 return
-            lookup.cancelled, lookup.climbing = True, False
+            lookup.cancelled, lookup.promotions = True, False
             result = lookup.result
         if result is None:
             return
@@ -183,7 +183,7 @@ class LookupDesk:
             for lookup in self._queue:
                 lookup.cancelled = True
             self._queue.clear()
-            self._climbing.clear()
+            self._promotions.clear()
             self._wake.notify_all()
         left = [worker.stop(max(until - time.monotonic(), 0.0)) for worker in self._workers]
         return all(left)
@@ -206,14 +206,14 @@ class LookupDesk:
         """What is to be asked now."""
         if self._queue:
             return self._queue.popleft()
-        if self._climbing and self._climbing[0][0] <= time.monotonic():
-            return heapq.heappop(self._climbing)[2]
+        if self._promotions and self._promotions[0][0] <= time.monotonic():
+            return heapq.heappop(self._promotions)[2]
         return None
 
     def _pause_s(self) -> float:
-        if not self._climbing:
+        if not self._promotions:
             return _TICK_S
-        return min(max(self._climbing[0][0] - time.monotonic(), 0.0), _TICK_S)
+        return min(max(self._promotions[0][0] - time.monotonic(), 0.0), _TICK_S)
 
     def _answer(self, lookup: Lookup) -> None:
         session_id = self._client.session_id
@@ -232,7 +232,7 @@ class LookupDesk:
                 lookup.settle(result, session_id)
                 self._plan(lookup, result, prefetch=prefetch)
             else:
-                lookup.climbing = False
+                lookup.promotions = False
         if unwanted:
             self._client.cancel(result)
         elif before is not None and not failed:
@@ -245,22 +245,22 @@ class LookupDesk:
             return
         now = lookup.answered_at
         if lookup.pauses is None:
-            lookup.pauses, lookup.climb_at = ClimbWait(now + self._climb_s), now
-        lookup.climbing = lookup.pauses.answered(result.eta_us, now)
-        if lookup.climbing:
+            lookup.pauses, lookup.promotion_at = PromotionWait(now + self._promotion_s), now
+        lookup.promotions = lookup.pauses.answered(result.eta_us, now)
+        if lookup.promotions:
             with self._wake:
                 entry = (lookup.pauses.due_at, next(self._numbers), lookup)
-                heapq.heappush(self._climbing, entry)
+                heapq.heappush(self._promotions, entry)
                 self._wake.notify()
         elif lookup.pauses.asked_count:
-            lookup.climbed_s = now - lookup.climb_at
+            lookup.promotion_s = now - lookup.promotion_at
 
     def _recover(self) -> None:
         self._client.count("lookup_crashes")
         lookup = self._at_hand.pop(threading.get_ident(), None)
         if lookup is None:
             return
-        lookup.climbing = False
+        lookup.promotions = False
         if lookup.result is None:
             nothing = LookupResult(0, None, absent({}), reason="internal")
             lookup.settle(nothing, self._client.session_id)

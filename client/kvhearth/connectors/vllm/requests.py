@@ -15,7 +15,7 @@ from kvhearth.model import Tier
 from kvhearth.results import LookupResult
 
 
-class Climbs:
+class PromotionTracker:
     """Judges each answer once, and learns how long climbs take. On the scheduler's thread.
 
     Args:
@@ -41,12 +41,12 @@ class Climbs:
             computed_tokens: that the engine has.
         """
         result = lookup.result
-        if result is None or not result.eta_us or (lookup.prefetch and not lookup.climbing):
+        if result is None or not result.eta_us or (lookup.prefetch and not lookup.promotions):
             return False
         if state.judged is not result:
             state.judged = result
             state.worth = self._worth(result, limit_tokens, computed_tokens)
-        if not state.worth or not (lookup.prefetch or self._desk.climb(lookup)):
+        if not state.worth or not (lookup.prefetch or self._desk.promotion(lookup)):
             return False
         if not state.waited:
             state.waited = True
@@ -66,19 +66,19 @@ class Climbs:
     def ended(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
         """The answer is used as it is: learn from what climbed until it came."""
         state.judged = None
-        if lookup.climb_at and result.hit_tokens > lookup.first_tokens:
-            seconds = lookup.climbed_s or lookup.answered_at - lookup.climb_at
-            self._policy.climb.observe(result.hit_tokens - lookup.first_tokens, seconds)
+        if lookup.promotion_at and result.hit_tokens > lookup.first_tokens:
+            seconds = lookup.promotion_s or lookup.answered_at - lookup.promotion_at
+            self._policy.promotion.observe(result.hit_tokens - lookup.first_tokens, seconds)
         if not state.waited:
             return
         state.waited = False
-        seconds = lookup.climbed_s or time.monotonic() - lookup.climb_at
+        seconds = lookup.promotion_s or time.monotonic() - lookup.promotion_at
         self._tally.add("climb_seconds", seconds)
         if result.eta_us:
             self._tally.add("climb_late")
             if result.hit_tokens <= lookup.first_tokens:
                 # Nothing came: it takes longer than that.
-                self._policy.climb.observe(self._groups.step_tokens, seconds)
+                self._policy.promotion.observe(self._groups.step_tokens, seconds)
 
 
 HANDOVER = "kvhearth_tokens"
@@ -121,9 +121,9 @@ class Requests:
         self._loads = loads
         self._eagle_tokens = eagle_tokens
         self._steps_back = eagle_tokens > 0
-        climb_s = context.settings.climb_wait_ms / 1000
-        self._desk = LookupDesk(context.client, context.groups, climb_s=climb_s)
-        self._climbs = Climbs(context, self._desk, eagle_tokens)
+        promotion_s = context.settings.climb_wait_ms / 1000
+        self._desk = LookupDesk(context.client, context.groups, promotion_s=promotion_s)
+        self._promotions = PromotionTracker(context, self._desk, eagle_tokens)
         self._states: dict[str, RequestState] = {}
         self._asking: set[str] = set()
         self._adapters = Adapters()
@@ -290,7 +290,7 @@ class Requests:
         wanted = min(state.handover_tokens, state.asked_tokens)
         wanted -= wanted % self._groups.step_tokens
         if result.hit_tokens < wanted and not result.reason and now < state.handover_until:
-            if now - lookup.answered_at > _HANDOVER_PAUSE_S and not lookup.climbing:
+            if now - lookup.answered_at > _HANDOVER_PAUSE_S and not lookup.promotions:
                 self._drop(state)
                 state.asked_count = 0
                 self._ask(state)
@@ -306,9 +306,9 @@ class Requests:
             return False
         if not lookup.taken:
             limit = self._limit(state, computed_tokens)
-            if self._climbs.waits(state, lookup, limit, computed_tokens):
+            if self._promotions.waits(state, lookup, limit, computed_tokens):
                 return False
-            self._climbs.ended(state, lookup, self._desk.take(lookup) or result)
+            self._promotions.ended(state, lookup, self._desk.take(lookup) or result)
         return True
 
     def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
@@ -418,4 +418,4 @@ def _count(value: Any) -> int:
 
 def _aged(lookup: Lookup, now: float, lease_s: float) -> bool:
     """Whether a lease is to be given back; while blocks climb, a new one comes by itself."""
-    return now - lookup.answered_at > lease_s and not lookup.climbing
+    return now - lookup.answered_at > lease_s and not lookup.promotions

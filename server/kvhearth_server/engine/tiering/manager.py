@@ -15,7 +15,7 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import Wish
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.tiering.naming import TierNames
-from kvhearth_server.engine.tiering.promotion import Ended, Raising
+from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import Lowering
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Evicted, Family
@@ -112,7 +112,7 @@ class Tiering:
         self._call = call
         self._now = now
         self._names = TierNames(core, lineage)
-        self._raising = Raising(core, tier, self._names, call)
+        self._promoter = Promoter(core, tier, self._names, call)
         self._lowering = Lowering(core, tier, self._names, call, now)
         self._turning = False
         self.strays_after = 0.0
@@ -133,7 +133,7 @@ class Tiering:
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in wishes]
         if not loads:
             return 0
-        return max(1, round(self.tier.status.estimate_s(loads, self._raising.records) * 1e6))
+        return max(1, round(self.tier.status.estimate_s(loads, self._promoter.records) * 1e6))
 
     def family(self, namespace: Namespace, kv_group: int) -> Family:
         """What the tier calls the blocks of a KV group."""
@@ -158,25 +158,25 @@ class Tiering:
 
     # -- up ----------------------------------------------------------------------------------------
 
-    def raise_blocks(self, wishes: Iterable[Wish], group: int = 0, lease_id: int = 0) -> None:
+    def promote(self, wishes: Iterable[Wish], group: int = 0, lease_id: int = 0) -> None:
         """Let blocks climb, for a lookup of a group (0: for nobody in particular)."""
-        self._raising.ask(wishes, (group, lease_id))
-        if self._raising.waiting:
+        self._promoter.ask(wishes, (group, lease_id))
+        if self._promoter.waiting:
             self.wake()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """The requests behind these lookups went away."""
-        self._raising.cancel(group, lease_ids)
+        self._promoter.cancel(group, lease_ids)
 
     def group_ended(self, group: int) -> None:
         """Nobody of this group waits for anything any more."""
-        self._raising.group_ended(group)
+        self._promoter.group_ended(group)
 
     def verify_below(self, wish: Wish, ended: Ended) -> bool:
         """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
         row of what was read. False if there is no room for it now.
         """
-        return self._raising.verify(wish, ended)
+        return self._promoter.verify(wish, ended)
 
     def repair(self, heads: I64) -> Callable[[], None]:
         """For blocks that are about to be removed as wrong: what brings them back from below."""
@@ -198,7 +198,7 @@ class Tiering:
 
         def bring_back() -> None:
             state.count("repaired_blocks", sum(len(wish.keys) for wish in wishes), "dram")
-            self.raise_blocks(wishes)
+            self.promote(wishes)
 
         return bring_back
 
@@ -211,7 +211,7 @@ class Tiering:
             self._turn()
         finally:
             self._turning = False
-        if self._raising.due or self.pause_s() <= 0:
+        if self._promoter.due or self.pause_s() <= 0:
             self.wake()
 
     def nudge(self) -> None:
@@ -226,12 +226,12 @@ class Tiering:
     def _turn(self) -> None:
         for completion in self.tier.poll():
             if not self._lowering.completed(completion):
-                self._raising.completed(completion)
+                self._promoter.completed(completion)
         for evicted in self.tier.take_evicted():
             self._evicted(evicted)
-        if len(self._core.climbing.strays) and self._strays_are_quiet():
-            self._call(self._core.climbing.free_strays)
-        self._raising.begin()
+        if len(self._core.promotions.strays) and self._strays_are_quiet():
+            self._call(self._core.promotions.free_strays)
+        self._promoter.begin()
         self._lowering.begin()
 
     def _strays_are_quiet(self) -> bool:
@@ -243,7 +243,7 @@ class Tiering:
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return self._raising.idle and not self._lowering.blocks
+        return self._promoter.idle and not self._lowering.blocks
 
     @property
     def writing(self) -> int:
@@ -251,15 +251,15 @@ class Tiering:
         return self._lowering.blocks
 
     @property
-    def rising(self) -> int:
+    def promoting(self) -> int:
         """Blocks that are being loaded."""
-        return len(self._core.climbing)
+        return len(self._core.promotions)
 
     def _evicted(self, evicted: Evicted) -> None:
         """The tier let blocks go: to make room, or because it could not read them right."""
         namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
         if evicted.cause == "checksum":
-            self._raising.found_wrong(namespace, evicted.group, keys)
+            self._promoter.found_wrong(namespace, evicted.group, keys)
         elif namespace is not None:
             self._core.sinking.lost(namespace, evicted.group, keys)
             self._names.tell_lost(namespace, evicted.group, keys, evicted.cause)

@@ -14,7 +14,7 @@ from kvhearth.model import I64, Records
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import Wish
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.promotion import VERIFIER, Asker, Climb
+from kvhearth_server.core.promotion import VERIFIER, Asker, Promotion
 from kvhearth_server.engine.tiering.naming import TierNames
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
@@ -133,13 +133,13 @@ Ended = Callable[[list[tuple[Outcome, I64]]], None]
 
 @dataclass(eq=False)
 class _Load:
-    climb: Climb
+    promotion: Promotion
     checksums: Records
     keep: bool
     ended: Ended | None
 
 
-class Raising:
+class Promoter:
     """Loads from the tier; see ``Tiering`` for the arguments."""
 
     def __init__(
@@ -194,20 +194,20 @@ class Raising:
         gone = {(group, lease_id) for lease_id in lease_ids}
         self._wished.drop(gone)
         for asker in gone:
-            self._stop(self._core.climbing.forget_asker(asker))
+            self._stop(self._core.promotions.forget_asker(asker))
 
     def group_ended(self, group: int) -> None:
         """Nobody of this group waits for anything any more."""
         self._wished.drop(self._wished.askers_of(group))
-        self._stop(self._core.climbing.forget_group(group))
+        self._stop(self._core.promotions.forget_group(group))
 
-    def _stop(self, climbs: list[Climb]) -> None:
-        if not climbs:
+    def _stop(self, promotions: list[Promotion]) -> None:
+        if not promotions:
             return
         for ticket, load in self._loads.items():
-            if load.climb in climbs:
+            if load.promotion in promotions:
                 self._tier.cancel(ticket)
-                self._core.state.count("prefetch_cancelled", len(load.climb.wish.keys))
+                self._core.state.count("prefetch_cancelled", len(load.promotion.wish.keys))
 
     def begin(self) -> None:
         """Begin to load wished blocks, so many as a turn may. What finds no room waits for the
@@ -238,21 +238,21 @@ class Raising:
         """Load one batch; False if nothing is to be loaded, or there is no room for it. ``_lack``
         is what there was too little of.
         """
-        climb: Climb | None = self._call(
-            self._core.climbing.begin,
+        promotion: Promotion | None = self._call(
+            self._core.promotions.begin,
             wish,
             asker,
             self._tier.batch_blocks_max,
             here_too=not keep,
         )
-        self._lack = "no_room" if self._core.climbing.short else ""
-        if climb is None:
+        self._lack = "no_room" if self._core.promotions.short else ""
+        if promotion is None:
             return False
         hit("promote.loading")
         family = self._names.family(wish.namespace, wish.kv_group)
-        keys = climb.wish.keys
+        keys = promotion.wish.keys
         facts = self._tier.look_up(family, keys)
-        places = self._names.places(climb.slots, wish.spec.page_bytes)
+        places = self._names.places(promotion.slots, wish.spec.page_bytes)
         batch = LoadBatch(family, keys, places, is_use=keep)
         ticket = self._tier.submit_load(batch)
         if isinstance(ticket, Throttled):
@@ -261,9 +261,9 @@ class Raising:
             else:
                 self._core.state.count("promotion_failed", len(keys), ticket.reason)
             none = np.zeros(len(keys), np.bool_)
-            self._call(self._core.climbing.finish, climb, none, facts.checksums)
+            self._call(self._core.promotions.finish, promotion, none, facts.checksums)
             return False
-        self._loads[ticket] = _Load(climb, facts.checksums, keep, ended)
+        self._loads[ticket] = _Load(promotion, facts.checksums, keep, ended)
         return True
 
     def verify(self, wish: Wish, ended: Ended) -> bool:
@@ -286,7 +286,7 @@ class Raising:
         return True
 
     def _loaded(self, load: _Load, completion: Completion) -> None:
-        state, wish = self._core.state, load.climb.wish
+        state, wish = self._core.state, load.promotion.wish
         good = np.zeros(len(wish.keys), np.bool_)
         good[completion.rows(Done)] = load.keep
         for outcome, rows in completion.parts:
@@ -299,7 +299,7 @@ class Raising:
                 case Failed() | Throttled():
                     state.count("promotion_failed", len(rows), outcome.reason)
         hit("promote.loaded")
-        self._call(self._core.climbing.finish, load.climb, good, load.checksums)
+        self._call(self._core.promotions.finish, load.promotion, good, load.checksums)
         self._look_again(load, completion)
         if load.ended is not None:
             load.ended(completion.parts)
@@ -308,7 +308,7 @@ class Raising:
         """Blocks that did not come: the tier may have dropped them, and somebody may have asked
         after they were called off, or while they were only looked at.
         """
-        wish = load.climb.wish
+        wish = load.promotion.wish
         for outcome, rows in completion.parts:
             if isinstance(outcome, Done):
                 continue
@@ -322,7 +322,7 @@ class Raising:
         called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
         if not load.keep:
             called_off = [np.arange(len(wish.keys))]
-        for asker in load.climb.askers if called_off else ():
+        for asker in load.promotion.askers if called_off else ():
             if load.keep or asker != VERIFIER:
                 self._ask_again(some(wish, np.concatenate(called_off)), asker)
 
