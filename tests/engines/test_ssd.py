@@ -33,7 +33,7 @@ def from_disk(engine: Engine) -> float:
     return found.get("disk", 0.0)
 
 
-def sink(engine: Engine, daemon: Daemon, reference: Reference) -> None:
+def write_back(engine: Engine, daemon: Daemon, reference: Reference) -> None:
     """Run all prompts for the first time; all are on SSD then, the first of them there only."""
     for number, text in enumerate(TEXTS):
         until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
@@ -59,7 +59,7 @@ def test_a_prompt_from_ssd_is_the_computed_one(
         over = arguments(max_num_batched_tokens=STOCK_TOKENS, kv_transfer_config=flag)
         with running_engine(logs, **over) as engine:
             wait_attached(daemon)
-            sink(engine, daemon, reference)
+            write_back(engine, daemon, reference)
             assert from_disk(engine) == 0
             for number in range(3):
                 found = warm(engine, TEXTS[number])

@@ -35,7 +35,7 @@ def engine(daemon: Daemon) -> Iterator[PipedEngine]:
     daemon.wait_quiet()
 
 
-def sunk(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
+def copy_state(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
     """Keys whose blocks are saved; the first are not in memory any more."""
     before = daemon.counters()["demoted_blocks"]
     keys = [secrets.token_bytes(32) for _ in range(BLOCKS)]
@@ -68,21 +68,21 @@ def load(engine: PipedEngine, keys: list[bytes], promotion_s: float) -> LoadDone
 
 
 def test_a_load_waits_until_its_blocks_have_climbed(daemon: Daemon, engine: PipedEngine) -> None:
-    keys = sunk(engine, daemon)
+    keys = copy_state(engine, daemon)
     for start in range(0, 4 * PORTION, PORTION):
         done = load(engine, keys[start : start + PORTION], 10.0)
         assert (done.usable_tokens, done.reason) == (16 * PORTION, "")
 
 
 def test_a_load_that_does_not_wait_lets_them_climb(daemon: Daemon, engine: PipedEngine) -> None:
-    keys = sunk(engine, daemon)[:PORTION]
+    keys = copy_state(engine, daemon)[:PORTION]
     assert load(engine, keys, 0.0).usable_tokens == 0
     until(lambda: load(engine, keys, 0.0).usable_tokens == 16 * PORTION, "they climb")
     assert engine.counter("cancel") == 0
 
 
 def test_requests_that_go_away_leave_nothing(daemon: Daemon, engine: PipedEngine) -> None:
-    keys = sunk(engine, daemon)
+    keys = copy_state(engine, daemon)
     for start in range(0, BLOCKS, PORTION):
         found = engine.client.lookup({0: keys[start : start + PORTION]}, prefetch=True)
         engine.client.cancel(found)
@@ -92,7 +92,7 @@ def test_requests_that_go_away_leave_nothing(daemon: Daemon, engine: PipedEngine
 
 
 def test_loads_that_are_given_up_leave_nothing(daemon: Daemon, engine: PipedEngine) -> None:
-    keys = sunk(engine, daemon)
+    keys = copy_state(engine, daemon)
     for start in range(0, 8 * PORTION, PORTION):
         wanted = {0: (keys[start : start + PORTION], range(PAGES, PAGES + PORTION))}
         done = engine.loads.load_now(wanted, prefetch=True, promotion_s=10.0, deadline_s=0.0005)
@@ -103,7 +103,7 @@ def test_loads_that_are_given_up_leave_nothing(daemon: Daemon, engine: PipedEngi
 
 def test_many_loads_wait_at_once(daemon: Daemon, engine: PipedEngine) -> None:
     """All of them want the same blocks, and each its own, too."""
-    keys = sunk(engine, daemon)
+    keys = copy_state(engine, daemon)
     shared, done = keys[:8], []
 
     def one(number: int) -> None:
@@ -127,7 +127,7 @@ def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
         running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
         piped_engine(own.url()) as engine,
     ):
-        keys = sunk(engine, own)
+        keys = copy_state(engine, own)
         wanted = {0: (keys[:PAGES], range(PAGES, PAGES + len(keys[:PAGES])))}
         ticket = engine.loads.submit(wanted, prefetch=True, promotion_s=10.0)
         assert ticket is not None

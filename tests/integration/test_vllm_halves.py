@@ -276,10 +276,10 @@ def test_an_engine_that_cannot_go_on_from_cached_kv_is_not_served(
 
 def test_ranks_that_differ_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("kv_both", "differ")
-    offers = [Handshake("{}"), Handshake('{"a":1}')]
-    assert engage(Settings(), config, BLOCK_TOKENS, offers, FakePool(4)) is None
-    offers = [Handshake("{}"), Handshake("", problem="no pages here")]
-    assert engage(Settings(), config, BLOCK_TOKENS, offers, FakePool(4)) is None
+    writeback_queue = [Handshake("{}"), Handshake('{"a":1}')]
+    assert engage(Settings(), config, BLOCK_TOKENS, writeback_queue, FakePool(4)) is None
+    writeback_queue = [Handshake("{}"), Handshake("", problem="no pages here")]
+    assert engage(Settings(), config, BLOCK_TOKENS, writeback_queue, FakePool(4)) is None
     assert "no pages here" in caplog.text
 
 

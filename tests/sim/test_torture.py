@@ -192,7 +192,7 @@ def test_an_orderly_end_that_writes_nothing_is_found(
 ) -> None:
     with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
         with world.paused():
-            until_sunk(world)
+            until_written_back(world)
             world.terminate_daemon()
             world.start_daemon()
         assert found_of(report) == {}, report.texts
@@ -215,13 +215,13 @@ def test_an_orderly_end_that_writes_nothing_is_found(
 def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DRIVE_S", 5.0)
     with a_world(tmp_path, SINKING, ssd=48 * MIB) as (world, report):
-        checks.sunk(world)
+        checks.copy_state(world)
         assert found_of(report) == {}, report.texts
         world.orders(errors={"write": errno.EIO})
         time.sleep(0.1)
         until_sealed(world, 15 + max(len(world.oracle.known(model)) for model in world.models))
         monkeypatch.setattr(checks, "DRIVE_S", 0.5)
-        checks.sunk(world)
+        checks.copy_state(world)
         world.orders()
         assert report.found[LOST]
         assert "not on the drive" in report.texts[0]["text"]
@@ -365,7 +365,7 @@ def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
 def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
     with a_world(tmp_path, FLEETING, ssd=64 * MIB) as (world, report):
         with world.paused():
-            until_sunk(world)
+            until_written_back(world)
         before = sum(len(world.oracle.known(each.model)) for each in world.clients)
         TABLE["damage_log"].run(world, {"seed": 3, "how": how, "first_page": True})
         check(world)
@@ -384,7 +384,7 @@ def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: boo
         assert found_of(report) == {}, report.texts
 
 
-def until_sunk(world: World) -> None:
+def until_written_back(world: World) -> None:
     """Wait until all that is sealed is on the drive."""
     end = time.monotonic() + 20
     while any(world.not_on_disk(sealed=True).values()):

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.lower_tier import Wish
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Outcome, Throttled
 from support.core_kit import contract, full, key, mamba, window
 from support.tier_rig import SCRIBBLE, TierRig
@@ -342,26 +342,26 @@ class TierMachine(RuleBasedStateMachine):
             if name[0] in ("demotion_refused", "demotion_failed", "checksum_failures")
         )
         if not self.may_lose and refusals == self.refusals:
-            for name, (sunk, epoch) in self.before.items():
+            for name, (copy_state, epoch) in self.before.items():
                 if name not in now:
-                    self._was_saved(name, sunk, epoch)
+                    self._was_saved(name, copy_state, epoch)
         self.before, self.refusals, self.may_lose = now, refusals, False
 
     def _blocks(self) -> dict[Name, tuple[int, int]]:
         table = self.rig.state.table
         return {
-            (number, kv_group, named): (int(table.sunk[head]), int(table.epoch[head]))
+            (number, kv_group, named): (int(table.copy_state[head]), int(table.epoch[head]))
             for number, kv_group, heads in self.rig.state.index.items()
             for named, head in heads.items()
         }
 
-    def _was_saved(self, name: Name, sunk: int, epoch: int) -> None:
+    def _was_saved(self, name: Name, copy_state: int, epoch: int) -> None:
         number, kv_group, named = name
         space = self.rig.state.namespaces.get(number)
-        if epoch != space.epoch or sunk == Sunk.REFUSED:
+        if epoch != space.epoch or copy_state == CopyState.REFUSED:
             return
         there = self.rig.tiering.present(space, kv_group, [named])[0]
-        assert there, f"{name} is gone from memory, and was {Sunk(sunk)!r}"
+        assert there, f"{name} is gone from memory, and was {CopyState(copy_state)!r}"
 
     def teardown(self) -> None:
         """When all is over, nothing is left in anybody's hands."""

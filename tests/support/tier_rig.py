@@ -20,7 +20,7 @@ from kvhearth_server.core.actions import Sum, SumOne
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.reservations import CommitItem
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import flat
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.tiers.base import (
@@ -322,9 +322,9 @@ class TierRig(Rig):
                 return
             self.now += 0.01
             self.turn()
-        offers, promotions = self.state.offers, self.core.promotions
+        writeback_queue, promotions = self.state.writeback_queue, self.core.promotions
         raise AssertionError(
-            f"the tier does not come to rest: {offers.waiting} blocks wait, {len(promotions)} climb, "
+            f"the tier does not come to rest: {writeback_queue.waiting} blocks wait, {len(promotions)} climb, "
             f"{self.tiering._promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
             f"{self.counted}"
         )
@@ -334,10 +334,10 @@ class TierRig(Rig):
         self.put(session, named, **options)
         self.settle()
 
-    def sunk(self, session: int, named: bytes, kv_group: int = 0) -> Sunk | None:
+    def copy_state(self, session: int, named: bytes, kv_group: int = 0) -> CopyState | None:
         """Where a block's copy below stands; None if the block is not in memory."""
         head = self.head(session, named, kv_group)
-        return None if head < 0 else Sunk(int(self.state.table.sunk[head]))
+        return None if head < 0 else CopyState(int(self.state.table.copy_state[head]))
 
     def drop(self, session: int, named: list[bytes], kv_group: int = 0) -> None:
         """Evict blocks from memory."""

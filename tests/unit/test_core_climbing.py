@@ -11,11 +11,11 @@ from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth_server.core.lower_tier import Wish
 from kvhearth_server.core.promotion import ASKERS_MAX
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Throttled
 
 
-def sunk_rig(count: int, **options: object) -> tuple[TierRig, int]:
+def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
     """A rig whose tier has blocks 0 to ``count`` that memory has not."""
     rig = TierRig(**options)  # type: ignore[arg-type]
     session = rig.attach()
@@ -28,7 +28,7 @@ def sunk_rig(count: int, **options: object) -> tuple[TierRig, int]:
 
 
 def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
-    rig, session = sunk_rig(4)
+    rig, session = writeback_rig(4)
     rig.put(session, keys(9))
     found = rig.lookup(session, [*keys(0, 1), key(77)])
     one = found.groups[0]
@@ -39,7 +39,7 @@ def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
     rig.want(session, keys(0, 1))
     rig.settle()
     assert rig.lookup(session, keys(0, 1), lease_id=5).hit_tokens == 32
-    assert rig.sunk(session, key(0)) == Sunk.SAVED
+    assert rig.copy_state(session, key(0)) == CopyState.SAVED
     rig.settle()
     assert rig.tier.submitted["store"] == 5
 
@@ -60,7 +60,7 @@ def test_blocks_of_several_shards_climb_whole() -> None:
 
 
 def test_a_key_that_is_named_twice_climbs_once() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.want(session, keys(0, 0, 1))
     rig.settle()
     assert rig.tier.submitted["load"] == 2
@@ -68,7 +68,7 @@ def test_a_key_that_is_named_twice_climbs_once() -> None:
 
 
 def test_a_key_that_is_named_twice_is_called_off_once() -> None:
-    rig, session = sunk_rig(20, slabs=8, queue_reads=8)  # four a turn
+    rig, session = writeback_rig(20, slabs=8, queue_reads=8)  # four a turn
     rig.tier.held = True
     rig.want(session, keys(*range(5), *range(20)), lease_id=1)
     assert rig.tiering._promoter.waiting == 16
@@ -80,7 +80,7 @@ def test_a_key_that_is_named_twice_is_called_off_once() -> None:
 
 
 def test_many_who_ask_for_the_same_load_it_once() -> None:
-    rig, session = sunk_rig(300, slabs=80)
+    rig, session = writeback_rig(300, slabs=80)
     rig.tier.held = True
     for lease_id in range(1, 20):
         rig.want(session, keys(*range(300)), lease_id=lease_id)
@@ -92,7 +92,7 @@ def test_many_who_ask_for_the_same_load_it_once() -> None:
 
 
 def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
-    rig, session = sunk_rig(120, slabs=8)
+    rig, session = writeback_rig(120, slabs=8)
     other = rig.attach(engine_id="other")
     rig.tier.held = True
     wishes = rig.lookup(session, keys(*range(100))).wishes
@@ -109,7 +109,7 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
 
 
 def test_an_estimate_has_what_others_wait_for_in_it() -> None:
-    rig, session = sunk_rig(120, slabs=8, queue_reads=8)
+    rig, session = writeback_rig(120, slabs=8, queue_reads=8)
     other = rig.attach(engine_id="other")
     few = rig.lookup(other, keys(*range(110, 114))).wishes
     alone_us = rig.tiering.eta_us(few)
@@ -129,7 +129,7 @@ def test_an_estimate_has_what_others_wait_for_in_it() -> None:
 @pytest.mark.parametrize("lack", ["room", "queue"])
 def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}
-    rig, session = sunk_rig(60, slabs=8, **bounds)
+    rig, session = writeback_rig(60, slabs=8, **bounds)
     rig.want(session, keys(*range(60)))
     assert len(rig.core.promotions) < 60
     rig.settle()
@@ -153,7 +153,7 @@ def test_a_block_larger_than_the_share_for_climbing_climbs_alone(shards: int) ->
 
 
 def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
-    rig, session = sunk_rig(60, slabs=8)
+    rig, session = writeback_rig(60, slabs=8)
     rig.tier.held = True
     rig.want(session, keys(*range(60)))
     rig.turn()
@@ -163,7 +163,7 @@ def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
 
 
 def test_what_finds_no_room_while_nothing_is_under_way_is_told() -> None:
-    rig, session = sunk_rig(4, held_fraction_max=0.25)
+    rig, session = writeback_rig(4, held_fraction_max=0.25)
     rig.take(session, 16)
     rig.want(session, keys(*range(4)))
     assert rig.tiering.idle
@@ -190,7 +190,7 @@ def test_one_tenant_without_room_keeps_no_other_waiting() -> None:
 
 
 def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> None:
-    rig, session = sunk_rig(4)
+    rig, session = writeback_rig(4)
     rig.tier.held = True
     rig.want(session, keys(*range(4)), lease_id=7)
     rig.tiering.cancel(rig.group(session).number, [7])
@@ -204,7 +204,7 @@ def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> 
 
 
 def test_a_climb_goes_on_while_somebody_else_waits_for_it() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.held = True
     rig.want(session, keys(0, 1), lease_id=7)
     rig.want(session, keys(1), lease_id=8)
@@ -215,7 +215,7 @@ def test_a_climb_goes_on_while_somebody_else_waits_for_it() -> None:
 
 
 def test_who_asks_after_a_climb_was_cancelled_gets_it() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.held = True
     rig.want(session, keys(0, 1), lease_id=7)
     rig.tiering.cancel(rig.group(session).number, [7])
@@ -227,7 +227,7 @@ def test_who_asks_after_a_climb_was_cancelled_gets_it() -> None:
 
 
 def test_what_waits_is_cancelled_with_its_request() -> None:
-    rig, session = sunk_rig(60, slabs=8)
+    rig, session = writeback_rig(60, slabs=8)
     rig.tier.held = True
     rig.want(session, keys(*range(60)), lease_id=7)
     group = rig.group(session).number
@@ -241,7 +241,7 @@ def test_what_waits_is_cancelled_with_its_request() -> None:
 
 
 def test_askers_of_a_climb_are_bounded() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.held = True
     for lease_id in range(1, 2 * ASKERS_MAX):
         rig.want(session, keys(0, 1), lease_id=lease_id)
@@ -256,7 +256,7 @@ def test_askers_of_a_climb_are_bounded() -> None:
 
 
 def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.held = True
     rig.want(session, keys(0, 1))
     rig.core.bump_epoch(session, 1)
@@ -267,7 +267,7 @@ def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
 
 
 def test_a_block_that_was_stored_meanwhile_stays() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.held = True
     rig.want(session, keys(0, 1))
     rig.put(session, keys(0))
@@ -280,7 +280,7 @@ def test_a_block_that_was_stored_meanwhile_stays() -> None:
 
 
 def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.damage(key(0))
     rig.want(session, keys(0, 1))
     rig.settle()
@@ -290,7 +290,7 @@ def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
 
 
 def test_a_climb_stays_within_the_quota() -> None:
-    rig, session = sunk_rig(20)
+    rig, session = writeback_rig(20)
     rig.state.namespaces.get(1).quota_bytes = 10 * 4096
     rig.put(session, keys(100))
     rig.settle()
@@ -331,7 +331,7 @@ def test_stray_slots_of_an_earlier_run_wait_for_its_requests(why: str) -> None:
 
 
 def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> None:
-    rig, session = sunk_rig(1)
+    rig, session = writeback_rig(1)
     rig.want(session, keys(0))
     rig.settle()
 
@@ -347,11 +347,11 @@ def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> N
     assert rig.tiering.verify_below(wish, told.append)
     rig.turn()
     assert told
-    assert rig.sunk(session, key(0)) == Sunk.NOT
+    assert rig.copy_state(session, key(0)) == CopyState.NOT
 
 
 def test_reserving_never_takes_what_is_loading() -> None:
-    rig, session = sunk_rig(16)
+    rig, session = writeback_rig(16)
     rig.tier.held = True
     rig.want(session, keys(*range(16)))
     slots, _ = rig.take(session, 48)
@@ -363,7 +363,7 @@ def test_reserving_never_takes_what_is_loading() -> None:
 
 
 def test_a_tier_that_takes_no_loads_is_told_as_such() -> None:
-    rig, session = sunk_rig(2)
+    rig, session = writeback_rig(2)
     rig.tier.refuse_loads = Throttled("degraded")
     rig.want(session, keys(0, 1))
     rig.settle()

@@ -11,7 +11,7 @@ from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Throttled
 
 FULL = 32
@@ -80,7 +80,7 @@ def test_a_block_that_is_removed_while_it_is_written_keeps_its_slots_until_then(
     rig.tier.held = False
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 0
-    assert rig.sunk(session, key(2)) == Sunk.SAVED
+    assert rig.copy_state(session, key(2)) == CopyState.SAVED
 
 
 def test_blocks_of_old_weights_are_not_written() -> None:
@@ -112,7 +112,7 @@ def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one() -> No
     rig.settle()
     space = rig.state.namespaces.get(1)
     assert not rig.tiering.present(space, 0, keys(1)).any()
-    assert rig.sunk(session, key(1)) != Sunk.SAVED
+    assert rig.copy_state(session, key(1)) != CopyState.SAVED
 
 
 def test_what_the_tier_let_go_before_it_said_done_is_not_saved() -> None:
@@ -128,8 +128,8 @@ def test_what_the_tier_let_go_before_it_said_done_is_not_saved() -> None:
     rig.tier.poll = poll_and_lose  # type: ignore[method-assign, assignment]
     rig.put(session, keys(1, 2))
     rig.turn(2)
-    assert rig.sunk(session, key(1)) == Sunk.NOT
-    assert rig.sunk(session, key(2)) == Sunk.SAVED
+    assert rig.copy_state(session, key(1)) == CopyState.NOT
+    assert rig.copy_state(session, key(2)) == CopyState.SAVED
 
 
 def test_what_the_tier_evicted_is_written_again_before_its_room_is_taken() -> None:
@@ -208,11 +208,11 @@ def test_a_tenant_whose_blocks_cannot_be_held_keeps_no_other_waiting() -> None:
     for _ in range(10):
         rig.now += 0.1
         rig.turn()
-    assert rig.sunk(second, key(0)) == Sunk.SAVED
-    assert rig.sunk(first, key(39)) == Sunk.QUEUED
+    assert rig.copy_state(second, key(0)) == CopyState.SAVED
+    assert rig.copy_state(first, key(39)) == CopyState.QUEUED
     rig.core.reading.release(first, [1])
     rig.settle()
-    assert rig.sunk(first, key(39)) == Sunk.SAVED
+    assert rig.copy_state(first, key(39)) == CopyState.SAVED
 
 
 def test_tenants_take_turns() -> None:
@@ -225,7 +225,7 @@ def test_tenants_take_turns() -> None:
     rig.tier.refuse_stores = None
     rig.now += 1
     rig.turn(2)
-    assert rig.sunk(second, key(1)) == Sunk.SAVED
+    assert rig.copy_state(second, key(1)) == CopyState.SAVED
 
 
 def test_a_block_larger_than_what_is_written_at_once_is_written_alone() -> None:
@@ -255,7 +255,7 @@ def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for() -> 
     session = rig.attach()
     rig.tier.spoil = lambda load, key: Throttled("admission")
     rig.save(session, keys(1, 2))
-    assert rig.sunk(session, key(1)) == Sunk.REFUSED
+    assert rig.copy_state(session, key(1)) == CopyState.REFUSED
     rig.tier.spoil = lambda load, key: None
     rig.lookup(session, keys(1))
     rig.settle()

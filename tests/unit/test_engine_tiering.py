@@ -11,7 +11,7 @@ from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.lower_tier import Wish
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
 
@@ -65,8 +65,8 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
         rig.turn()
     if how == "hangs":
         # What is being written keeps its room; what waited behind it gives its own.
-        assert rig.sunk(session, key(0)) == Sunk.WRITING
-        assert rig.sunk(session, key(31)) == Sunk.REFUSED
+        assert rig.copy_state(session, key(0)) == CopyState.WRITING
+        assert rig.copy_state(session, key(31)) == CopyState.REFUSED
     assert gets_room(rig, session, 2.0)
     assert rig.count_of("demotion_refused", "slow") > 0
 
@@ -78,7 +78,7 @@ def test_progress_is_waited_for_as_long_as_it_takes() -> None:
     rig.tier.held = True
     for _ in range(16):
         rig.turn()
-        rig.state.offers.pressed = True
+        rig.state.writeback_queue.under_pressure = True
         rig.now += PATIENCE_S * 0.9
         rig.tier.let_go()
         rig.turn()
@@ -230,7 +230,7 @@ def test_a_tier_that_is_degraded_is_asked_again_later() -> None:
     rig.tier.refuse_stores = Throttled("degraded", 60.0)
     rig.put(session, keys(*range(16)))
     rig.turn()
-    assert rig.sunk(session, key(0)) == Sunk.REFUSED
+    assert rig.copy_state(session, key(0)) == CopyState.REFUSED
     rig.put(session, keys(*range(16, 32)))
     rig.put(session, keys(*range(40, 72)))
     assert rig.count_of("demotion_refused", "degraded") == 16 + 16 + 32
@@ -274,7 +274,7 @@ def test_evictions_of_unknown_names_are_nobody_s() -> None:
     wrong = type(known)(bytes(32), known.group, known.keys, "checksum")
     rig.tier._evicted = [strange, wrong]
     rig.turn()
-    assert rig.sunk(session, key(1)) == Sunk.SAVED
+    assert rig.copy_state(session, key(1)) == CopyState.SAVED
     assert rig.count_of("checksum_failures", "ssd") == 1, "wrong bytes are counted all the same"
 
 
@@ -317,7 +317,7 @@ def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load() -> Non
     assert rig.count_of("repaired_blocks", "ssd") == 1
     rig.settle()
     assert rig.tier.keys() == {key(2)}, "the copy in memory is stored again"
-    assert rig.sunk(session, key(2)) == Sunk.SAVED
+    assert rig.copy_state(session, key(2)) == CopyState.SAVED
 
 
 @pytest.mark.parametrize("how", ["carried", "loaded"])
@@ -338,7 +338,9 @@ def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(how: 
     rig.turn()
     (event,) = rig.state.events.read(cursor).events
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "io")
-    assert rig.sunk(session, key(2)) == (Sunk.NOT if how == "carried" else Sunk.SAVED)
+    assert rig.copy_state(session, key(2)) == (
+        CopyState.NOT if how == "carried" else CopyState.SAVED
+    )
     assert rig.count_of("checksum_failures", "ssd") == 0
 
 

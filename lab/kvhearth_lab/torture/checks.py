@@ -187,7 +187,7 @@ def finish(world: World) -> None:
     world.replace(world.clients[0], kill=True)
     world.traffic(0.2)
     check(world)
-    sunk(world)
+    copy_state(world)
     nothing_is_left(world)
     world.terminate_daemon()
     _files(world)
@@ -211,7 +211,7 @@ def nothing_is_left(world: World) -> None:
         world.report.find(LEAK, f"processes of the daemon: {children}", world.where)
 
 
-def sunk(world: World) -> None:
+def copy_state(world: World) -> None:
     """All that is sealed is on the drive soon: no fault has hit it in this daemon's life."""
     shape = world.shape
     if not shape.ssd_bytes or not world.oracle.keeps or world.drive_is_suspect:

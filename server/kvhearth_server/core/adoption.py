@@ -109,7 +109,7 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     state.index.bind(part.namespace, part.kv_group, part.keys, heads)
     state.chains.link_many(heads, part.parents)
     state.table.sequence[heads] = part.sequences
-    state.offers.offer(heads[part.summed])
+    state.writeback_queue.offer(heads[part.summed])
     # Commits were leaf first among blocks of one age; by age alone the root would be coldest, so
     # the links above keep the leaf-first rule.
     state.policies.insert(part.namespace, state.slot_bytes(spec), heads, None)

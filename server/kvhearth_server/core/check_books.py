@@ -21,7 +21,7 @@ from kvhearth_server.core.pins import Pinning
 from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.core.writeback import Sinking
+from kvhearth_server.core.writeback import Writeback
 
 PORTION_SLOTS = 2000
 """Slots that a portion looks at one by one; what is done to all at once is array work."""
@@ -43,7 +43,7 @@ class Holders:
     """Who holds slots beside groups."""
 
     pinning: Pinning
-    sinking: Sinking
+    writeback: Writeback
     promotions: Promotions
 
 
@@ -171,7 +171,7 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
     table, segment = state.table, used.segment
     groups = [group for group in state.groups if group.segment == segment]
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
-    leased += holders.sinking.held(segment)
+    leased += holders.writeback.held(segment)
     booked = state.ledger.segments[segment].leased_slots
     _equal(f"segment {segment} leased slots", sum(map(len, leased)), booked)
     for column, known, what in (

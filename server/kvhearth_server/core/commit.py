@@ -12,7 +12,7 @@ from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
 
@@ -80,7 +80,7 @@ class Binder:
                 namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
             )
             if promoted:
-                state.table.sunk[slots[:, 0]] = Sunk.SAVED
+                state.table.copy_state[slots[:, 0]] = CopyState.SAVED
             self._record(namespace, item.kv_group, slots, new_keys, sums is not None)
             if promoted:
                 self._announce_promoted(namespace, item.kv_group, slots, new_keys)
@@ -107,7 +107,7 @@ class Binder:
         table.epoch[every] = namespace.epoch
         table.owner[every] = 0
         table.flags[every] = 0
-        table.sunk[every] = Sunk.NOT
+        table.copy_state[every] = CopyState.NOT
         table.used_at[every] = self._state.tick()
         if slots.shape[1] > 1:
             table.sibling[slots[:, :-1]] = slots[:, 1:] + 1
@@ -175,7 +175,7 @@ class Binder:
         state.count("stored_blocks", len(slots))
         state.count("stored_bytes", slots.size * state.spec(namespace, kv_group).page_bytes)
         if summed:
-            state.offers.offer(slots[:, 0])
+            state.writeback_queue.offer(slots[:, 0])
             state.count("summed_blocks", len(slots))
             state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
         else:

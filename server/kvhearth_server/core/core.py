@@ -21,7 +21,7 @@ from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.reservations import Writing
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import CoreState, Limits, require
-from kvhearth_server.core.writeback import Sinking
+from kvhearth_server.core.writeback import Writeback
 
 
 class Core:
@@ -42,7 +42,7 @@ class Core:
         self.writing = Writing(self.state, self.evictor)
         self.reading = Reading(self.state)
         self.pinning = Pinning(self.state)
-        self.sinking = Sinking(self.state)
+        self.writeback = Writeback(self.state)
         self.promotions = Promotions(self.state, self.evictor)
 
     def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
@@ -136,4 +136,4 @@ class Core:
 
     @property
     def _holders(self) -> Holders:
-        return Holders(self.pinning, self.sinking, self.promotions)
+        return Holders(self.pinning, self.writeback, self.promotions)

@@ -15,7 +15,7 @@ from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.policies import Coldest
 from kvhearth_server.core.removal import forget_blocks, remove_blocks
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
 
 _CONSIDER_SLABS_EVERY = 64
@@ -60,7 +60,7 @@ class Evictor:
         self._lines: dict[int, _Line] = {}
         self._cuts = 0
         self._used_left: int | None = None
-        self._offers = state.offers
+        self._writeback_queue = state.writeback_queue
         self._unsaved: list[int] = []
         self._passed = 0
         self._under_way = 0
@@ -143,12 +143,12 @@ class Evictor:
         """Nobody leases or pins the block, and it is not to be saved first."""
         if self._refs[head] or self._pins[head]:
             return False
-        return self._offers.evictable(head) or self._at_any_cost or self._pass(head)
+        return self._writeback_queue.evictable(head) or self._at_any_cost or self._pass(head)
 
     def _pass(self, head: int) -> bool:
         """A block that is to be saved first: false, or so many that it is enough for one call."""
-        self._offers.pressed = True
-        if self._state.table.sunk.item(head) == Sunk.NOT:
+        self._writeback_queue.under_pressure = True
+        if self._state.table.copy_state.item(head) == CopyState.NOT:
             self._unsaved.append(head)
         else:
             self._under_way += 1
@@ -163,9 +163,9 @@ class Evictor:
         """
         if self._unsaved:
             heads, self._unsaved = np.array([*dict.fromkeys(self._unsaved)], np.int64), []
-            heads = heads[self._state.table.sunk[heads] == Sunk.NOT]
+            heads = heads[self._state.table.copy_state[heads] == CopyState.NOT]
             room = min(max(wanted, _AHEAD_MIN), _AHEAD_MAX) - self._under_way
-            self._offers.offer(heads[: max(0, room)])
+            self._writeback_queue.offer(heads[: max(0, room)])
 
     def _coldest(self, segment: int, slot_bytes: int) -> Coldest:
         """The policies of one tenant that hold slots of a size: its neighbours' blocks are none of
@@ -325,19 +325,21 @@ class Evictor:
             elif best is None or used < best[1]:
                 best = (slab, used)
         if best is None and waits is not None:
-            self._offers.pressed = True
+            self._writeback_queue.under_pressure = True
             unsaved = waits[2]
-            self._unsaved += unsaved[table.sunk[unsaved] == Sunk.NOT][:_PASSED_MAX].tolist()
+            self._unsaved += unsaved[table.copy_state[unsaved] == CopyState.NOT][
+                :_PASSED_MAX
+            ].tolist()
         return best
 
     def _unsaved_in(self, rows: slice) -> I64:
         """Heads of blocks with a shard in these slots that are to be saved before they go."""
         table = self._state.table
-        if not self._offers.on:
+        if not self._writeback_queue.on:
             return np.zeros(0, np.int64)
         links = table.head[rows].astype(np.int64)
         heads = np.where(links > 0, links - 1, np.arange(rows.start, rows.stop))
-        unsaved = (table.state[rows] != State.FREE) & (table.sunk[heads] < Sunk.SAVED)
+        unsaved = (table.state[rows] != State.FREE) & (table.copy_state[heads] < CopyState.SAVED)
         return np.asarray(heads[unsaved])
 
     def _heads_in(self, segment: int, slab: int) -> I64:

@@ -70,7 +70,7 @@ class Singles:
         self._epoch = table.epoch.data
         self._flags = table.flags.data
         self._used_at = table.used_at.data
-        self._sunk = table.sunk.data
+        self._copy_state = table.copy_state.data
         self._sequence = table.sequence.data
         self._parent = table.parent.data
         self._refs = table.refs.data
@@ -113,8 +113,8 @@ class Singles:
                 state.chains.link(before, slot)
         state.policies.insert_one(namespace.number, size, slot, key)
         self._announce(namespace, one, spec.page_bytes)
-        if checksum and state.offers.on:
-            state.offers.offer(np.array([slot], np.int64))
+        if checksum and state.writeback_queue.on:
+            state.writeback_queue.offer(np.array([slot], np.int64))
         return True
 
     def lookup(self, group: Group, namespace: Namespace, asked: Asked) -> int:
@@ -158,8 +158,8 @@ class Singles:
         state = self._state
         state.policies.touch_one(head)
         self._used_at[head] = state.tick()
-        if state.offers.on:
-            state.offers.used(np.array([head], np.int64))
+        if state.writeback_queue.on:
+            state.writeback_queue.used(np.array([head], np.int64))
 
     def extent(self, slot: int, length: int) -> bytes:
         """As ``SlotTable.extents`` of one SUMMED slot: its record."""
@@ -196,7 +196,7 @@ class Singles:
         self._namespace[slot] = namespace.number
         self._group[slot] = one.kv_group
         self._epoch[slot] = namespace.epoch
-        self._owner[slot] = self._flags[slot] = self._sunk[slot] = 0
+        self._owner[slot] = self._flags[slot] = self._copy_state[slot] = 0
         self._used_at[slot] = self._state.tick()
         if not checksum:
             self._slot_state[slot] = _COMMITTED
@@ -330,8 +330,8 @@ class Wholes:
         state = self._state
         state.policies.touch(rows)
         state.table.used_at[rows] = state.tick()
-        if state.offers.on:
-            state.offers.used(numbers(rows))
+        if state.writeback_queue.on:
+            state.writeback_queue.used(numbers(rows))
 
     def _count(self, count: int, page_bytes: int) -> None:
         self._state.count_all(

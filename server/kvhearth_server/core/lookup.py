@@ -467,4 +467,4 @@ class Reading:
         if len(heads):
             self._state.policies.touch(heads)
             self._state.table.used_at[heads] = self._state.tick()
-            self._state.offers.used(heads)
+            self._state.writeback_queue.used(heads)

@@ -7,7 +7,7 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
-from kvhearth_server.core.slot_table import State, Sunk
+from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
 EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
@@ -40,8 +40,10 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     spec = namespace.contract.groups[kv_group]
     segment = state.segment_of[namespace.tenant]
     keys = state.index.unbind(number, kv_group, heads)
-    sunk = (table.sunk[heads] == Sunk.SAVED) & (table.epoch[heads] == namespace.epoch)
-    table.sunk[heads] = Sunk.NOT
+    copy_state = (table.copy_state[heads] == CopyState.SAVED) & (
+        table.epoch[heads] == namespace.epoch
+    )
+    table.copy_state[heads] = CopyState.NOT
     slots = flat(table.all_shards(heads, spec.shards))
     table.bump(slots)
     size = state.ledger.committed(segment, slots, -1)
@@ -63,7 +65,7 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
         state.evicted_at.append(table.used_at[heads])
     # What is removed as wrong is gone for those who were told of it: a good copy below rises and
     # is told of again.
-    moved = sunk if cause in EVICTIONS else np.zeros_like(sunk)
+    moved = copy_state if cause in EVICTIONS else np.zeros_like(copy_state)
     for kind, chosen, tier in ((EventKind.REMOVED, ~moved, ""), (EventKind.MOVED, moved, "ssd")):
         names = [keys[row] for row in np.flatnonzero(chosen).tolist()]
         if names:

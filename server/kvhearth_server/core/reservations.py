@@ -346,7 +346,7 @@ class Writing:
         state.actions.append(Summed(every))
         state.count("summed_blocks", len(kept))
         heads = kept[:, 0]
-        state.offers.offer(heads)
+        state.writeback_queue.offer(heads)
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
         for pair in np.unique(pairs):
             keys = state.index.keys(heads[pairs == pair])

@@ -39,7 +39,7 @@ class State(enum.IntEnum):
     LOADING = 5
 
 
-class Sunk(enum.IntEnum):
+class CopyState(enum.IntEnum):
     """Where a block's copy on a slower tier stands; zero for blocks that nobody offered."""
 
     NOT = 0
@@ -162,7 +162,7 @@ class SlotTable:
         self.epoch = np.zeros(count, np.uint32)
         self.owner = np.zeros(count, np.uint32)
         self.used_at = np.zeros(count, np.uint32)
-        self.sunk = np.zeros(count, np.uint8)
+        self.copy_state = np.zeros(count, np.uint8)
         self.sequence = np.zeros(count, np.uint64)
         self.head = np.zeros(count, np.uint32)
         self.sibling = np.zeros(count, np.uint32)

@@ -23,7 +23,7 @@ from kvhearth_server.core.namespaces import Namespace, Namespaces
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slabs import SlabPool
 from kvhearth_server.core.slot_table import Geometry, SlotTable, State
-from kvhearth_server.core.writeback_queue import Offers
+from kvhearth_server.core.writeback_queue import WritebackQueue
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -64,7 +64,7 @@ class CoreState:
         self.segment_of = {s.tenant: i for i, s in enumerate(geometry.segments)}
         self.index = Index(geometry.slot_count, hash_seed, self.table.child)
         self.chains = Chains(self.table)
-        self.offers = Offers(self.table, self.count)
+        self.writeback_queue = WritebackQueue(self.table, self.count)
         self.below: Below | None = None
         self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.namespaces = Namespaces(
@@ -153,7 +153,7 @@ class CoreState:
         self.table.flags[slots] = 0
         self.table.sibling[slots] = 0
         self.table.head[slots] = 0
-        self.table.sunk[slots] = 0
+        self.table.copy_state[slots] = 0
         self.pools[segment].give(slots)
         self.actions.append(Mark(slots, State.FREE))
         self.loosened += 1

@@ -12,7 +12,7 @@ from kvhearth.model import I64, U32, Bools, Records
 from kvhearth_server.core.holds import hold, hold_room, let_go
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.slot_table import Sunk
+from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.core.state import CoreState, flat
 
 U64 = npt.NDArray[np.uint64]
@@ -45,7 +45,7 @@ class Portion:
         return self.slots.size * self.spec.page_bytes
 
 
-class Sinking:
+class Writeback:
     """Portions that are being written."""
 
     def __init__(self, state: CoreState) -> None:
@@ -70,10 +70,10 @@ class Sinking:
             slots_max, bytes_max: bounds, but one block is taken in any case while no other is under
                 way.
         """
-        for segment in self._state.offers.segments():
+        for segment in self._state.writeback_queue.segments():
             portion = self._begin(segment, slots_max, bytes_max)
             if portion is not None:
-                self._state.offers.served(segment)
+                self._state.writeback_queue.served(segment)
                 return portion
         return None
 
@@ -95,13 +95,13 @@ class Sinking:
         leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
         most = max(1, slots_max // spec.shards)
         count = max(0, min(count, most, room // block, leases // spec.shards))
-        state.offers.put_back(heads[count:], generations[count:])
+        state.writeback_queue.put_back(heads[count:], generations[count:])
         if not count:
             return None
         heads, generations = heads[:count], generations[:count]
         slots = table.all_shards(heads, spec.shards)
         hold(state, segment, flat(slots))
-        table.sunk[heads] = Sunk.WRITING
+        table.copy_state[heads] = CopyState.WRITING
         links = table.parent[heads].astype(np.int64) - 1
         parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
         portion = Portion(
@@ -122,7 +122,7 @@ class Sinking:
 
     def _next(self, segment: int) -> tuple[I64, U32]:
         """Blocks of a segment that wait and are worth it; none if no more wait."""
-        while (taken := self._state.offers.take(segment)) is not None:
+        while (taken := self._state.writeback_queue.take(segment)) is not None:
             heads, generations = self._current(*taken)
             if len(heads):
                 return heads, generations
@@ -136,7 +136,7 @@ class Sinking:
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             current[mine] = table.epoch[heads[mine]] == namespaces.get(number).epoch
-        table.sunk[heads[~current]] = Sunk.REFUSED
+        table.copy_state[heads[~current]] = CopyState.REFUSED
         self._state.loosened += int(not current.all())
         return heads[current], generations[current]
 
@@ -144,7 +144,7 @@ class Sinking:
         """The tier did not take a portion now: it waits again."""
         alive = self._end(portion)
         heads = portion.slots[alive, 0]
-        self._state.offers.put_back(heads, self._state.table.generation[heads].copy())
+        self._state.writeback_queue.put_back(heads, self._state.table.generation[heads].copy())
 
     def settle(self, portion: Portion, *, saved: I64, refused: I64, wrong: I64, again: I64) -> int:
         """A portion's slots are free of the tier. Rows by how they fared; ``wrong`` are those whose
@@ -154,10 +154,10 @@ class Sinking:
         state = self._state
         alive = self._end(portion)
         heads = portion.slots[:, 0]
-        state.table.sunk[heads[saved][alive[saved]]] = Sunk.SAVED
-        state.table.sunk[heads[refused][alive[refused]]] = Sunk.REFUSED
+        state.table.copy_state[heads[saved][alive[saved]]] = CopyState.SAVED
+        state.table.copy_state[heads[refused][alive[refused]]] = CopyState.REFUSED
         late = heads[again][alive[again]]
-        state.offers.put_back(late, state.table.generation[late].copy())
+        state.writeback_queue.put_back(late, state.table.generation[late].copy())
         bad = heads[wrong][alive[wrong]]
         if len(bad):
             state.count("checksum_failures", len(bad), "demotion")
@@ -173,8 +173,8 @@ class Sinking:
         table = self._state.table
         heads = self._state.index.find(namespace.number, kv_group, keys)
         here = heads[heads >= 0]
-        saved = here[table.sunk[here] == Sunk.SAVED]
-        table.sunk[saved] = Sunk.NOT
+        saved = here[table.copy_state[here] == CopyState.SAVED]
+        table.copy_state[saved] = CopyState.NOT
         return np.asarray(heads >= 0)
 
     def held(self, segment: int) -> list[I64]:
@@ -186,7 +186,7 @@ class Sinking:
         table, heads = self._state.table, portion.slots[:, 0]
         self._portions.remove(portion)
         alive = (table.generation[heads] == portion.generations) & (
-            table.sunk[heads] == Sunk.WRITING
+            table.copy_state[heads] == CopyState.WRITING
         )
         let_go(self._state, portion.segment, flat(portion.slots))
         return np.asarray(alive)

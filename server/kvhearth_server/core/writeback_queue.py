@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvhearth.model import I64, U32
-from kvhearth_server.core.slot_table import SlotTable, State, Sunk
+from kvhearth_server.core.slot_table import CopyState, SlotTable, State
 
 _SUMMED = int(State.SUMMED)
-_SAVED = int(Sunk.SAVED)
+_SAVED = int(CopyState.SAVED)
 _RUN = 1024
 """Blocks in one entry of the queue: each look at an entry costs its length."""
 
 
-class Offers:
+class WritebackQueue:
     """The queues down, one for each arena segment; off while there is no slower tier."""
 
     def __init__(self, table: SlotTable, add: Callable[[str, int, str], None]) -> None:
@@ -33,7 +33,7 @@ class Offers:
         """There is a slower tier."""
         self.closed = ""
         """Why the tier takes nothing now, so that what is offered is refused at once; or empty."""
-        self.pressed = False
+        self.under_pressure = False
         """Somebody found no room because blocks wait here; whoever writes them resets it."""
         self.waiting = 0
         """Blocks in the queue; those that were removed meanwhile count until it is their turn."""
@@ -45,17 +45,19 @@ class Offers:
         if not self.on:
             return
         table = self._table
-        sunk = table.sunk[heads]
-        fit = ((sunk == Sunk.NOT) | (sunk == Sunk.REFUSED)) & (table.state[heads] == _SUMMED)
+        copy_state = table.copy_state[heads]
+        fit = ((copy_state == CopyState.NOT) | (copy_state == CopyState.REFUSED)) & (
+            table.state[heads] == _SUMMED
+        )
         if not fit.all():
             heads = heads[fit]
         if not len(heads):
             return
         if self.closed:
-            table.sunk[heads] = Sunk.REFUSED
+            table.copy_state[heads] = CopyState.REFUSED
             self._add("demotion_refused", len(heads), self.closed)
         else:
-            table.sunk[heads] = Sunk.QUEUED
+            table.copy_state[heads] = CopyState.QUEUED
             for start in range(0, len(heads), _RUN):
                 run = heads[start : start + _RUN]
                 self._queue_of(run).append((run, table.generation[run].copy()))
@@ -65,13 +67,13 @@ class Offers:
         """Blocks were asked for: what was refused is offered once more."""
         if not self.on or self.closed:
             return
-        refused = heads[self._table.sunk[heads] == Sunk.REFUSED]
+        refused = heads[self._table.copy_state[heads] == CopyState.REFUSED]
         if len(refused):
             self.offer(np.unique(refused))
 
     def evictable(self, head: int) -> bool:
         """Whether nothing that was to be kept is lost with the block's slots."""
-        return not self.on or self._table.sunk.item(head) >= _SAVED
+        return not self.on or self._table.copy_state.item(head) >= _SAVED
 
     def segments(self) -> Iterator[int]:
         """Segments of which something waits, the one that was served last comes last."""
@@ -93,7 +95,7 @@ class Offers:
             heads, generations = queue.popleft()
             self.waiting -= len(heads)
             live = self._table.generation[heads] == generations
-            live &= self._table.sunk[heads] == Sunk.QUEUED
+            live &= self._table.copy_state[heads] == CopyState.QUEUED
             if live.any():
                 return heads[live], generations[live]
         return None
@@ -101,7 +103,7 @@ class Offers:
     def put_back(self, heads: I64, generations: U32) -> None:
         """It is their turn again before all others."""
         if len(heads):
-            self._table.sunk[heads] = Sunk.QUEUED
+            self._table.copy_state[heads] = CopyState.QUEUED
             self._queue_of(heads).appendleft((heads, generations))
             self.waiting += len(heads)
 
@@ -110,7 +112,7 @@ class Offers:
         refused = 0
         for segment in list(self.segments()):
             while (taken := self.take(segment)) is not None:
-                self._table.sunk[taken[0]] = Sunk.REFUSED
+                self._table.copy_state[taken[0]] = CopyState.REFUSED
                 refused += len(taken[0])
         return refused
 

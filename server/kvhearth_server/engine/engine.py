@@ -116,7 +116,7 @@ class Engine:
         """How much of this round the scrub has seen, 0 to 1, by tier."""
         self.tiering: Tiering | None = None
         self.ssd_catalogue = SsdCatalogue(tier.settings if tier else None, counters)
-        self.core.state.offers.on = tier is not None
+        self.core.state.writeback_queue.on = tier is not None
         self._written_version = -1
         take_over(self)
         if tier is not None:

@@ -70,7 +70,7 @@ async def evict(
         return Removed(memory)
     if where == "all":
         end = engine.now() + WRITTEN_S
-        while engine.core.sinking.writes(namespace) and engine.now() < end:
+        while engine.core.writeback.writes(namespace) and engine.now() < end:
             await asyncio.sleep(_LOOK_S)
             memory += await _evict_memory(engine, digest, keep_bytes)
     return Removed(memory, await _drop_copies(engine, digest))

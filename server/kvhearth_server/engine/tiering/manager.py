@@ -16,7 +16,7 @@ from kvhearth_server.core.lower_tier import Wish
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.tiering.naming import TierNames
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
-from kvhearth_server.engine.tiering.writeback import Lowering
+from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Evicted, Family
 from kvhearth_server.tiers.ssd.health import Kind
@@ -113,13 +113,13 @@ class Tiering:
         self._now = now
         self._names = TierNames(core, lineage)
         self._promoter = Promoter(core, tier, self._names, call)
-        self._lowering = Lowering(core, tier, self._names, call, now)
+        self._writeback = WritebackLoop(core, tier, self._names, call, now)
         self._turning = False
         self.strays_after = 0.0
         """When drives of an earlier run that are not this one's are certainly quiet, too."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something for ``turn`` to do."""
-        core.state.offers.on = True
+        core.state.writeback_queue.on = True
         core.state.below = self
 
     # -- what lookups ask --------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Tiering:
         found = self.tier.forget_namespace(name, count)
         if found is None:
             return 0
-        self._call(self._core.sinking.lost, namespace, found.group, found.keys)
+        self._call(self._core.writeback.lost, namespace, found.group, found.keys)
         self._names.tell_lost(namespace, found.group, found.keys, found.cause)
         return len(found.keys)
 
@@ -216,23 +216,23 @@ class Tiering:
 
     def nudge(self) -> None:
         """The core was called: there may be something to write."""
-        if self._core.state.offers.waiting and not self._turning and self.pause_s() <= 0:
+        if self._core.state.writeback_queue.waiting and not self._turning and self.pause_s() <= 0:
             self.wake()
 
     def pause_s(self) -> float:
         """Until a turn has something to write; infinity for not before something else happens."""
-        return self._lowering.due_at - self._now()
+        return self._writeback.due_at - self._now()
 
     def _turn(self) -> None:
         for completion in self.tier.poll():
-            if not self._lowering.completed(completion):
+            if not self._writeback.completed(completion):
                 self._promoter.completed(completion)
         for evicted in self.tier.take_evicted():
             self._evicted(evicted)
         if len(self._core.promotions.strays) and self._strays_are_quiet():
             self._call(self._core.promotions.free_strays)
         self._promoter.begin()
-        self._lowering.begin()
+        self._writeback.begin()
 
     def _strays_are_quiet(self) -> bool:
         """No request of a dead daemon can still be under way."""
@@ -243,12 +243,12 @@ class Tiering:
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return self._promoter.idle and not self._lowering.blocks
+        return self._promoter.idle and not self._writeback.blocks
 
     @property
     def writing(self) -> int:
         """Blocks that wait to be written or are being written."""
-        return self._lowering.blocks
+        return self._writeback.blocks
 
     @property
     def promoting(self) -> int:
@@ -261,7 +261,7 @@ class Tiering:
         if evicted.cause == "checksum":
             self._promoter.found_wrong(namespace, evicted.group, keys)
         elif namespace is not None:
-            self._core.sinking.lost(namespace, evicted.group, keys)
+            self._core.writeback.lost(namespace, evicted.group, keys)
             self._names.tell_lost(namespace, evicted.group, keys, evicted.cause)
 
 

@@ -316,7 +316,7 @@ class Promoter:
             family = self._names.family(wish.namespace, wish.kv_group)
             gone = ~self._tier.look_up(family, keys).present
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
-            self._core.sinking.lost(wish.namespace, wish.kv_group, lost)
+            self._core.writeback.lost(wish.namespace, wish.kv_group, lost)
             if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
                 self._names.tell_lost(wish.namespace, wish.kv_group, lost, outcome.reason)
         called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
@@ -344,7 +344,7 @@ class Promoter:
     def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
         """The tier's copies of these were wrong: write those again that are still here."""
         state = self._core.state
-        here = self._core.sinking.lost(namespace, kv_group, keys)
+        here = self._core.writeback.lost(namespace, kv_group, keys)
         heads = state.index.find(namespace.number, kv_group, keys)[here]
-        state.offers.offer(heads)
+        state.writeback_queue.offer(heads)
         state.count("repaired_blocks", len(heads), "ssd")

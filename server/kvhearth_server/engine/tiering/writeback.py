@@ -41,7 +41,7 @@ _AGAIN = frozenset({"full", "queue", "recovering", "draining"})
 _log = get_logger("kvhearth.tiering")
 
 
-class Lowering:
+class WritebackLoop:
     """Stores to the tier; see ``Tiering`` for the arguments."""
 
     def __init__(
@@ -74,14 +74,14 @@ class Lowering:
     def blocks(self) -> int:
         """That wait or are being written."""
         under_way = sum(len(portion.keys) for portion in self._stores.values())
-        return under_way + self._core.state.offers.waiting
+        return under_way + self._core.state.writeback_queue.waiting
 
     @property
     def due_at(self) -> float:
         """When a turn has something to write; infinity for not before something else happens."""
-        offers = self._core.state.offers
-        full = self._core.sinking.payload_bytes >= self._write_bytes
-        return self._again_at if offers.waiting and not full else math.inf
+        writeback_queue = self._core.state.writeback_queue
+        full = self._core.writeback.payload_bytes >= self._write_bytes
+        return self._again_at if writeback_queue.waiting and not full else math.inf
 
     def completed(self, completion: Completion) -> bool:
         """Take an end of a store; false if it is none."""
@@ -95,52 +95,58 @@ class Lowering:
 
     def begin(self) -> None:
         """Write what waits, as far as the tier takes it, but no more than fits into a turn."""
-        offers, now = self._core.state.offers, self._now()
-        if offers.closed and now >= self._open_at:
-            offers.closed = ""
+        writeback_queue, now = self._core.state.writeback_queue, self._now()
+        if writeback_queue.closed and now >= self._open_at:
+            writeback_queue.closed = ""
         left, recovering = self._slots_max, self._tier.status.recovering
-        if recovering and not offers.pressed:
+        if recovering and not writeback_queue.under_pressure:
             # What waits may lie in a part of the log that is not read back yet.
             self._again_at = now + _PAUSE_MAX_S
-        while offers.waiting and left > 0 and now >= self._again_at:
+        while writeback_queue.waiting and left > 0 and now >= self._again_at:
             portion = self._portion(left)
             if portion is None:
-                if self._core.sinking.payload_bytes < self._write_bytes:
+                if self._core.writeback.payload_bytes < self._write_bytes:
                     self._again_at = now + _PAUSE_MAX_S  # nothing more may be held
                 break
             left -= portion.slots.size
             ticket = self._tier.submit_store(self._batch(portion))
             if isinstance(ticket, Throttled):
-                self._call(self._core.sinking.retreat, portion)
+                self._call(self._core.writeback.retreat, portion)
                 self._put_off(ticket, now)
                 break
             self._stores[ticket] = portion
             hit("demote.submitted")
             if recovering:
-                offers.pressed = False  # no more than is wanted: it may be written a second time
+                writeback_queue.under_pressure = (
+                    False  # no more than is wanted: it may be written a second time
+                )
         self._wait(now)
 
     def _wait(self, now: float) -> None:
         """Give up what waits if the tier makes no progress for too long while room is wanted."""
-        offers = self._core.state.offers
+        writeback_queue = self._core.state.writeback_queue
         turn_s, self._turn_at = min(now - self._turn_at, _TURN_S_MAX), now
-        offers.pressed = offers.pressed and offers.waiting > 0
-        if self._tier.progress != self._progress or not (offers.waiting or self._stores):
+        writeback_queue.under_pressure = (
+            writeback_queue.under_pressure and writeback_queue.waiting > 0
+        )
+        if self._tier.progress != self._progress or not (writeback_queue.waiting or self._stores):
             self._progress, self._waited_s = self._tier.progress, 0.0
-        elif offers.pressed:
+        elif writeback_queue.under_pressure:
             self._waited_s += turn_s
         recovering = self._tier.status.recovering
-        if offers.pressed and self._waited_s > (READ_BACK_PATIENCE_S if recovering else PATIENCE_S):
+        if writeback_queue.under_pressure and self._waited_s > (
+            READ_BACK_PATIENCE_S if recovering else PATIENCE_S
+        ):
             self._close("slow", PATIENCE_S, now)
 
     def _portion(self, slots_max: int) -> Portion | None:
         """What is to be written next, if more may be written now."""
-        room = self._write_bytes - self._core.sinking.payload_bytes
+        room = self._write_bytes - self._core.writeback.payload_bytes
         if room <= 0:
             return None
         most = min(slots_max, self._tier.batch_blocks_max)
         room = min(room, max(1, self._write_bytes // _PORTIONS))
-        portion: Portion | None = self._call(self._core.sinking.begin, most, room)
+        portion: Portion | None = self._call(self._core.writeback.begin, most, room)
         return portion
 
     def _put_off(self, why: Throttled, now: float) -> None:
@@ -154,11 +160,11 @@ class Lowering:
         evicted.
         """
         state = self._core.state
-        state.offers.closed = reason
+        state.writeback_queue.closed = reason
         self._open_at = now + pause_s
-        state.offers.pressed = False
+        state.writeback_queue.under_pressure = False
         state.loosened += 1
-        given_up = state.offers.give_up()
+        given_up = state.writeback_queue.give_up()
         state.count("demotion_refused", given_up, reason)
         if given_up:
             _log.warning("not saved to the slower tier", blocks=given_up, reason=reason)
@@ -195,7 +201,7 @@ class Lowering:
             self._waited_s = 0.0
         hit("demote.done")
         self._call(
-            self._core.sinking.settle,
+            self._core.writeback.settle,
             portion,
             saved=completion.rows(Done),
             refused=_joined(refused),
@@ -212,7 +218,7 @@ class Lowering:
         absent = np.flatnonzero(~self._tier.look_up(family, portion.keys).present)
         if len(absent):
             keys = [portion.keys[row] for row in absent.tolist()]
-            self._core.sinking.lost(portion.namespace, portion.kv_group, keys)
+            self._core.writeback.lost(portion.namespace, portion.kv_group, keys)
 
 
 def _joined(parts: list[I64]) -> I64:
