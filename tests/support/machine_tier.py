@@ -292,13 +292,13 @@ class TierMachine(RuleBasedStateMachine):
 
     @seldom
     @rule(named=st.integers(0, KEYS - 1).map(key))
-    def damage_below(self, named: bytes) -> None:
+    def damage_lower_tier(self, named: bytes) -> None:
         """A bit of the tier's copies flips."""
         self.rig.tier.damage(named)
 
     @seldom
     @rule(seat=seats, named=new_keys)
-    def scrub_below(self, seat: int, named: list[bytes]) -> None:
+    def scrub_lower_tier(self, seat: int, named: list[bytes]) -> None:
         if seat in self.seats:
             space = self.rig.state.namespaces.get(self.rig.group(self.seats[seat]).namespace)
             there = self.rig.tiering.present(space, 0, named)
@@ -306,7 +306,7 @@ class TierMachine(RuleBasedStateMachine):
             if chosen:
                 spec = space.contract.groups[0]
                 wish = Wish(space, 0, spec, chosen, [b""] * len(chosen))
-                self.rig.tiering.verify_below(wish, lambda parts: None)
+                self.rig.tiering.verify_lower_tier(wish, lambda parts: None)
 
     @precondition(lambda self: self.steps % 6 == 5 and len(self.rig.state.index))
     @rule(data=st.data())

@@ -196,8 +196,8 @@ def test_the_drives_below_a_volume_are_found(tmp_path: Path) -> None:
     (slaves / "nvme0n1p1").symlink_to(tmp_path / "sys/devices/block/nvme0n1/nvme0n1p1")
     (slaves / "nvme1n1").symlink_to(tmp_path / "sys/devices/block/nvme1n1")
     devices = Machine(tmp_path).devices
-    below = [each.name for each in devices.drives_under(os.makedev(253, 0))]
-    assert below == ["nvme0n1", "nvme1n1"] == [each.name for each in devices.drives()]
+    lower_tier = [each.name for each in devices.drives_under(os.makedev(253, 0))]
+    assert lower_tier == ["nvme0n1", "nvme1n1"] == [each.name for each in devices.drives()]
 
 
 # -- the SSD tier ----------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ WITHOUT_JSON = {"serve"}
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command that does something, by the words that call it."""
-    below = getattr(command, "commands", None)
-    if below is None:
+    lower_tier = getattr(command, "commands", None)
+    if lower_tier is None:
         yield path, command
         return
-    for name in below:
-        yield from _verbs(below[name], *path, name)
+    for name in lower_tier:
+        yield from _verbs(lower_tier[name], *path, name)
 
 
 VERBS = dict(_verbs(typer.main.get_command(app.build())))

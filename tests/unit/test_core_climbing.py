@@ -344,7 +344,7 @@ def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> N
     space = rig.state.namespaces.get(1)
     told: list[object] = []
     wish = Wish(space, 0, space.contract.groups[0], keys(0), [b""])
-    assert rig.tiering.verify_below(wish, told.append)
+    assert rig.tiering.verify_lower_tier(wish, told.append)
     rig.turn()
     assert told
     assert rig.copy_state(session, key(0)) == CopyState.NOT

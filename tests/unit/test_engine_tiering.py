@@ -56,7 +56,7 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
         rig.put(session, keys(30, 31))
     else:
         rig.put(session, keys(30, 31))
-    loads = rig.tiering.verify_below if how == "while others load" else None
+    loads = rig.tiering.verify_lower_tier if how == "while others load" else None
     assert not gets_room(rig, session, PATIENCE_S - 0.5)
     for _ in range(4):
         if loads is not None:
@@ -366,7 +366,7 @@ def test_a_block_found_wrong_below_is_stored_again() -> None:
     rig.tier.damage(key(1))
     space = rig.state.namespaces.get(1)
     wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_below(wish, lambda parts: None)
+    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
     rig.settle()
     assert rig.count_of("repaired_blocks", "ssd") == 1
     rig.drop(session, keys(1))
@@ -383,7 +383,7 @@ def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
     rig.tier.held = True
     space = rig.state.namespaces.get(1)
     wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_below(wish, lambda parts: None)
+    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
     rig.want(session, keys(1))
     rig.tier.held = False
     rig.settle()
@@ -397,7 +397,7 @@ def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
     rig.tier.held = True
     space = rig.state.namespaces.get(1)
     wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_below(wish, lambda parts: None)
+    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
     head = rig.head(session, key(1))
     rig.view(head, 4096)[0] ^= 1
     bring_back = rig.tiering.repair(np.array([head]))

@@ -326,7 +326,7 @@ def test_suspects_take_no_time_from_what_must_be_served(monkeypatch: pytest.Monk
     def check(numbers: list[int], *, prefetch: bool) -> Seen:
         slept(0.02)
         ready = numbers[0] < 1000 and now[0] > 20
-        return Seen(right=numbers) if ready else Seen(below=numbers)
+        return Seen(right=numbers) if ready else Seen(lower_tier=numbers)
 
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept))
     one: Any = worker.Worker.__new__(worker.Worker)

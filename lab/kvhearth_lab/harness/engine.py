@@ -90,7 +90,7 @@ class Seen:
 
     right: list[int] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
-    below: list[int] = field(default_factory=list)
+    lower_tier: list[int] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     caught: list[str] = field(default_factory=list)
@@ -277,7 +277,7 @@ class Engine:
                 elif is_ready and tier == Tier.DRAM:
                     ready.append(number)
                 else:
-                    seen.below.append(number)
+                    seen.lower_tier.append(number)
             if ready:
                 self._load(ready, seen)
         return seen

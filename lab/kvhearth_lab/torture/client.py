@@ -231,7 +231,7 @@ class Worker:
             "right": before - len(left),
             "left": left,
             "absent": sorted(set(last.absent) & set(left)),
-            "below": sorted(set(last.below) & set(left)),
+            "below": sorted(set(last.lower_tier) & set(left)),
             "reason": last.reason,
             "failed": dict(last.failed),
         }
@@ -246,13 +246,13 @@ class Worker:
             self._note(seen)
             right |= set(seen.right)
             waited_s = time.monotonic() - begin
-            if seen.reason or not seen.below or waited_s > _PROMOTION_S:
+            if seen.reason or not seen.lower_tier or waited_s > _PROMOTION_S:
                 break
             time.sleep(_RETRY_S)
-        if waited_s > _RETRY_S and not seen.below and not seen.reason:
+        if waited_s > _RETRY_S and not seen.lower_tier and not seen.reason:
             self._say(promotion_s=waited_s)
         last.absent += seen.absent
-        last.below += seen.below
+        last.lower_tier += seen.lower_tier
         last.failed.update(seen.failed)
         last.reason = seen.reason or last.reason
         self._tell()

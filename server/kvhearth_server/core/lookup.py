@@ -159,7 +159,7 @@ class _Seen:
     heads: I64
     present: Bools
     ready: Bools
-    below: Bools | None
+    lower_tier: Bools | None
 
 
 class Reading:
@@ -352,10 +352,12 @@ class Reading:
             present &= heads >= 0
             ready = table.state[safe] == _SUMMED
             ready &= present
-            below = None
-            if state.below is not None and np.count_nonzero(present) < len(present):
-                below = state.below.present(namespace, item.kv_group, item.keys) & ~present
-            seen.append(_Seen(item.kv_group, spec, heads, present, ready, below))
+            lower_tier = None
+            if state.lower_tier is not None and np.count_nonzero(present) < len(present):
+                lower_tier = (
+                    state.lower_tier.present(namespace, item.kv_group, item.keys) & ~present
+                )
+            seen.append(_Seen(item.kv_group, spec, heads, present, ready, lower_tier))
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
@@ -368,10 +370,10 @@ class Reading:
             current, ready = np.count_nonzero(one.present), np.count_nonzero(one.ready)
             count("lookup_keys", asked)
             count("hit_keys", int(ready))
-            if one.below is not None:
-                count("below_keys", int(np.count_nonzero(one.below)))
-                outdated = int(np.count_nonzero(one.below & (one.heads >= 0)))
-                asked -= int(np.count_nonzero(one.below))
+            if one.lower_tier is not None:
+                count("below_keys", int(np.count_nonzero(one.lower_tier)))
+                outdated = int(np.count_nonzero(one.lower_tier & (one.heads >= 0)))
+                asked -= int(np.count_nonzero(one.lower_tier))
                 found -= outdated
             count("miss_keys", asked - found, "absent")
             count("miss_keys", found - int(current), "epoch")
@@ -437,26 +439,28 @@ class Reading:
         slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
         extents = table.extents(slots, one.spec.page_bytes, summed=True)
         tiers, present = _TIER[one.present.view(np.uint8)], one.present
-        if one.below is not None:
-            tiers[one.below] = Tier.SSD
-            present = present | one.below
+        if one.lower_tier is not None:
+            tiers[one.lower_tier] = Tier.SSD
+            present = present | one.lower_tier
         return Presence(one.kv_group, present, one.ready, leased, tiers, extents)
 
     def _wishes(self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]) -> list[Wish]:
         """What must climb so that the hit becomes as long as all tiers together allow."""
-        if not any(one.below is not None and one.below.any() for one in seen):
+        if not any(one.lower_tier is not None and one.lower_tier.any() for one in seen):
             return []
-        either = [one.ready if one.below is None else one.ready | one.below for one in seen]
+        either = [
+            one.ready if one.lower_tier is None else one.ready | one.lower_tier for one in seen
+        ]
         pairs = [(one.spec, there) for one, there in zip(seen, either, strict=True)]
         boundaries = hit_boundaries(pairs)
         if not len(boundaries):
             return []
         wishes = []
         for item, one in zip(items, seen, strict=True):
-            if one.below is None:
+            if one.lower_tier is None:
                 continue
             need = blocks_needed(one.spec, int(boundaries[0]))
-            rows = np.flatnonzero(one.below[need.first : need.end]) + need.first
+            rows = np.flatnonzero(one.lower_tier[need.first : need.end]) + need.first
             keys = [item.keys[row] for row in rows.tolist()]
             before = [item.keys[row - 1] if row else b"" for row in rows.tolist()]
             if keys:

@@ -11,7 +11,7 @@ from kvhearth.model import Bools
 from kvhearth_server.core.namespaces import Namespace
 
 
-class Below(Protocol):
+class LowerTier(Protocol):
     """The slower tiers, as a lookup sees them."""
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:

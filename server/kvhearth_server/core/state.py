@@ -18,7 +18,7 @@ from kvhearth_server.core.events import EventLog
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Index
 from kvhearth_server.core.ledger import Ledger
-from kvhearth_server.core.lower_tier import Below
+from kvhearth_server.core.lower_tier import LowerTier
 from kvhearth_server.core.namespaces import Namespace, Namespaces
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slabs import SlabPool
@@ -65,7 +65,7 @@ class CoreState:
         self.index = Index(geometry.slot_count, hash_seed, self.table.child)
         self.chains = Chains(self.table)
         self.writeback_queue = WritebackQueue(self.table, self.count)
-        self.below: Below | None = None
+        self.lower_tier: LowerTier | None = None
         self.policies = PolicySet(limits.eviction, geometry.slot_count)
         self.namespaces = Namespaces(
             limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop

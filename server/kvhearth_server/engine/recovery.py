@@ -241,21 +241,21 @@ def _start_cold(engine: Engine) -> None:
     if engine.tier is not None:
         # Above the numbers that an earlier run gave to blocks that the tier may still have.
         state.sequence = int(time.time()) << 16
-    below = engine.ssd_catalogue.read()
+    lower_tier = engine.ssd_catalogue.read()
     try:
-        if below is not None:
-            check_namespaces(below)
+        if lower_tier is not None:
+            check_namespaces(lower_tier)
     except KVHearthError as error:
         _log.error("the namespaces beside the SSD tier are damaged", error=str(error))
-        below = None
-    if below is None:
+        lower_tier = None
+    if lower_tier is None:
         # Epochs of an earlier run are forgotten, and so must not come again: an engine that
         # still runs with old weights would share with one that has new ones.
         state.namespaces.epoch_floor = int(time.time())
         return
-    engine.lineage = restore_lineage(below)
-    engine.sessions.number_from(int(below["next_session"]))
-    restore_namespaces(state, below)
+    engine.lineage = restore_lineage(lower_tier)
+    engine.sessions.number_from(int(lower_tier["next_session"]))
+    restore_namespaces(state, lower_tier)
 
 
 def _unknown_holders(

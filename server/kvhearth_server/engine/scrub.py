@@ -192,7 +192,7 @@ class Scrub:
                 ended.set_result(sum(map(len, read)))
 
         for _ in range(_TRIES):
-            if tiering.verify_below(wish, told):
+            if tiering.verify_lower_tier(wish, told):
                 break
             await asyncio.sleep(_AGAIN_S)
         else:

@@ -120,7 +120,7 @@ class Tiering:
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something for ``turn`` to do."""
         core.state.writeback_queue.on = True
-        core.state.below = self
+        core.state.lower_tier = self
 
     # -- what lookups ask --------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Tiering:
         """Nobody of this group waits for anything any more."""
         self._promoter.group_ended(group)
 
-    def verify_below(self, wish: Wish, ended: Ended) -> bool:
+    def verify_lower_tier(self, wish: Wish, ended: Ended) -> bool:
         """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
         row of what was read. False if there is no room for it now.
         """
@@ -193,8 +193,8 @@ class Tiering:
             parents = [next(names) if link else b"" for link in links.tolist()]
             if parents:
                 spec = namespace.contract.groups[kv_group]
-                below = [keys[row] for row in rows.tolist()]
-                wishes.append(Wish(namespace, kv_group, spec, below, parents))
+                lower_tier = [keys[row] for row in rows.tolist()]
+                wishes.append(Wish(namespace, kv_group, spec, lower_tier, parents))
 
         def bring_back() -> None:
             state.count("repaired_blocks", sum(len(wish.keys) for wish in wishes), "dram")
