@@ -168,7 +168,7 @@ def test_long_contracts_outlive_a_restart() -> None:
 
 # -- tenants ------------------------------------------------------------------------------------
 
-NOBODY = 65534
+ANONYMOUS = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to run a process as another user")
 
 ATTACH_AS_ANOTHER_USER = """
@@ -204,8 +204,8 @@ def another_user(daemon: Daemon, **changes: Any) -> Iterator[dict[str, Any]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        user=NOBODY,
-        group=NOBODY,
+        user=ANONYMOUS,
+        group=ANONYMOUS,
         extra_groups=[],
         cwd="/",
     ) as process:
@@ -219,7 +219,7 @@ def test_a_user_of_no_tenant(daemon: Daemon) -> None:
     before = refusals(daemon, Reason.PEER_NOT_ALLOWED)
     with another_user(daemon) as answer:
         assert (answer["kind"], answer["reason"]) == ("refused", "peer_not_allowed")
-        assert f"user id {NOBODY}" in answer["message"]
+        assert f"user id {ANONYMOUS}" in answer["message"]
         assert "allow_uids" in answer["message"]
         assert answer["files"] == []
     assert refusals(daemon, Reason.PEER_NOT_ALLOWED) == before + 1
@@ -228,7 +228,7 @@ def test_a_user_of_no_tenant(daemon: Daemon) -> None:
 @as_root
 def test_tenants_share_nothing() -> None:
     """The same contract, engine id and keys under another user: a miss, and another memory."""
-    tenants = f"a=0:8MiB b={NOBODY}:8MiB"
+    tenants = f"a=0:8MiB b={ANONYMOUS}:8MiB"
     contract = contract_of(PAGE_BYTES)
     with running_daemon(arena=False, tenants=tenants) as daemon:
         with engine_of(daemon.url(), contract, "same") as engine:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Outcome, Throttled
 from support.core_kit import contract, full, key, mamba, window
@@ -178,9 +178,9 @@ class TierMachine(RuleBasedStateMachine):
             self.leases[seat].add(lease_id)
         if promotion:
             number = rig.group(session).number
-            rig.tiering.promote(found.wishes, number, lease_id)
+            rig.tiering.promote(found.promotion_queue, number, lease_id)
             self.asked[seat].add(lease_id)
-        assert (rig.tiering.eta_us(found.wishes) > 0) == bool(found.wishes)
+        assert (rig.tiering.eta_us(found.promotion_queue) > 0) == bool(found.promotion_queue)
 
     @rule(seat=seats, data=st.data())
     def release(self, seat: int, data: st.DataObject) -> None:
@@ -305,8 +305,8 @@ class TierMachine(RuleBasedStateMachine):
             chosen = [each for each, flag in zip(named, there.tolist(), strict=True) if flag]
             if chosen:
                 spec = space.contract.groups[0]
-                wish = Wish(space, 0, spec, chosen, [b""] * len(chosen))
-                self.rig.tiering.verify_lower_tier(wish, lambda parts: None)
+                request = PromotionRequest(space, 0, spec, chosen, [b""] * len(chosen))
+                self.rig.tiering.verify_lower_tier(request, lambda parts: None)
 
     @precondition(lambda self: self.steps % 6 == 5 and len(self.rig.state.index))
     @rule(data=st.data())

@@ -350,7 +350,7 @@ class TierRig(Rig):
     ) -> None:
         """Look blocks up, and let climb what is below."""
         found = self.lookup_all(session, {kv_group: named}, lease_id=lease_id)
-        self.tiering.promote(found.wishes, self.group(session).number, lease_id)
+        self.tiering.promote(found.promotion_queue, self.group(session).number, lease_id)
         self.check()
 
     def in_memory(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:

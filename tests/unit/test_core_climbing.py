@@ -9,8 +9,8 @@ from support.tier_rig import TierRig
 
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
-from kvhearth_server.core.lower_tier import Wish
-from kvhearth_server.core.promotion import ASKERS_MAX
+from kvhearth_server.core.lower_tier import PromotionRequest
+from kvhearth_server.core.promotion import REQUESTERS_MAX
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Throttled
 
@@ -35,7 +35,7 @@ def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
     assert one.present.tolist() == [True, True, False]
     assert not one.ready.any()
     assert one.tiers.tolist() == [Tier.SSD, Tier.SSD, Tier.NOWHERE]
-    assert rig.tiering.eta_us(found.wishes) > 0
+    assert rig.tiering.eta_us(found.promotion_queue) > 0
     rig.want(session, keys(0, 1))
     rig.settle()
     assert rig.lookup(session, keys(0, 1), lease_id=5).hit_tokens == 32
@@ -52,7 +52,7 @@ def test_blocks_of_several_shards_climb_whole() -> None:
     for kv_group in (0, 1):
         rig.drop(session, keys(1, 2, 3), kv_group)
     found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)})
-    rig.tiering.promote(found.wishes, rig.group(session).number)
+    rig.tiering.promote(found.promotion_queue, rig.group(session).number)
     rig.check()
     rig.settle()
     found = rig.lookup_all(session, {0: keys(1, 2, 3), 1: keys(1, 2, 3)}, lease_id=1)
@@ -95,9 +95,9 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     rig, session = writeback_rig(120, slabs=8)
     other = rig.attach(engine_id="other")
     rig.tier.held = True
-    wishes = rig.lookup(session, keys(*range(100))).wishes
+    promotion_queue = rig.lookup(session, keys(*range(100))).promotion_queue
     for _ in range(700):
-        rig.tiering.promote(wishes, rig.group(session).number)
+        rig.tiering.promote(promotion_queue, rig.group(session).number)
     assert rig.tiering._promoter.waiting <= 100
     rig.want(other, keys(*range(100, 104)))
     rig.want(session, keys(*range(100)))
@@ -111,10 +111,10 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
 def test_an_estimate_has_what_others_wait_for_in_it() -> None:
     rig, session = writeback_rig(120, slabs=8, queue_reads=8)
     other = rig.attach(engine_id="other")
-    few = rig.lookup(other, keys(*range(110, 114))).wishes
+    few = rig.lookup(other, keys(*range(110, 114))).promotion_queue
     alone_us = rig.tiering.eta_us(few)
     rig.tier.held = True
-    many = rig.lookup(session, keys(*range(100))).wishes
+    many = rig.lookup(session, keys(*range(100))).promotion_queue
     before_us = rig.tiering.eta_us(many)
     rig.tiering.promote(many, rig.group(session).number)
     waiting = rig.tiering._promoter.waiting
@@ -243,16 +243,16 @@ def test_what_waits_is_cancelled_with_its_request() -> None:
 def test_askers_of_a_climb_are_bounded() -> None:
     rig, session = writeback_rig(2)
     rig.tier.held = True
-    for lease_id in range(1, 2 * ASKERS_MAX):
+    for lease_id in range(1, 2 * REQUESTERS_MAX):
         rig.want(session, keys(0, 1), lease_id=lease_id)
         rig.turn()
     promotions = rig.core.promotions
-    assert len(promotions._by_asker) <= ASKERS_MAX + 1
-    rig.tiering.cancel(rig.group(session).number, range(1, 2 * ASKERS_MAX))
+    assert len(promotions._by_requester) <= REQUESTERS_MAX + 1
+    rig.tiering.cancel(rig.group(session).number, range(1, 2 * REQUESTERS_MAX))
     rig.tier.held = False
     rig.settle()
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
-    assert not promotions._by_asker
+    assert not promotions._by_requester
 
 
 def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
@@ -343,8 +343,8 @@ def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> N
     rig.tier.spoil = spoil
     space = rig.state.namespaces.get(1)
     told: list[object] = []
-    wish = Wish(space, 0, space.contract.groups[0], keys(0), [b""])
-    assert rig.tiering.verify_lower_tier(wish, told.append)
+    request = PromotionRequest(space, 0, space.contract.groups[0], keys(0), [b""])
+    assert rig.tiering.verify_lower_tier(request, told.append)
     rig.turn()
     assert told
     assert rig.copy_state(session, key(0)) == CopyState.NOT

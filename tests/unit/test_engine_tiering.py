@@ -10,7 +10,7 @@ from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
@@ -48,7 +48,7 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
     else:
         rig.tier.refuse_stores = Throttled("full", 0.02)
     space = rig.state.namespaces.get(1)
-    wish = Wish(space, 0, space.contract.groups[0], keys(99), [b""])
+    request = PromotionRequest(space, 0, space.contract.groups[0], keys(99), [b""])
     rig.put(session, keys(*range(30)))
     rig.turn()
     if how == "hangs":
@@ -60,7 +60,7 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
     assert not gets_room(rig, session, PATIENCE_S - 0.5)
     for _ in range(4):
         if loads is not None:
-            loads(wish, lambda parts: None)
+            loads(request, lambda parts: None)
         rig.now += 0.25
         rig.turn()
     if how == "hangs":
@@ -253,9 +253,9 @@ def test_wishes_that_wait_are_bounded() -> None:
     rig.save(session, keys(*range(600)))
     rig.drop(session, keys(*range(600)))
     rig.tier.held = True
-    wishes = rig.lookup(session, keys(*range(600))).wishes
+    promotion_queue = rig.lookup(session, keys(*range(600))).promotion_queue
     for lease_id in range(1, 200):
-        rig.tiering.promote(wishes, rig.group(session).number, lease_id)
+        rig.tiering.promote(promotion_queue, rig.group(session).number, lease_id)
     assert rig.tiering._promoter.waiting <= 1 << 16
     assert rig.count_of("promotion_failed", "queue") > 0
     rig.tiering.group_ended(rig.group(session).number)
@@ -365,8 +365,8 @@ def test_a_block_found_wrong_below_is_stored_again() -> None:
     rig.save(session, keys(1))
     rig.tier.damage(key(1))
     space = rig.state.namespaces.get(1)
-    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
+    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
     rig.settle()
     assert rig.count_of("repaired_blocks", "ssd") == 1
     rig.drop(session, keys(1))
@@ -382,8 +382,8 @@ def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
     rig.drop(session, keys(1))
     rig.tier.held = True
     space = rig.state.namespaces.get(1)
-    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
+    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
     rig.want(session, keys(1))
     rig.tier.held = False
     rig.settle()
@@ -396,8 +396,8 @@ def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
     rig.save(session, keys(1))
     rig.tier.held = True
     space = rig.state.namespaces.get(1)
-    wish = Wish(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(wish, lambda parts: None)
+    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
+    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
     head = rig.head(session, key(1))
     rig.view(head, 4096)[0] ^= 1
     bring_back = rig.tiering.repair(np.array([head]))

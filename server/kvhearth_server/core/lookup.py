@@ -20,7 +20,7 @@ from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools, Records, Tier
 from kvhearth_server.core.fast_path import Asked, Singles, Wholes
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
@@ -144,7 +144,7 @@ class Found(NamedTuple):
     hit_tokens: int
     groups: list[Presence]
     short: Reason | None
-    wishes: list[Wish]
+    promotion_queue: list[PromotionRequest]
     """Blocks on slower tiers that would make the hit longer."""
 
 
@@ -219,7 +219,7 @@ class Reading:
             granted = lease_id
         state.count("lookups")
         self._count_keys(seen)
-        return Found(granted, hit, groups, short, self._wishes(namespace, items, seen))
+        return Found(granted, hit, groups, short, self._promotion_queue(namespace, items, seen))
 
     def _lookup_plain(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
@@ -270,11 +270,11 @@ class Reading:
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
-    ) -> tuple[list[Presence], list[Wish]]:
+    ) -> tuple[list[Presence], list[PromotionRequest]]:
         """Which blocks are there, without a lease, and which could climb."""
         _, namespace, seen = self._resolve(session, epoch, items)
         groups = [self._presence(one, Need(0, 0)) for one in seen]
-        return groups, self._wishes(namespace, items, seen)
+        return groups, self._promotion_queue(namespace, items, seen)
 
     def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
         """Mark blocks as used; returns how many there are."""
@@ -444,7 +444,9 @@ class Reading:
             present = present | one.lower_tier
         return Presence(one.kv_group, present, one.ready, leased, tiers, extents)
 
-    def _wishes(self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]) -> list[Wish]:
+    def _promotion_queue(
+        self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]
+    ) -> list[PromotionRequest]:
         """What must climb so that the hit becomes as long as all tiers together allow."""
         if not any(one.lower_tier is not None and one.lower_tier.any() for one in seen):
             return []
@@ -455,7 +457,7 @@ class Reading:
         boundaries = hit_boundaries(pairs)
         if not len(boundaries):
             return []
-        wishes = []
+        promotion_queue = []
         for item, one in zip(items, seen, strict=True):
             if one.lower_tier is None:
                 continue
@@ -464,8 +466,10 @@ class Reading:
             keys = [item.keys[row] for row in rows.tolist()]
             before = [item.keys[row - 1] if row else b"" for row in rows.tolist()]
             if keys:
-                wishes.append(Wish(namespace, one.kv_group, one.spec, keys, before))
-        return wishes
+                promotion_queue.append(
+                    PromotionRequest(namespace, one.kv_group, one.spec, keys, before)
+                )
+        return promotion_queue
 
     def _mark_used(self, heads: I64) -> None:
         if len(heads):

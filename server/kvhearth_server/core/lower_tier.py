@@ -19,7 +19,7 @@ class LowerTier(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class PromotionRequest:
     """Blocks on a slower tier that would lengthen a hit, root first.
 
     ``parents`` are the keys before each in its chain, empty for none.

@@ -11,22 +11,22 @@ from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.holds import hold_room
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState, flat
 
 LOADING_FRACTION_MAX = 0.25
 """Part of a segment that may be climbing at once."""
 
-Asker = tuple[int, int]
+Requester = tuple[int, int]
 """(group number, lease id); lease id 0 stands for the group."""
 
-NOBODY: Asker = (0, 0)
+ANONYMOUS: Requester = (0, 0)
 """Asks for what nobody can call off."""
-VERIFIER: Asker = (0, 1)
+VERIFIER: Requester = (0, 1)
 """Reads copies below to verify them, and keeps none: the only asker that does not want the blocks.
 """
-ASKERS_MAX = 256
+REQUESTERS_MAX = 256
 """Of one climb; with more it is not called off any more."""
 
 
@@ -37,12 +37,12 @@ class Promotion:
     """
 
     number: int
-    wish: Wish
+    request: PromotionRequest
     segment: int
     epoch: int
     tier_epoch: int
     slots: I64
-    askers: set[Asker] = field(default_factory=set)
+    requesters: set[Requester] = field(default_factory=set)
 
 
 class Promotions:
@@ -54,7 +54,7 @@ class Promotions:
         self._binder = Binder(state)
         self._promotions: dict[int, Promotion] = {}
         self._by_key: dict[tuple[int, int, bytes], int] = {}
-        self._by_asker: dict[Asker, set[int]] = {}
+        self._by_requester: dict[Requester, set[int]] = {}
         self._next = 1
         self.strays = np.zeros(0, np.int64)
         """Quarantined slots into which a dead daemon's requests may still be written."""
@@ -66,7 +66,12 @@ class Promotions:
         return len(self._by_key)
 
     def begin(
-        self, wish: Wish, asker: Asker, blocks_max: int, *, here_too: bool = False
+        self,
+        request: PromotionRequest,
+        requester: Requester,
+        blocks_max: int,
+        *,
+        here_too: bool = False,
     ) -> Promotion | None:
         """Take slots for the first of the wished blocks that are not under way yet; None if there
         is nothing to do, or no room.
@@ -75,14 +80,14 @@ class Promotions:
             here_too: blocks that are in memory as well: to look at their copies below.
         """
         self.short = False
-        number, kv_group = wish.namespace.number, wish.kv_group
-        if self._state.namespaces.find(wish.namespace.digest) is not wish.namespace:
+        number, kv_group = request.namespace.number, request.kv_group
+        if self._state.namespaces.find(request.namespace.digest) is not request.namespace:
             return None  # it was forgotten meanwhile
-        heads = self._state.index.find(number, kv_group, wish.keys)
+        heads = self._state.index.find(number, kv_group, request.keys)
         here = heads >= 0
-        here &= (self._state.table.epoch[heads] == wish.namespace.epoch) & (not here_too)
+        here &= (self._state.table.epoch[heads] == request.namespace.epoch) & (not here_too)
         fresh, named = [], set[bytes]()
-        for row, key in enumerate(wish.keys):
+        for row, key in enumerate(request.keys):
             if here[row] or key in named:
                 continue
             named.add(key)  # a request may name a block twice
@@ -90,114 +95,116 @@ class Promotions:
             if under_way is None:
                 fresh.append(row)
             else:
-                self._ask(self._promotions[under_way], asker)
+                self._ask(self._promotions[under_way], requester)
         fresh = fresh[:blocks_max]
         if not fresh:
             return None
-        slots = self._slots(wish, len(fresh))
+        slots = self._slots(request, len(fresh))
         self.short = len(slots) < len(fresh)
         if not len(slots):
             return None
         fresh = fresh[: len(slots)]
-        taken = Wish(
-            wish.namespace,
+        taken = PromotionRequest(
+            request.namespace,
             kv_group,
-            wish.spec,
-            [wish.keys[row] for row in fresh],
-            [wish.parents[row] for row in fresh],
+            request.spec,
+            [request.keys[row] for row in fresh],
+            [request.parents[row] for row in fresh],
         )
-        segment = self._state.segment_of[wish.namespace.tenant]
-        epochs = (wish.namespace.epoch, wish.namespace.tier_epoch)
+        segment = self._state.segment_of[request.namespace.tenant]
+        epochs = (request.namespace.epoch, request.namespace.tier_epoch)
         promotion = Promotion(self._next, taken, segment, *epochs, slots)
         self._next += 1
         self._promotions[promotion.number] = promotion
         for key in taken.keys:
             self._by_key[number, kv_group, key] = promotion.number
-        self._ask(promotion, asker)
+        self._ask(promotion, requester)
         return promotion
 
-    def _slots(self, wish: Wish, count: int) -> I64:
+    def _slots(self, request: PromotionRequest, count: int) -> I64:
         """LOADING slots of shape (n <= count, shards), booked."""
-        state, shards = self._state, wish.spec.shards
-        segment = state.segment_of[wish.namespace.tenant]
-        size = state.slot_bytes(wish.spec)
+        state, shards = self._state, request.spec.shards
+        segment = state.segment_of[request.namespace.tenant]
+        size = state.slot_bytes(request.spec)
         books = state.ledger.segments[segment]
         # One block may climb alone, however large: none of its kind ever would otherwise.
         most = max(int(books.capacity * LOADING_FRACTION_MAX), size * shards)
         room = min(most - books.loading, hold_room(state, segment))
-        quota = wish.namespace.quota_bytes
+        quota = request.namespace.quota_bytes
         count = max(0, min(count, room // (size * shards)))
         if quota is not None and count:
-            self._evictor.shrink(wish.namespace, max(0, quota - count * size * shards), "quota")
-            count = max(0, min(count, (quota - wish.namespace.used_bytes) // (size * shards)))
+            self._evictor.shrink(request.namespace, max(0, quota - count * size * shards), "quota")
+            count = max(0, min(count, (quota - request.namespace.used_bytes) // (size * shards)))
         count = self._evictor.make_room(segment, size, count * shards) // shards if count else 0
         slots = state.pools[segment].take(size, count * shards)
         if len(slots):
             state.table.state[slots] = State.LOADING
             state.table.owner[slots] = KERNEL
-            wish.namespace.used_bytes += state.ledger.loading(segment, slots, +1)
+            request.namespace.used_bytes += state.ledger.loading(segment, slots, +1)
             state.actions.append(Mark(slots, State.LOADING, KERNEL))
         return slots.reshape(-1, shards)
 
-    def _ask(self, promotion: Promotion, asker: Asker) -> None:
-        if len(promotion.askers) >= ASKERS_MAX:
-            asker = NOBODY
-        promotion.askers.add(asker)
-        self._by_asker.setdefault(asker, set()).add(promotion.number)
+    def _ask(self, promotion: Promotion, requester: Requester) -> None:
+        if len(promotion.requesters) >= REQUESTERS_MAX:
+            requester = ANONYMOUS
+        promotion.requesters.add(requester)
+        self._by_requester.setdefault(requester, set()).add(promotion.number)
 
-    def forget_asker(self, asker: Asker) -> list[Promotion]:
+    def drop_requester(self, requester: Requester) -> list[Promotion]:
         """Somebody does not wait any more; the climbs that nobody wants now."""
         alone = []
-        for number in self._by_asker.pop(asker, set()):
+        for number in self._by_requester.pop(requester, set()):
             promotion = self._promotions[number]
-            promotion.askers.discard(asker)
-            if not promotion.askers:
+            promotion.requesters.discard(requester)
+            if not promotion.requesters:
                 alone.append(promotion)
         return alone
 
     def forget_group(self, group: int) -> list[Promotion]:
         """As ``forget_asker``, for all that a group asked for."""
-        askers = [asker for asker in self._by_asker if asker[0] == group]
-        return [promotion for asker in askers for promotion in self.forget_asker(asker)]
+        requesters = [requester for requester in self._by_requester if requester[0] == group]
+        return [
+            promotion for requester in requesters for promotion in self.drop_requester(requester)
+        ]
 
     def finish(self, promotion: Promotion, good: Bools, checksums: Records) -> int:
         """The slots are ours again; ``good`` (n,): whose bytes are there and verified; checksums
         (n, shards). Returns how many blocks are servable now because of it.
         """
-        state, wish = self._state, promotion.wish
+        state, request = self._state, promotion.request
         del self._promotions[promotion.number]
-        for key in wish.keys:
-            del self._by_key[wish.namespace.number, wish.kv_group, key]
-        for asker in promotion.askers:
-            waiting = self._by_asker[asker]
+        for key in request.keys:
+            del self._by_key[request.namespace.number, request.kv_group, key]
+        for requester in promotion.requesters:
+            waiting = self._by_requester[requester]
             waiting.discard(promotion.number)
             if not waiting:
-                del self._by_asker[asker]
-        wish.namespace.used_bytes -= state.ledger.loading(
+                del self._by_requester[requester]
+        request.namespace.used_bytes -= state.ledger.loading(
             promotion.segment, flat(promotion.slots), -1
         )
         if (promotion.epoch, promotion.tier_epoch) != (
-            wish.namespace.epoch,
-            wish.namespace.tier_epoch,
+            request.namespace.epoch,
+            request.namespace.tier_epoch,
         ):
             good = np.zeros(len(good), np.bool_)
         self._free(promotion, promotion.slots[~good])
         placed = 0
         for first, end in _runs(good):
-            keys = wish.keys[first:end]
+            keys = request.keys[first:end]
             slots = promotion.slots[first:end]
             sums = np.ascontiguousarray(checksums[first:end]).view(np.uint8)
             item = CommitItem(
-                wish.kv_group,
+                request.kv_group,
                 keys,
                 slots,
                 state.table.generation[slots],
                 sums.reshape(*slots.shape, CHECKSUM_BYTES),
-                wish.parents[first],
+                request.parents[first],
             )
-            wish.namespace.used_bytes += state.table.total_bytes(flat(slots))
+            request.namespace.used_bytes += state.table.total_bytes(flat(slots))
             placed += int(
-                self._binder.place(promotion.segment, wish.namespace, item, promoted=True).sum()
+                self._binder.place(promotion.segment, request.namespace, item, promoted=True).sum()
             )
         return placed
 
@@ -235,7 +242,7 @@ class Promotions:
         """Bytes of LOADING slots by namespace number, recounted."""
         found: dict[int, int] = {}
         for promotion in self._promotions.values():
-            number = promotion.wish.namespace.number
+            number = promotion.request.namespace.number
             size = self._state.table.total_bytes(flat(promotion.slots))
             found[number] = found.get(number, 0) + size
         return found

@@ -267,12 +267,12 @@ class Engine:
         self.sessions.leave(session)
         self.counters.add("sessions_closed")
         self.call(self.core.membership.leave, session.number, finished=finished)
-        self._forget_wishes(session.group)
+        self._drop_requests(session.group)
         if finished or session.lock_byte < 0:
             self._drop(session)
         self.write_catalogue()
 
-    def _forget_wishes(self, number: int) -> None:
+    def _drop_requests(self, number: int) -> None:
         """An engine that ended waits for nothing any more."""
         if self.tiering is None:
             return

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import numpy as np
 
 from kvhearth.model import I64, Bools
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
@@ -164,14 +164,16 @@ class Scrub:
         block_bytes = family.length * family.shards
         step = max(1, self._load_bytes // block_bytes)
         for start in range(0, len(keys), step):
-            wish = self._wish(tiering, family, keys[start : start + step])
-            if wish is None:
+            request = self._request_promotion(tiering, family, keys[start : start + step])
+            if request is None:
                 return
-            verified = await self._ssd_portion(tiering, wish)
+            verified = await self._ssd_portion(tiering, request)
             self._count(SSD, verified, verified * block_bytes)
             await pace.spend(verified * block_bytes)
 
-    def _wish(self, tiering: Tiering, family: Family, keys: list[bytes]) -> Wish | None:
+    def _request_promotion(
+        self, tiering: Tiering, family: Family, keys: list[bytes]
+    ) -> PromotionRequest | None:
         """What the tier calls ``family``, as the core calls it; None for what nobody can ask for:
         blocks of an older epoch, or of a namespace that is gone.
         """
@@ -179,10 +181,10 @@ class Scrub:
             specs = namespace.contract.groups
             if family.group < len(specs) and tiering.family(namespace, family.group) == family:
                 parents = [b""] * len(keys)
-                return Wish(namespace, family.group, specs[family.group], keys, parents)
+                return PromotionRequest(namespace, family.group, specs[family.group], keys, parents)
         return None
 
-    async def _ssd_portion(self, tiering: Tiering, wish: Wish) -> int:
+    async def _ssd_portion(self, tiering: Tiering, request: PromotionRequest) -> int:
         """Read and verify blocks of the tier; how many were read to the end."""
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -192,7 +194,7 @@ class Scrub:
                 ended.set_result(sum(map(len, read)))
 
         for _ in range(_TRIES):
-            if tiering.verify_lower_tier(wish, told):
+            if tiering.verify_lower_tier(request, told):
                 break
             await asyncio.sleep(_AGAIN_S)
         else:

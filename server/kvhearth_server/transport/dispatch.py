@@ -19,7 +19,7 @@ from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.fast_path import Asked, One
 from kvhearth_server.core.groups import Group, Handed
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import Reserved
 from kvhearth_server.core.state import require
@@ -186,21 +186,25 @@ class Decisions:
         )
         if found.short is not None:
             reply.lease_short = str(found.short)
-        if found.wishes:
-            reply.eta_us = self._wish(found.wishes, caller, request.lease_id, go=request.prefetch)
+        if found.promotion_queue:
+            reply.eta_us = self._request_promotion(
+                found.promotion_queue, caller, request.lease_id, go=request.prefetch
+            )
         for presence in found.groups:
             add_presence(reply.groups, presence)
         return reply
 
-    def _wish(self, wishes: list[Wish], caller: Caller, lease_id: int, *, go: bool) -> int:
+    def _request_promotion(
+        self, promotion_queue: list[PromotionRequest], caller: Caller, lease_id: int, *, go: bool
+    ) -> int:
         """Let blocks climb if the caller asked for it; microseconds until they could be here."""
         tiering = self._engine.tiering
-        if tiering is None or not wishes:
+        if tiering is None or not promotion_queue:
             return 0
-        eta_us = tiering.eta_us(wishes)  # before they wait behind themselves
+        eta_us = tiering.eta_us(promotion_queue)  # before they wait behind themselves
         if go and not self._engine.draining:
             group = self._engine.core.state.group_of(caller.session)
-            tiering.promote(wishes, group.number, lease_id)
+            tiering.promote(promotion_queue, group.number, lease_id)
         return eta_us
 
     def _reserve(
@@ -335,8 +339,8 @@ class Decisions:
         engine, contract = self._engine, caller.contract
         items = keys_items(contract, request.groups, caller.keys_max)
         engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
-        found, wishes = engine.core.reading.presence(caller.session, request.epoch, items)
-        eta_us = self._wish(wishes, caller, 0, go=True)
+        found, promotion_queue = engine.core.reading.presence(caller.session, request.epoch, items)
+        eta_us = self._request_promotion(promotion_queue, caller, 0, go=True)
         reply = cache_pb2.PrefetchResponse(boot_id=engine.boot_id, eta_us=eta_us)
         for one in found:
             add_presence(reply.groups, one)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhearth.model import I64, Bools
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.engine.tiering.naming import TierNames
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
@@ -128,9 +128,9 @@ class Tiering:
         """Which keys could be loaded; see ``core.below.Below``."""
         return self.tier.look_up(self.family(namespace, kv_group), keys).present
 
-    def eta_us(self, wishes: Iterable[Wish]) -> int:
+    def eta_us(self, promotion_queue: Iterable[PromotionRequest]) -> int:
         """Until all wished blocks could be here, in microseconds; 0 for no wishes."""
-        loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in wishes]
+        loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         if not loads:
             return 0
         return max(1, round(self.tier.status.estimate_s(loads, self._promoter.records) * 1e6))
@@ -158,9 +158,11 @@ class Tiering:
 
     # -- up ----------------------------------------------------------------------------------------
 
-    def promote(self, wishes: Iterable[Wish], group: int = 0, lease_id: int = 0) -> None:
+    def promote(
+        self, promotion_queue: Iterable[PromotionRequest], group: int = 0, lease_id: int = 0
+    ) -> None:
         """Let blocks climb, for a lookup of a group (0: for nobody in particular)."""
-        self._promoter.ask(wishes, (group, lease_id))
+        self._promoter.ask(promotion_queue, (group, lease_id))
         if self._promoter.waiting:
             self.wake()
 
@@ -172,15 +174,15 @@ class Tiering:
         """Nobody of this group waits for anything any more."""
         self._promoter.group_ended(group)
 
-    def verify_lower_tier(self, wish: Wish, ended: Ended) -> bool:
+    def verify_lower_tier(self, request: PromotionRequest, ended: Ended) -> bool:
         """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
         row of what was read. False if there is no room for it now.
         """
-        return self._promoter.verify(wish, ended)
+        return self._promoter.verify(request, ended)
 
     def repair(self, heads: I64) -> Callable[[], None]:
         """For blocks that are about to be removed as wrong: what brings them back from below."""
-        state, wishes = self._core.state, list[Wish]()
+        state, promotion_queue = self._core.state, list[PromotionRequest]()
         table = state.table
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
         for pair in np.unique(pairs).tolist():
@@ -194,11 +196,15 @@ class Tiering:
             if parents:
                 spec = namespace.contract.groups[kv_group]
                 lower_tier = [keys[row] for row in rows.tolist()]
-                wishes.append(Wish(namespace, kv_group, spec, lower_tier, parents))
+                promotion_queue.append(
+                    PromotionRequest(namespace, kv_group, spec, lower_tier, parents)
+                )
 
         def bring_back() -> None:
-            state.count("repaired_blocks", sum(len(wish.keys) for wish in wishes), "dram")
-            self.promote(wishes)
+            state.count(
+                "repaired_blocks", sum(len(request.keys) for request in promotion_queue), "dram"
+            )
+            self.promote(promotion_queue)
 
         return bring_back
 

@@ -12,9 +12,9 @@ import numpy as np
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, Records
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.lower_tier import Wish
+from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.promotion import VERIFIER, Asker, Promotion
+from kvhearth_server.core.promotion import VERIFIER, Promotion, Requester
 from kvhearth_server.engine.tiering.naming import TierNames
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
@@ -30,102 +30,112 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 
-class Wishes:
+class PromotionQueue:
     """Oldest first, and each block once for each asker: who asks again while it waits, as engines
     do, must not fill the queue and be served over and over before all others.
     """
 
     def __init__(self) -> None:
         self.blocks = self.records = 0
-        self._queue: deque[tuple[Wish, Asker]] = deque()
-        self._named: dict[Asker, set[tuple[int, int, bytes]]] = {}
+        self._queue: deque[tuple[PromotionRequest, Requester]] = deque()
+        self._named: dict[Requester, set[tuple[int, int, bytes]]] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def fresh(self, wish: Wish, asker: Asker) -> Wish | None:
+    def fresh(self, request: PromotionRequest, requester: Requester) -> PromotionRequest | None:
         """What of a wish does not wait for this asker yet, each block once; None for nothing."""
-        named, names = self._named.get(asker) or set(), _names(wish)
+        named, names = self._named.get(requester) or set(), _names(request)
         if named.isdisjoint(names) and len(set(names)) == len(names):
-            return wish
+            return request
         new = dict[tuple[int, int, bytes], int]()
         for row, name in enumerate(names):
             if name not in named:
                 new.setdefault(name, row)
-        return some(wish, np.array(list(new.values()), np.int64)) if new else None
+        return some(request, np.array(list(new.values()), np.int64)) if new else None
 
-    def add(self, wish: Wish, asker: Asker) -> None:
+    def add(self, request: PromotionRequest, requester: Requester) -> None:
         """At the end of the queue."""
-        self._named.setdefault(asker, set()).update(_names(wish))
-        self.put_back(wish, asker)
+        self._named.setdefault(requester, set()).update(_names(request))
+        self.put_back(request, requester)
 
-    def take(self) -> tuple[Wish, Asker]:
+    def take(self) -> tuple[PromotionRequest, Requester]:
         """The first, of which the caller says what becomes: ``put_back`` or ``done``."""
-        wish, asker = self._queue.popleft()
-        self._count(wish, -1)
-        return wish, asker
+        request, requester = self._queue.popleft()
+        self._count(request, -1)
+        return request, requester
 
-    def put_back(self, wish: Wish, asker: Asker, *, first: bool = False) -> None:
+    def put_back(
+        self, request: PromotionRequest, requester: Requester, *, first: bool = False
+    ) -> None:
         """It waits on."""
-        (self._queue.appendleft if first else self._queue.append)((wish, asker))
-        self._count(wish, 1)
+        (self._queue.appendleft if first else self._queue.append)((request, requester))
+        self._count(request, 1)
 
-    def done(self, wish: Wish, asker: Asker) -> None:
+    def done(self, request: PromotionRequest, requester: Requester) -> None:
         """It waits no longer."""
-        named = self._named.get(asker)
+        named = self._named.get(requester)
         if named is not None:
-            named.difference_update(_names(wish))
+            named.difference_update(_names(request))
             if not named:
-                del self._named[asker]
+                del self._named[requester]
 
-    def drop(self, askers: set[Asker]) -> None:
+    def drop(self, requesters: set[Requester]) -> None:
         """These do not wait any more."""
-        found = askers & self._named.keys()
+        found = requesters & self._named.keys()
         if not found:
             return
-        for asker in found:
-            del self._named[asker]
-        before, self._queue = self._queue, deque[tuple[Wish, Asker]]()
+        for requester in found:
+            del self._named[requester]
+        before, self._queue = self._queue, deque[tuple[PromotionRequest, Requester]]()
         self.blocks = self.records = 0
-        for wish, asker in before:
-            if asker not in found:
-                self.put_back(wish, asker)
+        for request, requester in before:
+            if requester not in found:
+                self.put_back(request, requester)
 
-    def askers_of(self, group: int) -> set[Asker]:
+    def requesters_of(self, group: int) -> set[Requester]:
         """Who of a group waits."""
-        return {asker for asker in self._named if asker[0] == group}
+        return {requester for requester in self._named if requester[0] == group}
 
-    def _count(self, wish: Wish, sign: int) -> None:
-        self.blocks += sign * len(wish.keys)
-        self.records += sign * len(wish.keys) * wish.spec.shards
+    def _count(self, request: PromotionRequest, sign: int) -> None:
+        self.blocks += sign * len(request.keys)
+        self.records += sign * len(request.keys) * request.spec.shards
 
 
-def some(wish: Wish, rows: I64) -> Wish:
+def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
     """Rows of a wish."""
-    keys = [wish.keys[row] for row in rows.tolist()]
-    parents = [wish.parents[row] for row in rows.tolist()]
-    return Wish(wish.namespace, wish.kv_group, wish.spec, keys, parents)
+    keys = [request.keys[row] for row in rows.tolist()]
+    parents = [request.parents[row] for row in rows.tolist()]
+    return PromotionRequest(request.namespace, request.kv_group, request.spec, keys, parents)
 
 
-def split(wish: Wish, count: int) -> tuple[Wish, Wish | None]:
+def split(
+    request: PromotionRequest, count: int
+) -> tuple[PromotionRequest, PromotionRequest | None]:
     """The first ``count`` blocks, and the others if there are any."""
-    if len(wish.keys) <= count:
-        return wish, None
+    if len(request.keys) <= count:
+        return request, None
     parts = [
-        Wish(wish.namespace, wish.kv_group, wish.spec, wish.keys[cut], wish.parents[cut])
+        PromotionRequest(
+            request.namespace,
+            request.kv_group,
+            request.spec,
+            request.keys[cut],
+            request.parents[cut],
+        )
         for cut in (slice(None, count), slice(count, None))
     ]
     return parts[0], parts[1]
 
 
-def _names(wish: Wish) -> list[tuple[int, int, bytes]]:
-    number, kv_group = wish.namespace.number, wish.kv_group
-    return [(number, kv_group, key) for key in wish.keys]
+def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
+    number, kv_group = request.namespace.number, request.kv_group
+    return [(number, kv_group, key) for key in request.keys]
 
 
 _SLOTS_PER_TURN = 256
 _LOOKS_PER_TURN = 64
-_WISHED_BLOCKS_MAX = 1 << 16
+_REQUESTED_BLOCKS_MAX = 1 << 16
 _log = get_logger("kvhearth.tiering")
 
 Ended = Callable[[list[tuple[Outcome, I64]]], None]
@@ -150,7 +160,7 @@ class Promoter:
         self._names = names
         self._call = call
         self._loads: dict[int, _Load] = {}
-        self._wished = Wishes()
+        self._requested = PromotionQueue()
         self._stalled = False
         self._lack = ""
         self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_reads // 2))
@@ -158,47 +168,47 @@ class Promoter:
     @property
     def waiting(self) -> int:
         """Blocks whose load has not begun."""
-        return self._wished.blocks
+        return self._requested.blocks
 
     @property
     def records(self) -> int:
         """The same in the tier's measure: a block has one of each shard."""
-        return self._wished.records
+        return self._requested.records
 
     @property
     def due(self) -> bool:
         """Whether a turn could begin a load, though nothing else happens."""
-        return bool(self._wished) and not self._stalled
+        return bool(self._requested) and not self._stalled
 
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
-        return not (self._loads or self._wished)
+        return not (self._loads or self._requested)
 
-    def ask(self, wishes: Iterable[Wish], asker: Asker) -> None:
+    def ask(self, promotion_queue: Iterable[PromotionRequest], requester: Requester) -> None:
         """Let blocks climb, some at once."""
-        before = len(self._wished)
-        for wish in wishes:
-            new = self._wished.fresh(wish, asker)
+        before = len(self._requested)
+        for request in promotion_queue:
+            new = self._requested.fresh(request, requester)
             if new is None:
                 continue
-            if self._wished.blocks + len(new.keys) > _WISHED_BLOCKS_MAX:
+            if self._requested.blocks + len(new.keys) > _REQUESTED_BLOCKS_MAX:
                 self._core.state.count("promotion_failed", len(new.keys), "queue")
                 continue
-            self._wished.add(new, asker)
+            self._requested.add(new, requester)
         if not before:
             self.begin()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """The requests behind these lookups went away."""
         gone = {(group, lease_id) for lease_id in lease_ids}
-        self._wished.drop(gone)
-        for asker in gone:
-            self._stop(self._core.promotions.forget_asker(asker))
+        self._requested.drop(gone)
+        for requester in gone:
+            self._stop(self._core.promotions.drop_requester(requester))
 
     def group_ended(self, group: int) -> None:
         """Nobody of this group waits for anything any more."""
-        self._wished.drop(self._wished.askers_of(group))
+        self._requested.drop(self._requested.requesters_of(group))
         self._stop(self._core.promotions.forget_group(group))
 
     def _stop(self, promotions: list[Promotion]) -> None:
@@ -207,41 +217,46 @@ class Promoter:
         for ticket, load in self._loads.items():
             if load.promotion in promotions:
                 self._tier.cancel(ticket)
-                self._core.state.count("prefetch_cancelled", len(load.promotion.wish.keys))
+                self._core.state.count("prefetch_cancelled", len(load.promotion.request.keys))
 
     def begin(self) -> None:
         """Begin to load wished blocks, so many as a turn may. What finds no room waits for the
         loads that take it; what is behind it may find some.
         """
         left, self._stalled = self._slots_max, True
-        for _ in range(min(len(self._wished), _LOOKS_PER_TURN)):
+        for _ in range(min(len(self._requested), _LOOKS_PER_TURN)):
             if left <= 0:
                 break
-            wish, asker = self._wished.take()
-            head, rest = split(wish, max(1, left // wish.spec.shards))
-            left -= len(head.keys) * wish.spec.shards
-            self._load(head, asker)
+            request, requester = self._requested.take()
+            head, rest = split(request, max(1, left // request.spec.shards))
+            left -= len(head.keys) * request.spec.shards
+            self._load(head, requester)
             if not self._lack:
                 self._stalled = False
-                self._wished.done(head, asker)
+                self._requested.done(head, requester)
                 if rest is not None:
-                    self._wished.put_back(rest, asker, first=True)
+                    self._requested.put_back(rest, requester, first=True)
             elif self._loads or self._lack == "queue":
-                self._wished.put_back(wish, asker)
+                self._requested.put_back(request, requester)
             else:
-                self._wished.done(wish, asker)
-                self._core.state.count("promotion_failed", len(wish.keys), self._lack)
+                self._requested.done(request, requester)
+                self._core.state.count("promotion_failed", len(request.keys), self._lack)
 
     def _load(
-        self, wish: Wish, asker: Asker, *, keep: bool = True, ended: Ended | None = None
+        self,
+        request: PromotionRequest,
+        requester: Requester,
+        *,
+        keep: bool = True,
+        ended: Ended | None = None,
     ) -> bool:
         """Load one batch; False if nothing is to be loaded, or there is no room for it. ``_lack``
         is what there was too little of.
         """
         promotion: Promotion | None = self._call(
             self._core.promotions.begin,
-            wish,
-            asker,
+            request,
+            requester,
             self._tier.batch_blocks_max,
             here_too=not keep,
         )
@@ -249,10 +264,10 @@ class Promoter:
         if promotion is None:
             return False
         hit("promote.loading")
-        family = self._names.family(wish.namespace, wish.kv_group)
-        keys = promotion.wish.keys
+        family = self._names.family(request.namespace, request.kv_group)
+        keys = promotion.request.keys
         facts = self._tier.look_up(family, keys)
-        places = self._names.places(promotion.slots, wish.spec.page_bytes)
+        places = self._names.places(promotion.slots, request.spec.page_bytes)
         batch = LoadBatch(family, keys, places, is_use=keep)
         ticket = self._tier.submit_load(batch)
         if isinstance(ticket, Throttled):
@@ -266,11 +281,11 @@ class Promoter:
         self._loads[ticket] = _Load(promotion, facts.checksums, keep, ended)
         return True
 
-    def verify(self, wish: Wish, ended: Ended) -> bool:
+    def verify(self, request: PromotionRequest, ended: Ended) -> bool:
         """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
         row of what was read. False if there is no room for it now.
         """
-        return self._load(wish, VERIFIER, keep=False, ended=ended)
+        return self._load(request, VERIFIER, keep=False, ended=ended)
 
     def completed(self, completion: Completion) -> bool:
         """Take an end of a load; false if it is none."""
@@ -286,14 +301,14 @@ class Promoter:
         return True
 
     def _loaded(self, load: _Load, completion: Completion) -> None:
-        state, wish = self._core.state, load.promotion.wish
-        good = np.zeros(len(wish.keys), np.bool_)
+        state, request = self._core.state, load.promotion.request
+        good = np.zeros(len(request.keys), np.bool_)
         good[completion.rows(Done)] = load.keep
         for outcome, rows in completion.parts:
             match outcome:
                 case Corrupt():
-                    keys = [wish.keys[row] for row in rows.tolist()]
-                    self.found_wrong(wish.namespace, wish.kv_group, keys)
+                    keys = [request.keys[row] for row in rows.tolist()]
+                    self.found_wrong(request.namespace, request.kv_group, keys)
                 case Missing():
                     state.count("promotion_failed", len(rows), "missing")
                 case Failed() | Throttled():
@@ -308,28 +323,28 @@ class Promoter:
         """Blocks that did not come: the tier may have dropped them, and somebody may have asked
         after they were called off, or while they were only looked at.
         """
-        wish = load.promotion.wish
+        request = load.promotion.request
         for outcome, rows in completion.parts:
             if isinstance(outcome, Done):
                 continue
-            keys = [wish.keys[row] for row in rows.tolist()]
-            family = self._names.family(wish.namespace, wish.kv_group)
+            keys = [request.keys[row] for row in rows.tolist()]
+            family = self._names.family(request.namespace, request.kv_group)
             gone = ~self._tier.look_up(family, keys).present
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
-            self._core.writeback.lost(wish.namespace, wish.kv_group, lost)
+            self._core.writeback.lost(request.namespace, request.kv_group, lost)
             if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
-                self._names.tell_lost(wish.namespace, wish.kv_group, lost, outcome.reason)
+                self._names.tell_lost(request.namespace, request.kv_group, lost, outcome.reason)
         called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
         if not load.keep:
-            called_off = [np.arange(len(wish.keys))]
-        for asker in load.promotion.askers if called_off else ():
-            if load.keep or asker != VERIFIER:
-                self._ask_again(some(wish, np.concatenate(called_off)), asker)
+            called_off = [np.arange(len(request.keys))]
+        for requester in load.promotion.requesters if called_off else ():
+            if load.keep or requester != VERIFIER:
+                self._ask_again(some(request, np.concatenate(called_off)), requester)
 
-    def _ask_again(self, wish: Wish, asker: Asker) -> None:
-        new = self._wished.fresh(wish, asker)
+    def _ask_again(self, request: PromotionRequest, requester: Requester) -> None:
+        new = self._requested.fresh(request, requester)
         if new is not None:
-            self._wished.add(new, asker)
+            self._requested.add(new, requester)
 
     def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
         """The tier's copies of these were wrong, and it forgot them; nobody knows a namespace that
