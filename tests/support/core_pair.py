@@ -112,7 +112,7 @@ class Pair:
             [vars(books) for books in state.ledger.segments],
             state.counts,
             plain(state.actions),
-            (state.clock, state.sequence, state.loosened, state.events.next_sequence),
+            (state.clock, state.sequence, state.release_epoch, state.events.next_sequence),
             {number: slots.tolist() for number, slots in group.leases.items()},
             (group.leased_at, list(group.released_early), group.stock_bytes),
             (namespace.blocks, namespace.used_bytes),

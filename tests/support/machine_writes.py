@@ -383,12 +383,12 @@ class WritingRules(MachineBase):
         ]
         self._gave_back(chosen, in_doubt=in_doubt)
         # While a member that left without a word may be writing, nobody's word frees anything.
-        unsure = self.state.group_of(client.number).unsure
+        has_undrained_member = self.state.group_of(client.number).has_undrained_member
         freed, aside = self.engine.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
         )
-        assert (freed == 0) == (in_doubt or unsure)
-        assert in_doubt or unsure or aside == 0
+        assert (freed == 0) == (in_doubt or has_undrained_member)
+        assert in_doubt or has_undrained_member or aside == 0
         if freed:
             self.sent_aborts += [(client.place, item) for item in items]
 
@@ -434,7 +434,7 @@ class WritingRules(MachineBase):
             self.engine.call(
                 self.core.writing.abort, client.number, [], [numbered], in_doubt=in_doubt
             )
-            if not (in_doubt or group.unsure):
+            if not (in_doubt or group.has_undrained_member):
                 slots = [slot for held in chosen for slot in held.slots]
                 assert not np.isin(
                     self.state.table.state[slots], (State.RESERVED, State.QUARANTINED)

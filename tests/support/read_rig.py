@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import Completion, Done, Family
+from kvhearth_server.tiers.base import BlockSpec, Completion, Done
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
@@ -138,18 +138,18 @@ class ReadRig:
         self.desk = Desk(self.tier, self.arena)
         self.desk.settle()
 
-    def begin(self, numbers: Sequence[int], of: Family | None = None) -> int:
+    def begin(self, numbers: Sequence[int], of: BlockSpec | None = None) -> int:
         """Submit a load."""
         ticket = self.tier.submit_load(self.desk.load_batch(list(numbers), of or family()))
         assert isinstance(ticket, int)
         return ticket
 
-    def present(self, numbers: Sequence[int], of: Family | None = None) -> list[bool]:
+    def present(self, numbers: Sequence[int], of: BlockSpec | None = None) -> list[bool]:
         """Which of the blocks are there."""
         found = self.tier.look_up(of or family(), [key_of(number) for number in numbers])
         return [bool(each) for each in found.present]
 
-    def compare(self, done: Completion, numbers: Sequence[int], of: Family) -> None:
+    def compare(self, done: Completion, numbers: Sequence[int], of: BlockSpec) -> None:
         """Every byte of what is said to be there."""
         for row in done.rows(Done).tolist():
             for shard in range(of.shards):

@@ -17,6 +17,7 @@ import xxhash
 
 from kvhearth.model import CHECKSUM_BYTES, I64, U8
 from kvhearth_server.tiers.base import (
+    BlockSpec,
     Completion,
     Corrupt,
     Counts,
@@ -24,7 +25,6 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Facts,
     Failed,
-    Family,
     Health,
     LoadBatch,
     Missing,
@@ -43,7 +43,7 @@ _PAGE_BYTES = 4096
 class _Block:
     """One stored block: ``content`` is (shards, length)."""
 
-    family: Family
+    family: BlockSpec
     content: U8
     checksums: bytes
     sequence: int
@@ -101,7 +101,7 @@ class DramTier:
         done, self._done = self._done, []
         return done
 
-    def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
+    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
         for row, key in enumerate(keys):
             block = self._blocks.get((family.namespace, family.group, key))
@@ -228,7 +228,7 @@ class Wrapper:
     def poll(self) -> list[Completion]:
         return self.inner.poll()
 
-    def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
+    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         return self.inner.look_up(family, keys)
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:

@@ -24,10 +24,10 @@ from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import flat
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.tiers.base import (
+    BlockSpec,
     Completion,
     Evicted,
     Failed,
-    Family,
     LoadBatch,
     Outcome,
     StoreBatch,
@@ -71,7 +71,7 @@ class FakeStatus:
         self.locked_files = self.unusable_places = 0
         self.recovering = False
 
-    def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
         """A millisecond a block, and as much for what waits."""
         own = sum(blocks for _, blocks in loads)
         return (own + max(0, waiting - own)) / 1000

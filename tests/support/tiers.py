@@ -19,9 +19,9 @@ import xxhash
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import (
     PLACE_DTYPE,
+    BlockSpec,
     Completion,
     Done,
-    Family,
     LoadBatch,
     StoreBatch,
     Throttled,
@@ -41,9 +41,11 @@ LENGTH = 10_000
 """Not whole pages, so that padding is in every test."""
 
 
-def family(**changes: Any) -> Family:
+def family(**changes: Any) -> BlockSpec:
     """A family of small blocks."""
-    return Family(**{"namespace": NAMESPACE, "group": 0, "epoch": 1, "length": LENGTH, **changes})
+    return BlockSpec(
+        **{"namespace": NAMESPACE, "group": 0, "epoch": 1, "length": LENGTH, **changes}
+    )
 
 
 def key_of(number: int) -> bytes:
@@ -126,7 +128,7 @@ class Desk:
         self._poll = select.poll()
         self._poll.register(tier.event_fd, select.POLLIN)
 
-    def store_batch(self, numbers: range | list[int], of: Family) -> StoreBatch:
+    def store_batch(self, numbers: range | list[int], of: BlockSpec) -> StoreBatch:
         """Fill slots with known bytes and name them."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
@@ -140,7 +142,7 @@ class Desk:
         places = self.arena.places(0, count, shards)
         return StoreBatch(of, keys_of(list(numbers)), places, sums, names + 1, names)
 
-    def load_batch(self, numbers: range | list[int], of: Family) -> LoadBatch:
+    def load_batch(self, numbers: range | list[int], of: BlockSpec) -> LoadBatch:
         """Slots to load into, wiped."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
@@ -161,7 +163,7 @@ class Desk:
             assert time.monotonic() < end, f"no completion of {ticket} in {deadline_s} s"
             self._poll.poll(50)
 
-    def store(self, numbers: range | list[int], of: Family | None = None) -> Completion:
+    def store(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
         """Store blocks and wait; a batch that is put off is offered again."""
         batch = self.store_batch(numbers, of or family())
         end = time.monotonic() + DEADLINE_S
@@ -171,7 +173,7 @@ class Desk:
             self.events += self.tier.poll()
         return self.wait(answer)
 
-    def store_all(self, numbers: range | list[int], of: Family | None = None) -> None:
+    def store_all(self, numbers: range | list[int], of: BlockSpec | None = None) -> None:
         """Store blocks until each is done; those that found no place are offered again."""
         left = list(numbers)
         end = time.monotonic() + DEADLINE_S
@@ -183,7 +185,7 @@ class Desk:
             assert time.monotonic() < end, done.parts
             self._poll.poll(5 if kept else 0)
 
-    def load(self, numbers: range | list[int], of: Family | None = None) -> Completion:
+    def load(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
         """Load blocks, wait, and compare every byte of what is said to be there."""
         of = of or family()
         done = self.wait(self.tier.submit_load(self.load_batch(numbers, of)))

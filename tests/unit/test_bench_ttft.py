@@ -33,10 +33,10 @@ from kvhearth_lab.bench.ttft.figures import (
 )
 from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
 from kvhearth_lab.bench.ttft.vllm_server import (
+    BlockSpec,
     Completion,
     EngineFailed,
     EventStream,
-    Family,
     Launch,
     environment,
     parse_counters,
@@ -173,7 +173,7 @@ def test_a_session_is_found_behind_any_name() -> None:
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Iterator[Family]:
+def family(tmp_path: Path) -> Iterator[BlockSpec]:
     """A process with a child that outlives it unless it is ended with it."""
     child = "import time; time.sleep(60)"
     code = (
@@ -182,12 +182,12 @@ def family(tmp_path: Path) -> Iterator[Family]:
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    made = Family(tmp_path / "log", [sys.executable, "-c", code], dict(os.environ))
+    made = BlockSpec(tmp_path / "log", [sys.executable, "-c", code], dict(os.environ))
     yield made
     made.end()
 
 
-def test_a_family_is_found_and_ended(family: Family) -> None:
+def test_a_family_is_found_and_ended(family: BlockSpec) -> None:
     for _ in range(1000):
         if family.said():
             break

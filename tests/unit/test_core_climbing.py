@@ -327,7 +327,7 @@ def test_stray_slots_of_an_earlier_run_wait_for_its_requests(why: str) -> None:
     setattr(rig.tier.status, why, 0)
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 0
-    assert not len(rig.core.promotions.strays)
+    assert not len(rig.core.promotions.orphaned_loads)
 
 
 def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> None:

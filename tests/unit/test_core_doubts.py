@@ -8,7 +8,7 @@ from support.core_kit import Rig, contract, full, keys, refused
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64
-from kvhearth_server.core.groups import DOUBTS_REMEMBERED, Handed
+from kvhearth_server.core.groups import DOUBTS_REMEMBERED, SlotGrant
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.slot_table import State
 
@@ -25,7 +25,7 @@ class Stock:
 
     def abort(self, how: str, *, in_doubt: bool) -> tuple[int, int]:
         """Abort all of it."""
-        part: Handed = self.part
+        part: SlotGrant = self.part
         items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
         abort = self.rig.core.writing.abort
         try:

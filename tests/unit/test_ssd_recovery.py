@@ -25,7 +25,7 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_server.tiers.base import Corrupt, Done, Family, Missing, Throttled
+from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Missing, Throttled
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
@@ -37,7 +37,7 @@ RECORD_PAGES = 4
 """Header and 10,000 bytes."""
 
 
-def written(folder: Path, count: int, of: Family | None = None) -> None:
+def written(folder: Path, count: int, of: BlockSpec | None = None) -> None:
     """A log with blocks 0 to ``count``; its last segment is unfinished."""
     with Opened(folder) as desk:
         desk.store_all(range(count), of)

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of, settings
 
-from kvhearth_server.tiers.base import Done, Family, LoadBatch
+from kvhearth_server.tiers.base import BlockSpec, Done, LoadBatch
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.walk import walk
 
 
-def whole_round(index: SsdIndex, count: int) -> list[tuple[Family, bytes]]:
+def whole_round(index: SsdIndex, count: int) -> list[tuple[BlockSpec, bytes]]:
     """Everything that one round comes to."""
     cursor, found = 0, []
     for _ in range(100_000):
@@ -26,7 +26,7 @@ def whole_round(index: SsdIndex, count: int) -> list[tuple[Family, bytes]]:
     raise AssertionError("the round does not end")
 
 
-def bind(index: SsdIndex, segment: int, numbers: list[int], of: Family) -> None:
+def bind(index: SsdIndex, segment: int, numbers: list[int], of: BlockSpec) -> None:
     rows = np.zeros((len(numbers), of.shards), ROW_DTYPE)
     rows["length"], rows["epoch"] = of.length, of.epoch
     index.bind(of.namespace, of.group, keys_of(numbers), segment, rows)
@@ -36,7 +36,7 @@ def test_a_round_comes_to_everything_once_and_in_place() -> None:
     index = SsdIndex()
     families = [family(), family(group=1, shards=3), family(epoch=2), family(namespace=bytes(32))]
     at = {of: segment * 100 for segment, of in enumerate(families)}
-    wanted: set[tuple[Family, bytes]] = set()
+    wanted: set[tuple[BlockSpec, bytes]] = set()
     for segment in (3, 1, 2):
         for of in families:
             numbers = list(range(at[of], at[of] + 7 * segment))

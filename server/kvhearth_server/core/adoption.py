@@ -47,7 +47,7 @@ class Adoption:
     damaged: list[int] = field(default_factory=list)
     blocks: list[AdoptedBlocks] = field(default_factory=list)
     held: dict[int, I64] = field(default_factory=dict)
-    strays: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    orphaned_loads: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     dropped: list[I64] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
@@ -81,7 +81,7 @@ def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
 
 def _restore_slabs(state: CoreState, found: Adoption) -> None:
     parts = [flat(part.slots) for part in found.blocks] + list(found.held.values())
-    used = np.sort(np.concatenate([*parts, found.strays]))
+    used = np.sort(np.concatenate([*parts, found.orphaned_loads]))
     stride = state.table.geometry.stride
     for slab, slot_bytes in found.slabs:
         start, end = np.searchsorted(used, (slab * stride, (slab + 1) * stride))

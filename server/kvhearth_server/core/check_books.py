@@ -249,7 +249,7 @@ def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
     promotions = holders.promotions
     for what, state_word, known in (
         ("loading", _LOADING, promotions.slots()),
-        ("stray", _QUARANTINED, promotions.strays),
+        ("stray", _QUARANTINED, promotions.orphaned_loads),
     ):
         found = used.rows[(used.states == state_word) & (table.owner[used.rows] == KERNEL)]
         here = known[table.slab_segment[table.slabs_of(known)] == segment]

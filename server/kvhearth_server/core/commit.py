@@ -58,7 +58,7 @@ class Binder:
                 fresh[position] &= first.setdefault(key, position) == position
         slots = item.slots[fresh]
         spare = flat(item.slots[~fresh])
-        state.loosened += 1  # a slab of reserved slots could not be emptied, one of blocks can
+        state.release_epoch += 1  # a slab of reserved slots could not be emptied, one of blocks can
         if len(spare):
             state.table.bump(spare)
             namespace.used_bytes -= state.table.total_bytes(spare)

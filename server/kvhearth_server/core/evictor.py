@@ -283,13 +283,13 @@ class Evictor:
     def _steal_slab(self, segment: int, slot_bytes: int) -> bool:
         """Empty the coldest slab of another size and take it back."""
         place = (segment, slot_bytes)
-        if self._stuck.get(place) == self._state.loosened:
+        if self._stuck.get(place) == self._state.release_epoch:
             return False
         best = self._coldest_slab(segment, slot_bytes)
         if best is None:
             # Looking through all slabs costs milliseconds; nothing changes until something is let
             # go.
-            self._stuck[place] = self._state.loosened
+            self._stuck[place] = self._state.release_epoch
             return False
         slab = best[0]
         heads = self._heads_in(segment, slab)

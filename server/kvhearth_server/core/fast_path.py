@@ -105,7 +105,7 @@ class Singles:
         books.committed += size
         group.stock_bytes -= size
         namespace.blocks += 1
-        state.loosened += 1
+        state.release_epoch += 1
         self._fill(namespace, one)
         if parent:
             before = state.index.find_one(namespace.number, kv_group, parent)

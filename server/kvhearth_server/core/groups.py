@@ -77,7 +77,7 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._handed: OrderedDict[int, list[Handed]] = OrderedDict()
+        self._handed: OrderedDict[int, list[SlotGrant]] = OrderedDict()
         self._slots = 0
         self._look_at = _SLOTS_KEPT_MIN
 
@@ -92,11 +92,13 @@ class Doubts:
         """Slots on record."""
         return self._slots
 
-    def get(self, reservation_id: int) -> list[Handed] | None:
+    def get(self, reservation_id: int) -> list[SlotGrant] | None:
         """What a reservation was, if it was aborted in doubt."""
         return self._handed.get(reservation_id)
 
-    def add(self, table: SlotTable, owner: int, reservation_id: int, handed: list[Handed]) -> None:
+    def add(
+        self, table: SlotTable, owner: int, reservation_id: int, handed: list[SlotGrant]
+    ) -> None:
         """Remember a reservation; of too many the oldest is forgotten, and what it put aside comes
         back with the group's end.
         """
@@ -115,7 +117,7 @@ class Doubts:
         self._handed.clear()
         self._slots = 0
 
-    def pop(self, reservation_id: int) -> list[Handed] | None:
+    def pop(self, reservation_id: int) -> list[SlotGrant] | None:
         """Forget a reservation; what it was."""
         handed = self._handed.pop(reservation_id, None)
         if handed is not None:
@@ -123,7 +125,7 @@ class Doubts:
         return handed
 
 
-def _size(handed: list[Handed]) -> int:
+def _size(handed: list[SlotGrant]) -> int:
     return sum(part.slots.size for part in handed)
 
 
@@ -156,7 +158,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Handed:
+class SlotGrant:
     """Slots of one KV group as they were handed out, shape (n, shards), with their generations
     then.
     """
@@ -165,9 +167,9 @@ class Handed:
     slots: I64
     generations: U32
 
-    def joined(self, other: Handed) -> Handed:
+    def joined(self, other: SlotGrant) -> SlotGrant:
         """These slots and others of the same KV group."""
-        return Handed(
+        return SlotGrant(
             self.kv_group,
             np.concatenate([self.slots, other.slots]),
             np.concatenate([self.generations, other.generations]),
@@ -223,7 +225,7 @@ class Group:
     handed_count: int = 0
     doubtful: list[I64] = field(default_factory=list)
     doubts: Doubts = field(default_factory=Doubts)
-    reservations: OrderedDict[int, list[Handed]] = field(default_factory=OrderedDict)
+    reservations: OrderedDict[int, list[SlotGrant]] = field(default_factory=OrderedDict)
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     leased_at: dict[int, float] = field(default_factory=dict)
@@ -242,7 +244,7 @@ class Group:
         return any(m.scheduler for m in here) and len(ranks) == self.world_size
 
     @property
-    def unsure(self) -> bool:
+    def has_undrained_member(self) -> bool:
         """A member left without a word and may still be writing."""
         return any(m.state is MemberState.GONE for m in self.members.values())
 
@@ -251,7 +253,7 @@ class Group:
         """No member may still be writing."""
         return all(m.state is MemberState.DRAINED for m in self.members.values())
 
-    def remember(self, reservation_id: int, handed: list[Handed]) -> None:
+    def remember(self, reservation_id: int, handed: list[SlotGrant]) -> None:
         """Note what a reservation gave, for a client that asks again or never saw the answer; of
         too many the oldest that is finished is forgotten.
         """
@@ -267,7 +269,7 @@ class Group:
         while len(self.reservations) > RESERVATIONS_REMEMBERED + len(self.unfinished):
             del self.reservations[next(n for n in self.reservations if n not in self.unfinished)]
 
-    def forget_reservation(self, reservation_id: int) -> list[Handed] | None:
+    def forget_reservation(self, reservation_id: int) -> list[SlotGrant] | None:
         """Forget a reservation that was not aborted before; what it gave."""
         self.unfinished.pop(reservation_id, None)
         return self.reservations.pop(reservation_id, None)

@@ -71,7 +71,7 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     if not len(states):
         return
     aside = states == _QUARANTINED
-    state.loosened += 1
+    state.release_epoch += 1
     if not np.count_nonzero(aside):
         state.ledger.held(segment, loose, -1)
         return
@@ -96,7 +96,7 @@ def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
     books = state.ledger.segments[segment]
     books.leased_slots -= count
     books.held -= table.total_bytes(slots)
-    state.loosened += 1
+    state.release_epoch += 1
     return True
 
 

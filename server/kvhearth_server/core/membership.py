@@ -188,7 +188,7 @@ class Membership:
         each time.
         """
         self._state.groups.forget_drained(group)
-        if not group.unsure and group.doubtful and not group.ended:
+        if not group.has_undrained_member and group.doubtful and not group.ended:
             state = self._state
             slots = np.unique(np.concatenate(group.doubtful))
             group.doubtful.clear()

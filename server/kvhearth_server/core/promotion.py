@@ -56,7 +56,7 @@ class Promotions:
         self._by_key: dict[tuple[int, int, bytes], int] = {}
         self._by_requester: dict[Requester, set[int]] = {}
         self._next = 1
-        self.strays = np.zeros(0, np.int64)
+        self.orphaned_loads = np.zeros(0, np.int64)
         """Quarantined slots into which a dead daemon's requests may still be written."""
         self.short = False
         """The last ``begin`` found less room than it wanted."""
@@ -213,18 +213,18 @@ class Promotions:
             self._state.table.bump(flat(slots))
             self._state.free_slots(promotion.segment, np.sort(flat(slots)))
 
-    def free_strays(self) -> int:
+    def free_orphaned_loads(self) -> int:
         """No request of a dead daemon is under way any more; how many slots that frees."""
-        strays, self.strays = self.strays, self.strays[:0]
+        orphaned_loads, self.orphaned_loads = self.orphaned_loads, self.orphaned_loads[:0]
         state = self._state
-        if len(strays):
-            segments = state.table.slab_segment[state.table.slabs_of(strays)]
+        if len(orphaned_loads):
+            segments = state.table.slab_segment[state.table.slabs_of(orphaned_loads)]
             for segment in np.unique(segments).tolist():
-                slots = np.sort(strays[segments == segment])
+                slots = np.sort(orphaned_loads[segments == segment])
                 state.ledger.quarantined(segment, slots, -1)
                 state.free_slots(segment, slots)
-            state.count("released_quarantine_slots", len(strays))
-        return len(strays)
+            state.count("released_quarantine_slots", len(orphaned_loads))
+        return len(orphaned_loads)
 
     def adopt(self, slots: I64) -> None:
         """Put LOADING slots of an earlier run aside."""
@@ -236,7 +236,7 @@ class Promotions:
             state.ledger.quarantined(segment, slots[segments == segment], +1)
         state.count("quarantined_slots", len(slots))
         state.actions.append(Mark(slots, State.QUARANTINED, KERNEL))
-        self.strays = np.concatenate([self.strays, slots])
+        self.orphaned_loads = np.concatenate([self.orphaned_loads, slots])
 
     def billed(self) -> dict[int, int]:
         """Bytes of LOADING slots by namespace number, recounted."""

@@ -14,7 +14,7 @@ from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.fast_path import One, Singles
-from kvhearth_server.core.groups import Group, Handed, Unfinished
+from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import put_aside, take_from_aside
 from kvhearth_server.core.namespaces import Namespace, check_epoch
@@ -28,7 +28,7 @@ class Reserved:
     ``Writing.reserve_more`` has more to grant.
     """
 
-    handed: list[Handed]
+    handed: list[SlotGrant]
     short: Reason | None
     more: bool = False
 
@@ -122,7 +122,7 @@ class Writing:
         state, work = self._state, group.unfinished.get(reservation_id)
         if work is None:
             return Reserved(group.reservations[reservation_id], None)
-        handed: list[Handed] = []
+        handed: list[SlotGrant] = []
         cut = False
         while work.left and not cut:
             kv_group, count = work.left[0]
@@ -135,7 +135,7 @@ class Writing:
                 work.short = work.short or limit
             if len(slots):
                 generations = state.table.generation[slots].copy()
-                handed.append(Handed(kv_group, slots, generations))
+                handed.append(SlotGrant(kv_group, slots, generations))
         if not work.left:
             del group.unfinished[reservation_id]
         if handed:
@@ -385,7 +385,7 @@ class Writing:
                 group.doubts.add(state.table, group.number, reservation_id, handed)
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         stock = slots[state.table.state[slots] == State.RESERVED]
-        if group.unsure and not in_doubt:
+        if group.has_undrained_member and not in_doubt:
             # The scheduler cannot know what a rank that died is still writing; the group's last
             # such member, once drained, frees it.
             group.doubt(slots)

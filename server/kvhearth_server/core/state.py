@@ -77,7 +77,7 @@ class CoreState:
         self.evicted_at: list[U32] = []
         self.clock = 0
         self.sequence = 0
-        self.loosened = 0
+        self.release_epoch = 0
 
     def _slab_sized(self, slab: int, slot_bytes: int) -> None:
         self.actions.append(SlabSized(slab, slot_bytes))
@@ -156,7 +156,7 @@ class CoreState:
         self.table.copy_state[slots] = 0
         self.pools[segment].give(slots)
         self.actions.append(Mark(slots, State.FREE))
-        self.loosened += 1
+        self.release_epoch += 1
 
 
 def group_spec(contract: Contract, kv_group: int) -> GroupSpec:

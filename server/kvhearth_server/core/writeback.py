@@ -137,7 +137,7 @@ class Writeback:
             mine = numbers == number
             current[mine] = table.epoch[heads[mine]] == namespaces.get(number).epoch
         table.copy_state[heads[~current]] = CopyState.REFUSED
-        self._state.loosened += int(not current.all())
+        self._state.release_epoch += int(not current.all())
         return heads[current], generations[current]
 
     def retreat(self, portion: Portion) -> None:

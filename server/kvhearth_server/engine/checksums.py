@@ -17,7 +17,7 @@ from kvhearth.model import FLAG_VERIFY, I64, U8, U32
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.recovery import STRAYS_S
+from kvhearth_server.engine.recovery import ORPHANED_LOADS_S
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import get_logger
@@ -243,16 +243,20 @@ class Background:
             return False
         if session.quiet_since is None:
             session.quiet_since = engine.now()
-        unsure = exited is None and not session.ghost
-        grace = engine.shell.drain_grace_no_pidfd_s if unsure else engine.shell.drain_grace_s
+        has_undrained_member = exited is None and not session.ghost
+        grace = (
+            engine.shell.drain_grace_no_pidfd_s
+            if has_undrained_member
+            else engine.shell.drain_grace_s
+        )
         return engine.now() - session.quiet_since >= grace
 
     async def _expire_forever(self) -> None:
         engine = self._engine
         while True:
             engine.call(engine.core.pinning.expire, engine.now())
-            if engine.tiering is None and engine.now() - engine.started_at > STRAYS_S:
-                engine.call(engine.core.promotions.free_strays)
+            if engine.tiering is None and engine.now() - engine.started_at > ORPHANED_LOADS_S:
+                engine.call(engine.core.promotions.free_orphaned_loads)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)
 

@@ -121,7 +121,7 @@ class Engine:
         take_over(self)
         if tier is not None:
             self.tiering = Tiering(self.core, tier, self.lineage, self.call, now)
-            self.tiering.strays_after = quiet_at(self)
+            self.tiering.orphaned_loads_after = quiet_at(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
 

@@ -184,7 +184,7 @@ def _damaged(error: Exception) -> KVHearthError:
     )
 
 
-STRAYS_S = 60.0
+ORPHANED_LOADS_S = 60.0
 """Without all of its directories nobody can see whether a dead daemon's reads have ended."""
 _log = get_logger("kvhearth.engine")
 
@@ -205,7 +205,7 @@ def take_over(engine: Engine) -> None:
         _unknown_holders(engine, found.held, groups, ghosts)
     adopt(state, found, groups)
     # A call, so that what is dropped becomes free in the journal also where no group is left.
-    engine.call(engine.core.promotions.adopt, found.strays)
+    engine.call(engine.core.promotions.adopt, found.orphaned_loads)
     for ghost in ghosts:
         engine.sessions.add(ghost)
     engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
@@ -221,7 +221,7 @@ def quiet_at(engine: Engine) -> float:
     it: later where it had other directories.
     """
     here = {str(path.parent) for path in engine.ssd_catalogue.paths}
-    return engine.started_at + STRAYS_S if set(loading_from(engine)) - here else 0.0
+    return engine.started_at + ORPHANED_LOADS_S if set(loading_from(engine)) - here else 0.0
 
 
 def loading_from(engine: Engine) -> list[str]:
@@ -229,7 +229,7 @@ def loading_from(engine: Engine) -> list[str]:
     an earlier one that left slots behind.
     """
     old = engine.arena.catalogue or {}
-    left = old.get("ssd_dirs", ()) if len(engine.core.promotions.strays) else ()
+    left = old.get("ssd_dirs", ()) if len(engine.core.promotions.orphaned_loads) else ()
     return sorted({str(path.parent) for path in engine.ssd_catalogue.paths}.union(left))
 
 
@@ -265,10 +265,10 @@ def _unknown_holders(
     arena.
     """
     state = engine.core.state
-    strays = [slots for number, slots in held.items() if number not in groups]
+    orphaned_loads = [slots for number, slots in held.items() if number not in groups]
     for number in [number for number in held if number not in groups]:
         del held[number]
-    every = np.concatenate(strays)
+    every = np.concatenate(orphaned_loads)
     segments = state.table.slab_segment[state.table.slabs_of(every)]
     for segment in np.unique(segments).tolist():
         tenant = state.table.geometry.segments[segment].tenant

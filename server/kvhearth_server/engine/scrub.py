@@ -18,7 +18,7 @@ from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.engine.tiering.manager import Tiering
-from kvhearth_server.tiers.base import Corrupt, Done, Family, Outcome
+from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Outcome
 
 DRAM, SSD = "dram", "ssd"
 
@@ -159,7 +159,7 @@ class Scrub:
         self._engine.scrub_progress[SSD] = 1.0
 
     async def _ssd_family(
-        self, tiering: Tiering, pace: Pace, family: Family, keys: list[bytes]
+        self, tiering: Tiering, pace: Pace, family: BlockSpec, keys: list[bytes]
     ) -> None:
         block_bytes = family.length * family.shards
         step = max(1, self._load_bytes // block_bytes)
@@ -172,7 +172,7 @@ class Scrub:
             await pace.spend(verified * block_bytes)
 
     def _request_promotion(
-        self, tiering: Tiering, family: Family, keys: list[bytes]
+        self, tiering: Tiering, family: BlockSpec, keys: list[bytes]
     ) -> PromotionRequest | None:
         """What the tier calls ``family``, as the core calls it; None for what nobody can ask for:
         blocks of an older epoch, or of a namespace that is gone.

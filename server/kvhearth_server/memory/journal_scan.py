@@ -123,7 +123,7 @@ def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -
             reader.sort_out(rows[used], slots[used], sizes[used])
     for number, parts in held.items():
         found.held[number] = np.concatenate(parts)
-    found.strays = found.held.pop(KERNEL, found.strays)
+    found.orphaned_loads = found.held.pop(KERNEL, found.orphaned_loads)
     found.slabs.extend((slab, geometry.slab_bytes) for slab in found.damaged)
     _blocks(found, specs, columns)
     return found
@@ -193,8 +193,8 @@ class _Reader:
             owners = np.where(known, rows["owner"], 0)
             read_only = aside & (owners == READERS)
             busy = np.isin(words, _BUSY) | (aside & ~read_only)
-            if (strays := int((busy & ~known).sum())) > 0:
-                found.reasons["owner"] += strays
+            if (orphaned_loads := int((busy & ~known).sum())) > 0:
+                found.reasons["owner"] += orphaned_loads
             _drop(found, "readers", slots[read_only])
             for owner in np.unique(owners[busy]).tolist():
                 self._held[int(owner)].append(slots[busy & (owners == owner)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.metrics_core import Metric as BlockSpec
 from prometheus_client.registry import Collector
 
 from kvhearth_server.engine.snapshot import Snapshot
@@ -47,13 +47,13 @@ class _Table(Collector):
     def __init__(self, take: Callable[[], Snapshot]) -> None:
         self._take = take
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[BlockSpec]:
         now = self._take()
         for metric in TABLE:
             yield family_of(metric, now)
 
 
-def family_of(metric: Metric, now: Snapshot) -> Family:
+def family_of(metric: Metric, now: Snapshot) -> BlockSpec:
     """One metric with its samples."""
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)

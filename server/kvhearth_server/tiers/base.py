@@ -75,7 +75,7 @@ Outcome = Done | Throttled | Missing | Corrupt | Failed
 
 
 @dataclass(frozen=True)
-class Family:
+class BlockSpec:
     """What all blocks of a batch have in common.
 
     Attributes:
@@ -113,7 +113,7 @@ class LoadBatch:
         is_use: whether a load says that the blocks are wanted, and so worth keeping.
     """
 
-    family: Family
+    family: BlockSpec
     keys: list[bytes]
     places: Records
     is_use: bool = field(default=True, kw_only=True)
@@ -168,7 +168,7 @@ class Facts:
     parents: U64
 
     @classmethod
-    def none(cls, family: Family, count: int) -> Facts:
+    def none(cls, family: BlockSpec, count: int) -> Facts:
         """Facts of blocks that are not there."""
         sums = np.zeros((count, family.shards), f"V{CHECKSUM_BYTES}")
         numbers = np.zeros((2, count), np.uint64)
@@ -274,7 +274,7 @@ class Tier(Protocol):
     def poll(self) -> list[Completion]:
         """What has ended since the last call, and the tier's own work that waits for a turn."""
 
-    def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
+    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """What is there, without reading it; counts as no use of the blocks."""
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:

@@ -18,7 +18,7 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth_server.core.fast_path import Asked, One
-from kvhearth_server.core.groups import Group, Handed
+from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import Reserved
@@ -262,7 +262,7 @@ class Decisions:
             short_reason=str(reserved.short or ""),
         )
 
-    def _extents(self, contract: Contract, part: Handed) -> types_pb2.GroupExtents:
+    def _extents(self, contract: Contract, part: SlotGrant) -> types_pb2.GroupExtents:
         length = contract.groups[part.kv_group].page_bytes
         extents = self._engine.core.state.table.extents(part.slots, length)
         extents["generation"] = part.generations.reshape(-1)

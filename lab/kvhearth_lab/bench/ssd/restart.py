@@ -28,14 +28,14 @@ from kvhearth_server.memory.journal import Journal, journal_bytes
 from kvhearth_server.memory.journal_scan import read_journal
 from kvhearth_server.memory.page_kinds import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
-from kvhearth_server.tiers.base import PLACE_DTYPE, Family, StoreBatch
+from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec, StoreBatch
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _BATCH = 512
 _WRITE_BYTES = 256 << 10
 _DRAIN_S = 60.0
-_FAMILY = Family(bytes(32), 0, 1, SMALL_BYTES)
+_FAMILY = BlockSpec(bytes(32), 0, 1, SMALL_BYTES)
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _SLAB_BYTES = 1 << 20
 _PARTS = 64

@@ -10,10 +10,10 @@ import xxhash
 
 from kvhearth.model import U8, Records
 from kvhearth_lab.bench.ssd.sizes import BATCH, BLOCK_BYTES, SLOTS
-from kvhearth_server.tiers.base import PLACE_DTYPE, Family, LoadBatch, StoreBatch
+from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec, LoadBatch, StoreBatch
 
 _MAP_HUGETLB = 0x40000
-FAMILY = Family(bytes(32), 0, 1, BLOCK_BYTES)
+FAMILY = BlockSpec(bytes(32), 0, 1, BLOCK_BYTES)
 
 
 class Slots:

@@ -18,7 +18,7 @@ from kvhearth_server.engine.tiering.naming import TierNames
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import Evicted, Family
+from kvhearth_server.tiers.base import BlockSpec, Evicted
 from kvhearth_server.tiers.ssd.health import Kind
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -115,7 +115,7 @@ class Tiering:
         self._promoter = Promoter(core, tier, self._names, call)
         self._writeback = WritebackLoop(core, tier, self._names, call, now)
         self._turning = False
-        self.strays_after = 0.0
+        self.orphaned_loads_after = 0.0
         """When drives of an earlier run that are not this one's are certainly quiet, too."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something for ``turn`` to do."""
@@ -135,7 +135,7 @@ class Tiering:
             return 0
         return max(1, round(self.tier.status.estimate_s(loads, self._promoter.records) * 1e6))
 
-    def family(self, namespace: Namespace, kv_group: int) -> Family:
+    def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:
         """What the tier calls the blocks of a KV group."""
         return self._names.family(namespace, kv_group)
 
@@ -235,16 +235,16 @@ class Tiering:
                 self._promoter.completed(completion)
         for evicted in self.tier.take_evicted():
             self._evicted(evicted)
-        if len(self._core.promotions.strays) and self._strays_are_quiet():
-            self._call(self._core.promotions.free_strays)
+        if len(self._core.promotions.orphaned_loads) and self._orphaned_loads_are_over():
+            self._call(self._core.promotions.free_orphaned_loads)
         self._promoter.begin()
         self._writeback.begin()
 
-    def _strays_are_quiet(self) -> bool:
+    def _orphaned_loads_are_over(self) -> bool:
         """No request of a dead daemon can still be under way."""
         status = self.tier.status
         locked = status.locked_files or status.unusable_places
-        return not locked and self._now() >= self.strays_after
+        return not locked and self._now() >= self.orphaned_loads_after
 
     @property
     def idle(self) -> bool:

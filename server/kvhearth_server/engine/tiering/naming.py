@@ -12,7 +12,7 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import flat
-from kvhearth_server.tiers.base import PLACE_DTYPE, Family
+from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec
 
 _NAMES_MAX = 1 << 14
 
@@ -30,7 +30,7 @@ class TierNames:
         self._lineage = lineage.encode()
         self._numbers: dict[bytes, int] = {}
 
-    def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> Family:
+    def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> BlockSpec:
         """What the tier calls the blocks of a KV group, of the current epoch if none is given."""
         spec: GroupSpec = namespace.contract.groups[kv_group]
         name = self.name(namespace)
@@ -38,7 +38,7 @@ class TierNames:
             self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}
         self._numbers[name] = namespace.number
         shown = namespace.epoch if epoch is None else epoch
-        return Family(name, kv_group, shown, spec.page_bytes, spec.shards)
+        return BlockSpec(name, kv_group, shown, spec.page_bytes, spec.shards)
 
     def namespace(self, name: bytes) -> Namespace | None:
         """The namespace that the tier knows as ``name``, if it is still there."""

@@ -163,7 +163,7 @@ class WritebackLoop:
         state.writeback_queue.closed = reason
         self._open_at = now + pause_s
         state.writeback_queue.under_pressure = False
-        state.loosened += 1
+        state.release_epoch += 1
         given_up = state.writeback_queue.give_up()
         state.count("demotion_refused", given_up, reason)
         if given_up:

@@ -250,9 +250,9 @@ class Directory:
         """All segment files, not opened nor numbered yet; a killed daemon's leftovers are
         removed.
         """
-        for stray in self.path.glob("*.new"):
+        for orphaned_load in self.path.glob("*.new"):
             with contextlib.suppress(OSError):
-                stray.unlink()
+                orphaned_load.unlink()
         seen = set[tuple[int, int]]()
         for path in self._segment_paths():
             facts = path.lstat()

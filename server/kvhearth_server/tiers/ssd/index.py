@@ -14,7 +14,7 @@ import numpy as np
 import numpy.ma  # np.unique would load it at its first call, on the loop
 
 from kvhearth.model import CHECKSUM_BYTES, I64, Bools, Records
-from kvhearth_server.tiers.base import Evicted, Family
+from kvhearth_server.tiers.base import BlockSpec, Evicted
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 _PARTS = 256
@@ -292,7 +292,7 @@ class SsdIndex:
             out[there] = self.rows(entries[there])[:, 0]
         return out
 
-    def present(self, family: Family, keys: Sequence[bytes]) -> tuple[Bools, I64]:
+    def present(self, family: BlockSpec, keys: Sequence[bytes]) -> tuple[Bools, I64]:
         """Which blocks of a family are there, (n,), of the right epoch, length and shard count; and
         the entries of all keys.
         """

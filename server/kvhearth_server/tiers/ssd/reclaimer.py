@@ -15,13 +15,13 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
     PLACE_DTYPE,
+    BlockSpec,
     Completion,
     Corrupt,
     Counts,
     Done,
     Evicted,
     Failed,
-    Family,
     LoadBatch,
     Outcome,
     StoreBatch,
@@ -50,7 +50,7 @@ CARRY_PAGES = 64
 class _Portion:
     """Blocks of one family that fit into the buffer together."""
 
-    family: Family
+    family: BlockSpec
     keys: list[bytes]
     entries: I64
 
@@ -149,7 +149,7 @@ class Reclaimer:
             mine = hot[names == name]
             namespace, group = self._index.of_family(int(name["family"]))
             length, shards = int(name["length"]), int(name["shards"])
-            family = Family(namespace, group, int(name["epoch"]), length, shards)
+            family = BlockSpec(namespace, group, int(name["epoch"]), length, shards)
             fits = CARRY_BYTES // (pages_of(length) * PAGE_BYTES * shards)
             fits = min(fits, CARRY_PAGES // shards)
             for start in range(0, len(mine) if fits else 0, max(1, fits)):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvhearth_server.tiers.base import Family, Health
+from kvhearth_server.tiers.base import BlockSpec, Health
 from kvhearth_server.tiers.ssd.assembly import Parts
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
@@ -166,7 +166,7 @@ class SsdStatus:
         """Blocks of each namespace that has any."""
         return self._parts.index.namespaces()
 
-    def estimate_s(self, loads: Sequence[tuple[Family, int]], waiting: int = 0) -> float:
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
         """About how long loading so many blocks of each family would take from now, behind
         ``waiting`` records that have not come as far as the tier, which may be these themselves.
         """

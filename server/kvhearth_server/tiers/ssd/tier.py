@@ -16,13 +16,13 @@ import numpy as np
 
 from kvhearth.model import I64, U8
 from kvhearth_server.tiers.base import (
+    BlockSpec,
     Completion,
     Counts,
     Done,
     Evicted,
     Facts,
     Failed,
-    Family,
     Health,
     LoadBatch,
     Missing,
@@ -272,7 +272,7 @@ class SsdTier:
             _counted(self.counts, "stores", out_of, len(rows) - through)
         return rows[:through]
 
-    def _no_place(self, family: Family) -> Throttled:
+    def _no_place(self, family: BlockSpec) -> Throttled:
         """Why the log had no place for a block."""
         pages = record_pages(family.length) * family.shards
         if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
@@ -291,7 +291,7 @@ class SsdTier:
 
     # -- what is there -----------------------------------------------------------------------------
 
-    def look_up(self, family: Family, keys: Sequence[bytes]) -> Facts:
+    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
         good, entries = self._parts.index.present(family, keys)
         if good.any():
@@ -311,7 +311,7 @@ class SsdTier:
         """
         return self._parts.index.forget_of(namespace, count)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[Family, list[bytes]]]]:
+    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """One step through all that is stored, in the order in which it lies on disk.
 
         What is there during a whole round comes in it, but for what lies in a segment that was
@@ -379,5 +379,5 @@ def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Thro
     return refusal
 
 
-def _disk_bytes(family: Family) -> int:
+def _disk_bytes(family: BlockSpec) -> int:
     return record_pages(family.length) * PAGE_BYTES * family.shards

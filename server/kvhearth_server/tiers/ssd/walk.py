@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kvhearth.model import I64
-from kvhearth_server.tiers.base import Family
+from kvhearth_server.tiers.base import BlockSpec
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.index import SEGMENT_ENTRIES, SegmentRows, SsdIndex
 from kvhearth_server.tiers.ssd.log import Log
@@ -17,7 +17,9 @@ _ROWS_A_STEP = 1 << 15
 """
 
 
-def walk(index: SsdIndex, cursor: int, count: int) -> tuple[int, list[tuple[Family, list[bytes]]]]:
+def walk(
+    index: SsdIndex, cursor: int, count: int
+) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
     """One step: see ``SsdTier.walk``.
 
     A cursor is the entry at which the next step begins: the segment's number and a row in it. Both
@@ -25,7 +27,7 @@ def walk(index: SsdIndex, cursor: int, count: int) -> tuple[int, list[tuple[Fami
     gone through from the middle.
     """
     number, row = divmod(cursor, SEGMENT_ENTRIES)
-    found: dict[Family, list[bytes]] = {}
+    found: dict[BlockSpec, list[bytes]] = {}
     looked = 0
     for segment in sorted(index.segments):
         if segment < number:
@@ -46,7 +48,7 @@ def walk(index: SsdIndex, cursor: int, count: int) -> tuple[int, list[tuple[Fami
 
 
 def _gather(
-    index: SsdIndex, table: SegmentRows, heads: I64, found: dict[Family, list[bytes]]
+    index: SsdIndex, table: SegmentRows, heads: I64, found: dict[BlockSpec, list[bytes]]
 ) -> None:
     """Add keys of blocks that begin at ``heads`` to their families'."""
     names = table.rows[["family", "epoch", "length", "shards"]][heads]
@@ -54,11 +56,11 @@ def _gather(
         namespace, group = index.of_family(int(name["family"]))
         epoch, length, shards = (int(name[field]) for field in ("epoch", "length", "shards"))
         keys: list[bytes] = table.keys[heads[names == name]].tolist()
-        found.setdefault(Family(namespace, group, epoch, length, shards), []).extend(keys)
+        found.setdefault(BlockSpec(namespace, group, epoch, length, shards), []).extend(keys)
 
 
 def places(
-    index: SsdIndex, log: Log, family: Family, keys: list[bytes]
+    index: SsdIndex, log: Log, family: BlockSpec, keys: list[bytes]
 ) -> list[tuple[Path, int] | None]:
     """The file of each block, and where the payload of its first shard begins in it; None where it
     is not there. The next turn of the loop may move it.
