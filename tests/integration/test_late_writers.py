@@ -133,17 +133,17 @@ def test_slots_stay_aside_while_anybody_may_write(
         else:
             worker.kill()
         scheduler.kill()
-        until(lambda: daemon.aside_bytes() == 6 * PAGE, "the group ends")
+        until(lambda: daemon.quarantined_bytes() == 6 * PAGE, "the group ends")
 
         must_not_get(thief, slots_of(extents))
         if holder == "is stopped":
             worker.go_on()
             must_not_get(thief, slots_of(extents))
-        assert daemon.aside_bytes() == 6 * PAGE
+        assert daemon.quarantined_bytes() == 6 * PAGE
 
         worker.kill_children()
         worker.kill()
-        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
         gets(thief, slots_of(extents))
 
 
@@ -160,7 +160,7 @@ def test_slots_come_back_only_after_the_grace() -> None:
         until(lambda: daemon.counters()[released] == 4, "the slots come back")
         assert time.monotonic() - lived >= 1.0
         assert daemon.counters()["quarantined_slots"] == 4
-        assert daemon.aside_bytes() == 0
+        assert daemon.quarantined_bytes() == 0
 
 
 # -- (b) a scheduler that dies first frees nothing -------------------------------------------------
@@ -176,14 +176,14 @@ def test_a_scheduler_that_ends_first_frees_nothing(daemon: Daemon, thief: Engine
         if end == "goodbye":
             scheduler.do("goodbye")
         scheduler.kill()
-        until(lambda: daemon.aside_bytes() == 6 * PAGE, "the group ends")
+        until(lambda: daemon.quarantined_bytes() == 6 * PAGE, "the group ends")
         assert "victim/1:attached" in daemon.members()
         must_not_get(thief, slots_of(extents))
         # Its life line is open all the time; the end of its copies is what counts.
         worker.do("rest")
         must_not_get(thief, slots_of(extents))
         worker.do("goodbye")
-        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
         gets(thief, slots_of(extents))
 
 
@@ -288,7 +288,7 @@ def test_a_lost_daemon_is_no_goodbye(daemon: Daemon) -> None:
             copying.clear()
             del arena
             victim.wait_ready()
-            until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+            until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
             gets(thief, slots_of(extents))
 
 
@@ -313,7 +313,7 @@ def test_a_successor_puts_aside_what_was_reserved(daemon: Daemon, end: str) -> N
         extents = victim.reserve(4)
         victim.scribble(extents, GARBAGE)
         daemon.restart()
-        assert daemon.aside_bytes() == 4 * PAGE
+        assert daemon.quarantined_bytes() == 4 * PAGE
         assert not victim.do("alive")
         with engine_of(daemon.url(), THIEF, "thief") as thief:
             must_not_get(thief, slots_of(extents))
@@ -328,7 +328,7 @@ def test_a_successor_puts_aside_what_was_reserved(daemon: Daemon, end: str) -> N
                 victim.do("goodbye")
                 victim.do("rest")
                 victim.attach(daemon.url(), ALONE, **old, previous_drained=True)
-            until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+            until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
             gets(thief, slots_of(extents))
 
 
@@ -339,11 +339,11 @@ def test_what_is_aside_stays_aside_over_several_restarts(daemon: Daemon) -> None
         victim.scribble(extents, GARBAGE)
         for _ in range(3):
             daemon.restart()
-            assert daemon.aside_bytes() == 4 * PAGE
+            assert daemon.quarantined_bytes() == 4 * PAGE
         with engine_of(daemon.url(), THIEF, "thief") as thief:
             must_not_get(thief, slots_of(extents))
         victim.kill()
-        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
 
 
 @pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
@@ -364,7 +364,7 @@ def test_only_a_session_of_the_same_boot_is_declared_done(arena: bool) -> None:
         extents = victim.reserve(4)
         victim.scribble(extents, GARBAGE)
         victim.do("hang_up")
-        until(lambda: daemon.aside_bytes() == 4 * PAGE, "the group ends")
+        until(lambda: daemon.quarantined_bytes() == 4 * PAGE, "the group ends")
         other.attach(
             daemon.url(),
             ALONE,
@@ -373,7 +373,7 @@ def test_only_a_session_of_the_same_boot_is_declared_done(arena: bool) -> None:
             previous_boot=other.boot_id,
             previous_drained=True,
         )
-        assert daemon.aside_bytes() == 4 * PAGE
+        assert daemon.quarantined_bytes() == 4 * PAGE
         with engine_of(daemon.url(), THIEF, "thief") as thief:
             must_not_get(thief, slots_of(extents))
 
@@ -509,7 +509,7 @@ def test_an_abort_in_doubt_puts_aside_and_a_plain_one_frees(daemon: Daemon, thie
         gets(thief, slots_of(extents[:1]))
         victim.scribble(extents[1:], GARBAGE)
         assert victim.abort(extents[1:], in_doubt=True) == (0, 4)
-        assert daemon.aside_bytes() == 4 * PAGE
+        assert daemon.quarantined_bytes() == 4 * PAGE
         must_not_get(thief, slots_of(extents[1:]))
         victim.do("rest")
         assert victim.abort(extents[1:], in_doubt=False) == (4, 0)
@@ -530,7 +530,7 @@ def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
         assert scheduler.abort(extents, in_doubt=False) == (0, 6)
         must_not_get(thief, slots_of(extents))
         worker.kill()
-        until(lambda: daemon.aside_bytes() == 0, "the slots come back")
+        until(lambda: daemon.quarantined_bytes() == 0, "the slots come back")
         assert "victim/0:attached" in daemon.members()
         gets(thief, slots_of(extents))
 

@@ -126,7 +126,7 @@ def test_what_was_given_back_does_not_come_back() -> None:
         left = engine.check(keys)
         boot_id = engine.client.boot_id
         daemon.restart()
-        assert (daemon.aside_bytes(), daemon.stats().blocks) == (0, 10)
+        assert (daemon.quarantined_bytes(), daemon.stats().blocks) == (0, 10)
         back(engine, boot_id)
         again = engine.check(keys)
         assert (again.bad, again.right) == ([], left.right)

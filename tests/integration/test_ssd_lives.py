@@ -53,7 +53,7 @@ def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
             daemon.start()
             until(lambda: engine.ready and engine.client.boot_id != boot_id, "it is back")
             until(lambda: daemon.read_back, "it is read back")
-            until(lambda: not daemon.aside_bytes(), "what was loading is free again")
+            until(lambda: not daemon.quarantined_bytes(), "what was loading is free again")
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
         daemon.wait_quiet()
 

@@ -201,7 +201,7 @@ def fingerprint(core: Core) -> str:
             (size, one.free[: one.count].tolist()) for size, one in sorted(pool._classes.items())
         ]
     for group in state.groups:
-        plain += [group.number, group.stock_bytes, group.aside_bytes, group.ended]
+        plain += [group.number, group.stock_bytes, group.quarantined_bytes, group.ended]
         plain += [sorted(group.reservations), sorted(group.members.items(), key=lambda m: m[0])]
         plain += [sorted((i, s.tolist()) for i, s in group.leases.items())]
     plain += [(vars(space)) for space in state.namespaces]

@@ -230,7 +230,7 @@ class Daemon:
         """Its counters."""
         return dict(self.stats(check_books=False).counters)
 
-    def aside_bytes(self) -> int:
+    def quarantined_bytes(self) -> int:
         """Quarantined bytes of all segments."""
         return sum(part.quarantined_bytes for part in self.stats().segments)
 

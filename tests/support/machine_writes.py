@@ -163,14 +163,14 @@ class WritingRules(MachineBase):
             return
         assert again is None
         if reason is Reason.STOCK_CAP:
-            held = group.stock_bytes + group.aside_bytes
+            held = group.stock_bytes + group.quarantined_bytes
             assert held + block > STOCK_FRACTION * books.capacity
         elif reason is Reason.HELD_CAP:
             assert books.bound + block > HELD_FRACTION * books.capacity
         elif reason is Reason.QUOTA_EXCEEDED:
             assert space.quota_bytes is not None
             groups = [g for g in self.state.groups if g.namespace == space.number]
-            taken = sum(g.stock_bytes + g.aside_bytes for g in groups)
+            taken = sum(g.stock_bytes + g.quarantined_bytes for g in groups)
             if taken + block <= space.quota_bytes // 2 or not taken:
                 assert space.used_bytes + block > space.quota_bytes
                 assert not [b for b in self._evictable() if b.namespace == space.number]
@@ -384,11 +384,11 @@ class WritingRules(MachineBase):
         self._gave_back(chosen, in_doubt=in_doubt)
         # While a member that left without a word may be writing, nobody's word frees anything.
         has_undrained_member = self.state.group_of(client.number).has_undrained_member
-        freed, aside = self.engine.call(
+        freed, quarantined = self.engine.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
         )
         assert (freed == 0) == (in_doubt or has_undrained_member)
-        assert in_doubt or has_undrained_member or aside == 0
+        assert in_doubt or has_undrained_member or quarantined == 0
         if freed:
             self.sent_aborts += [(client.place, item) for item in items]
 

@@ -94,8 +94,8 @@ class Puppet:
 
     def abort(self, extents: Records, *, in_doubt: bool) -> tuple[int, int]:
         """Slots freed and put aside."""
-        freed, aside = self.do("abort", extents=_hex(extents), in_doubt=in_doubt)
-        return freed, aside
+        freed, quarantined = self.do("abort", extents=_hex(extents), in_doubt=in_doubt)
+        return freed, quarantined
 
     def write(self, extents: Records, byte: int) -> None:
         """Fill extents once, asking nobody."""

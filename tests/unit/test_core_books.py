@@ -122,7 +122,7 @@ TAMPERED: list[tuple[str, Callable[[World], None], str]] = [
     ("leased", add("books", "leased_slots"), "leased slots"),
     ("key twice", _key_twice, "not found|bound to another slot"),
     ("stock", add("group", "stock_bytes"), "bytes: counted"),
-    ("aside", add("group", "aside_bytes"), "bytes: counted"),
+    ("aside", add("group", "quarantined_bytes"), "bytes: counted"),
     ("blocks", add("space", "blocks"), "blocks"),
     ("used", add("space", "used_bytes"), "bytes"),
     ("groups", add("space", "groups"), "groups"),

@@ -54,7 +54,7 @@ def test_the_second_word_frees_what_the_first_put_aside(
     assert stock.states() == {State.QUARANTINED}
     assert stock.abort(second, in_doubt=False) == (6, 0)
     assert stock.states() == {State.FREE}
-    assert stock.rig.group(stock.session).aside_bytes == 0
+    assert stock.rig.group(stock.session).quarantined_bytes == 0
 
 
 def test_a_reservation_in_doubt_is_not_handed_out_again() -> None:

@@ -99,8 +99,8 @@ def test_who_asks_again_meanwhile_gets_the_same() -> None:
 def test_an_abort_in_between_ends_it(in_doubt: bool) -> None:
     rig, session = full_rig()
     begin(rig, session, 5)
-    freed, aside = rig.core.writing.abort(session, [], [NUMBER], in_doubt=in_doubt)
-    assert (freed, aside) == ((0, 5) if in_doubt else (5, 0))
+    freed, quarantined = rig.core.writing.abort(session, [], [NUMBER], in_doubt=in_doubt)
+    assert (freed, quarantined) == ((0, 5) if in_doubt else (5, 0))
     with refused(Reason.NOT_RESERVED):
         go_on(rig, session, 5)
     rig.check()

@@ -23,7 +23,7 @@ ENGINES = 4
 class Desk:
     """Some engines that are attached; the first one holds a slot."""
 
-    def __init__(self, *, aside: bool) -> None:
+    def __init__(self, *, quarantined: bool) -> None:
         self.shell = Shell(GEOMETRY, Limits())
         self.sessions = [
             self.shell.attach(contract(), "t", engine_id=f"e{number}").session
@@ -33,7 +33,7 @@ class Desk:
         writing, epoch = engine.core.writing, next(iter(engine.core.state.namespaces)).epoch
         mine = self.sessions[0].number
         (part,) = engine.call(writing.reserve, mine, 1, epoch, [(0, 1)]).handed
-        if aside:
+        if quarantined:
             item = SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))
             engine.call(writing.abort, mine, [item], [], in_doubt=True)
         self.slot = int(part.slots[0, 0])
@@ -59,11 +59,13 @@ class Desk:
         self.shell.engine.core.check_books()
 
 
-@pytest.mark.parametrize("aside", [False, True], ids=["reserved", "put aside"])
+@pytest.mark.parametrize("quarantined", [False, True], ids=["reserved", "put aside"])
 @pytest.mark.parametrize("name", ["owner", "owner_check"])
 @pytest.mark.parametrize("bit", range(32))
-def test_a_slot_with_a_damaged_owner_waits_for_everybody(name: str, bit: int, aside: bool) -> None:
-    desk = Desk(aside=aside)
+def test_a_slot_with_a_damaged_owner_waits_for_everybody(
+    name: str, bit: int, quarantined: bool
+) -> None:
+    desk = Desk(quarantined=quarantined)
     desk.flip(name, bit)
     desk.restart()
     counters = desk.shell.engine.counters.snapshot()
@@ -78,7 +80,7 @@ def test_a_slot_with_a_damaged_owner_waits_for_everybody(name: str, bit: int, as
 
 
 def test_a_sound_owner_is_waited_for_alone() -> None:
-    desk = Desk(aside=False)
+    desk = Desk(quarantined=False)
     desk.restart()
     ghosts = {ghost.number: ghost for ghost in desk.shell.engine.sessions}
     assert len(ghosts) == ENGINES
@@ -100,7 +102,7 @@ def test_checks_of_neighbouring_numbers_and_of_a_new_file_differ() -> None:
 
 def test_the_owner_is_no_part_of_the_identity() -> None:
     """It changes while the identity stands: a block that is removed under a reader's lease."""
-    desk = Desk(aside=False)
+    desk = Desk(quarantined=False)
     engine = desk.shell.engine
     assert engine.journal is not None
     headers = engine.journal.headers

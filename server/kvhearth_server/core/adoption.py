@@ -121,7 +121,7 @@ def _restore_held(state: CoreState, group: Group, slots: I64) -> None:
     table.state[slots] = State.QUARANTINED
     table.owner[slots] = group.number
     size = state.ledger.quarantined(group.segment, slots, +1)
-    group.aside_bytes += size
+    group.quarantined_bytes += size
     group.handed.append(slots)
     group.handed_count += len(slots)
     state.bill(group.namespace, size)

@@ -219,7 +219,7 @@ def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
     spaces = {s.number: s for s in state.namespaces if state.segment_of[s.tenant] == segment}
     held, alive = Counter(holders.promotions.billed()), Counter[int]()
     for group in state.groups:
-        held[group.namespace] += group.stock_bytes + group.aside_bytes
+        held[group.namespace] += group.stock_bytes + group.quarantined_bytes
         alive[group.namespace] += not group.ended
     blocks: Counter[int] = Counter()
     for pair, count in heads.items():
@@ -280,10 +280,10 @@ def _check_group(state: CoreState, group: Group) -> None:
     table = state.table
     held = group.held_slots(table)
     stock = held[table.state[held] == State.RESERVED]
-    aside = held[table.state[held] == State.QUARANTINED]
+    quarantined = held[table.state[held] == State.QUARANTINED]
     what = f"group {group.number}"
     _equal(f"{what} stock bytes", table.total_bytes(stock), group.stock_bytes)
-    _equal(f"{what} aside bytes", table.total_bytes(aside), group.aside_bytes)
+    _equal(f"{what} aside bytes", table.total_bytes(quarantined), group.quarantined_bytes)
     if group.leases.keys() != group.leased_at.keys():
         raise BooksError(
             f"{what}: {len(group.leases)} leases, {len(group.leased_at)} times of leases, "

@@ -181,8 +181,8 @@ class SlotGrant:
         state, now = table.state[slots], table.generation[slots]
         reserved = (state == State.RESERVED) & (now == generations)
         # Putting a slot aside moved its generation on by one; whatever happens later, by more.
-        aside = (state == State.QUARANTINED) & (now == generations + np.uint32(1))
-        held: I64 = slots[(table.owner[slots] == owner) & (reserved | aside)]
+        quarantined = (state == State.QUARANTINED) & (now == generations + np.uint32(1))
+        held: I64 = slots[(table.owner[slots] == owner) & (reserved | quarantined)]
         return held
 
 
@@ -220,7 +220,7 @@ class Group:
     members: dict[int, Member] = field(default_factory=dict)
     ended: bool = False
     stock_bytes: int = 0
-    aside_bytes: int = 0
+    quarantined_bytes: int = 0
     handed: list[I64] = field(default_factory=list)
     handed_count: int = 0
     doubtful: list[I64] = field(default_factory=list)

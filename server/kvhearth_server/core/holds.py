@@ -70,14 +70,14 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     states = table.state[loose]
     if not len(states):
         return
-    aside = states == _QUARANTINED
+    quarantined = states == _QUARANTINED
     state.release_epoch += 1
-    if not np.count_nonzero(aside):
+    if not np.count_nonzero(quarantined):
         state.ledger.held(segment, loose, -1)
         return
     loose = numbers(loose)
-    done = loose[aside]
-    state.ledger.held(segment, loose[~aside], -1)
+    done = loose[quarantined]
+    state.ledger.held(segment, loose[~quarantined], -1)
     state.ledger.quarantined(segment, done, -1)
     state.count("released_quarantine_slots", len(done))
     state.free_slots(segment, np.sort(done))

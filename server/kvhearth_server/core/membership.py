@@ -176,7 +176,7 @@ class Membership:
         for lease_id in list(group.leases):
             drop_lease(state, group, lease_id)
         held = group.held_slots(state.table)
-        put_aside(state, group, held[state.table.state[held] == State.RESERVED])
+        quarantine(state, group, held[state.table.state[held] == State.RESERVED])
         group.reservations.clear()
         group.unfinished.clear()
         group.doubts.clear()
@@ -193,15 +193,15 @@ class Membership:
             slots = np.unique(np.concatenate(group.doubtful))
             group.doubtful.clear()
             mine = state.table.owner[slots] == group.number
-            aside = state.table.state[slots] == State.QUARANTINED
-            take_from_aside(state, group, slots[mine & aside])
+            quarantined = state.table.state[slots] == State.QUARANTINED
+            take_from_quarantine(state, group, slots[mine & quarantined])
         if group.ended and group.drained:
             held = group.held_slots(self._state.table)
-            take_from_aside(self._state, group, held)
+            take_from_quarantine(self._state, group, held)
             self._state.groups.drop(group)
 
 
-def put_aside(state: CoreState, group: Group, slots: I64) -> None:
+def quarantine(state: CoreState, group: Group, slots: I64) -> None:
     """RESERVED slots become QUARANTINED: somebody may still write to them."""
     if not len(slots):
         return
@@ -210,17 +210,17 @@ def put_aside(state: CoreState, group: Group, slots: I64) -> None:
     size = state.ledger.unreserved(group.segment, slots)
     state.ledger.quarantined(group.segment, slots, +1)
     group.stock_bytes -= size
-    group.aside_bytes += size
+    group.quarantined_bytes += size
     state.count("quarantined_slots", len(slots))
     state.actions.append(Mark(slots, State.QUARANTINED, group.number))
 
 
-def take_from_aside(state: CoreState, group: Group, slots: I64) -> None:
+def take_from_quarantine(state: CoreState, group: Group, slots: I64) -> None:
     """Quarantined slots of a group are certainly quiet: free them."""
     if not len(slots):
         return
     size = state.ledger.quarantined(group.segment, slots, -1)
-    group.aside_bytes -= size
+    group.quarantined_bytes -= size
     state.bill(group.namespace, -size)
     state.count("released_quarantine_slots", len(slots))
     state.free_slots(group.segment, np.sort(slots))

@@ -53,12 +53,12 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     kept = read | (table.pins[slots] > 0)
     state.ledger.held(segment, slots[kept], -1)
     table.pins[slots] = 0
-    aside = slots[read]
-    if len(aside):
-        table.state[aside] = State.QUARANTINED
-        state.ledger.quarantined(segment, aside, +1)
-        state.count("quarantined_slots", len(aside))
-        state.actions.append(Mark(aside, State.QUARANTINED))
+    quarantined = slots[read]
+    if len(quarantined):
+        table.state[quarantined] = State.QUARANTINED
+        state.ledger.quarantined(segment, quarantined, +1)
+        state.count("quarantined_slots", len(quarantined))
+        state.actions.append(Mark(quarantined, State.QUARANTINED))
     state.free_slots(segment, slots[~read])
     state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
     if cause in EVICTIONS:

@@ -16,7 +16,7 @@ from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.fast_path import One, Singles
 from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
 from kvhearth_server.core.holds import hold_room
-from kvhearth_server.core.membership import put_aside, take_from_aside
+from kvhearth_server.core.membership import quarantine, take_from_quarantine
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat, require
@@ -169,7 +169,9 @@ class Writing:
         bound: Reason | None = None
         cut = False
         stock = (
-            int(capacity * state.limits.stock_fraction_max) - group.stock_bytes - group.aside_bytes
+            int(capacity * state.limits.stock_fraction_max)
+            - group.stock_bytes
+            - group.quarantined_bytes
         )
         for room, reason in (
             (stock, Reason.STOCK_CAP),
@@ -205,7 +207,7 @@ class Writing:
         if quota is None:
             return self._state.ledger.segments[self._state.segment_of[namespace.tenant]].capacity
         groups = self._state.groups.of_namespace(namespace.number)
-        taken = sum(group.stock_bytes + group.aside_bytes for group in groups)
+        taken = sum(group.stock_bytes + group.quarantined_bytes for group in groups)
         return max(quota // 2, min(block_bytes, quota)) - taken
 
     def _quota_room(self, namespace: Namespace, want_bytes: int, evicted_max: int | None) -> int:
@@ -316,8 +318,8 @@ class Writing:
         )
         # Putting a slot aside moved its generation on by one. An older one comes from a message
         # that arrives twice: the slot was in use since, and somebody may be writing to it now.
-        aside = table.generation[slots] == item.generations + np.uint32(1)
-        same |= (found == State.QUARANTINED) & aside
+        quarantined = table.generation[slots] == item.generations + np.uint32(1)
+        same |= (found == State.QUARANTINED) & quarantined
         if not (held & mine & same).all():
             stale = bool((held & mine & ~same).any())
             reason = Reason.STALE_EXTENT if stale else Reason.NOT_RESERVED
@@ -391,9 +393,9 @@ class Writing:
             group.doubt(slots)
             in_doubt = True
         if in_doubt:
-            put_aside(state, group, stock)
+            quarantine(state, group, stock)
             return 0, len(stock)
-        take_from_aside(state, group, slots[state.table.state[slots] == State.QUARANTINED])
+        take_from_quarantine(state, group, slots[state.table.state[slots] == State.QUARANTINED])
         if len(stock):
             state.table.bump(stock)
             size = state.ledger.unreserved(group.segment, stock)

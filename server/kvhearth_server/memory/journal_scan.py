@@ -187,12 +187,12 @@ class _Reader:
         found, words = self._found, rows["state"]
         bound = np.isin(words, BOUND_WORDS)
         if not bound.all():
-            aside = words == STATE_WORDS[State.QUARANTINED]
+            quarantined = words == STATE_WORDS[State.QUARANTINED]
             # An owner that was damaged may look like a group that is drained already: wait for all.
             known = rows["owner_check"] == owner_check(rows["owner"])
             owners = np.where(known, rows["owner"], 0)
-            read_only = aside & (owners == READERS)
-            busy = np.isin(words, _BUSY) | (aside & ~read_only)
+            read_only = quarantined & (owners == READERS)
+            busy = np.isin(words, _BUSY) | (quarantined & ~read_only)
             if (orphaned_loads := int((busy & ~known).sum())) > 0:
                 found.reasons["owner"] += orphaned_loads
             _drop(found, "readers", slots[read_only])

@@ -293,7 +293,7 @@ class Decisions:
         engine = self._engine
         items = slots_items(request.groups, IDS_PER_CALL_MAX * 256)
         _few(len(request.reservation_ids), "reservation ids")
-        freed, aside = engine.call(
+        freed, quarantined = engine.call(
             engine.core.writing.abort,
             caller.session,
             items,
@@ -303,7 +303,7 @@ class Decisions:
         engine.counters.add("aborts")
         engine.counters.add("aborted_slots", freed)
         return cache_pb2.AbortResponse(
-            boot_id=engine.boot_id, freed_slots=freed, quarantined_slots=aside
+            boot_id=engine.boot_id, freed_slots=freed, quarantined_slots=quarantined
         )
 
     def _release(
