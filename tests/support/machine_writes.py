@@ -159,7 +159,7 @@ class WritingRules(MachineBase):
             assert not group.complete
             return
         if reason is Reason.NOT_RESERVED:
-            assert numbered in group.doubts
+            assert numbered in group.pending_aborts
             return
         assert again is None
         if reason is Reason.STOCK_CAP:
@@ -419,7 +419,7 @@ class WritingRules(MachineBase):
         """By number: for a client that never saw the answer; perhaps after an abort in doubt."""
         client = self.decider(data)
         group = self.state.group_of(client.number)
-        record = group.reservations.get(numbered) or group.doubts.get(numbered)
+        record = group.reservations.get(numbered) or group.pending_aborts.get(numbered)
         if record is None:
             return
         here = {c.number for c in self.clients if c.attached}

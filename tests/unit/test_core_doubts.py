@@ -41,15 +41,15 @@ class Stock:
         return {State(value) for value in np.unique(found).tolist()}
 
 
-@pytest.mark.parametrize("doubts", [1, 2])
+@pytest.mark.parametrize("pending_aborts", [1, 2])
 @pytest.mark.parametrize("first", ["slots", "reservation"])
 @pytest.mark.parametrize("second", ["slots", "reservation"])
 def test_the_second_word_frees_what_the_first_put_aside(
-    first: str, second: str, doubts: int
+    first: str, second: str, pending_aborts: int
 ) -> None:
     stock = Stock()
     assert stock.abort(first, in_doubt=True) == (0, 6)
-    for _ in range(doubts - 1):
+    for _ in range(pending_aborts - 1):
         assert stock.abort(first, in_doubt=True) == (0, 0)
     assert stock.states() == {State.QUARANTINED}
     assert stock.abort(second, in_doubt=False) == (6, 0)
@@ -129,16 +129,16 @@ def test_a_word_that_comes_again_and_again_takes_no_more_memory() -> None:
 def test_what_is_remembered_of_doubts_is_bounded() -> None:
     rig = Rig(slabs=4)
     session = rig.attach()
-    doubts = rig.group(session).doubts
+    pending_aborts = rig.group(session).pending_aborts
     for number in range(1, 2 * DOUBTS_REMEMBERED):
         (part,) = rig.core.writing.reserve(session, number, 1, [(0, 60)]).handed
         rig.core.writing.abort(session, [], [number], in_doubt=True)
         items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
         assert rig.core.writing.abort(session, items, [], in_doubt=False) == (60, 0)
         # Each record is of 60 slots, and nothing of it is aside any more.
-        assert doubts.slot_count <= 4096 + 60
+        assert pending_aborts.slot_count <= 4096 + 60
     rig.check()
-    assert len(doubts) <= DOUBTS_REMEMBERED
+    assert len(pending_aborts) <= DOUBTS_REMEMBERED
 
 
 def test_of_too_many_doubts_the_oldest_comes_back_with_the_group() -> None:
@@ -150,7 +150,7 @@ def test_of_too_many_doubts_the_oldest_comes_back_with_the_group() -> None:
             rig.core.writing.reserve(session, number, 1, [(0, 1)])
         rig.core.writing.abort(session, [], [number], in_doubt=True)
     group = rig.group(session)
-    assert len(group.doubts) == DOUBTS_REMEMBERED
+    assert len(group.pending_aborts) == DOUBTS_REMEMBERED
     assert rig.core.writing.abort(session, [], [1], in_doubt=False) == (0, 0)
     assert rig.core.writing.abort(session, [], [2], in_doubt=False) == (1, 0)
     assert (rig.state.table.state[oldest] == State.QUARANTINED).all()

@@ -69,7 +69,7 @@ DOUBTS_REMEMBERED = 1024
 _SLOTS_KEPT_MIN = 4096
 
 
-class Doubts:
+class PendingAborts:
     """What each of one group's reservations was when it was aborted in doubt.
 
     Memory is bounded by the number of reservations and by what is still put aside: records of which
@@ -224,7 +224,7 @@ class Group:
     handed: list[I64] = field(default_factory=list)
     handed_count: int = 0
     doubtful: list[I64] = field(default_factory=list)
-    doubts: Doubts = field(default_factory=Doubts)
+    pending_aborts: PendingAborts = field(default_factory=PendingAborts)
     reservations: OrderedDict[int, list[SlotGrant]] = field(default_factory=OrderedDict)
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)

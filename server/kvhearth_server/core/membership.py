@@ -179,7 +179,7 @@ class Membership:
         quarantine(state, group, held[state.table.state[held] == State.RESERVED])
         group.reservations.clear()
         group.unfinished.clear()
-        group.doubts.clear()
+        group.pending_aborts.clear()
 
     def settle(self, group: Group) -> None:
         """Free what an ended group put aside, once nobody of it can write.

@@ -75,7 +75,8 @@ class Writing:
         state = self._state
         group, namespace = self._reserving(session, epoch)
         require(
-            reservation_id not in group.released_early and reservation_id not in group.doubts,
+            reservation_id not in group.released_early
+            and reservation_id not in group.pending_aborts,
             Reason.NOT_RESERVED,
             _ABORTED,
         )
@@ -378,13 +379,13 @@ class Writing:
         parts = [item.slots for item in items]
         for reservation_id in reservation_ids:
             handed = group.forget_reservation(reservation_id)
-            handed = handed or group.doubts.pop(reservation_id)
+            handed = handed or group.pending_aborts.pop(reservation_id)
             if handed is None:
                 group.note_early_release(reservation_id)
                 continue
             parts += [part.still_held(state.table, group.number) for part in handed]
             if in_doubt:
-                group.doubts.add(state.table, group.number, reservation_id, handed)
+                group.pending_aborts.add(state.table, group.number, reservation_id, handed)
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         stock = slots[state.table.state[slots] == State.RESERVED]
         if group.has_undrained_member and not in_doubt:

@@ -178,9 +178,9 @@ class Directory:
             )
 
     @property
-    def doubts(self) -> Counter[Doubt]:
+    def pending_aborts(self) -> Counter[Doubt]:
         """Why its own file was not believed."""
-        return self._owned.doubts
+        return self._owned.pending_aborts
 
     @property
     def told(self) -> list[str]:
@@ -408,7 +408,7 @@ def open_places(
     if not found:
         raise DirectoryError("; ".join(failed.values()))
     for directory in found:
-        for doubt, count in directory.doubts.items():
+        for doubt, count in directory.pending_aborts.items():
             counts.add(f"dropped_{doubt.value}", count)
     return found
 

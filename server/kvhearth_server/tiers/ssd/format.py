@@ -286,7 +286,7 @@ def parse_footer(tail: U8, count: int) -> Records | None:
     return lines.view(RECORD_DTYPE)
 
 
-def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
+def pending_aborts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
     """Rows of record headers that do not belong into the segment, by reason.
 
     ``end_bytes``: where records must end. Checks are not looked at: see ``crc_good``.

@@ -53,7 +53,7 @@ class Ownership:
     lock: OpenFile
     head: DirectoryHead
     older: list[OpenFile] = field(default_factory=list)
-    doubts: Counter[Doubt] = field(default_factory=Counter)
+    pending_aborts: Counter[Doubt] = field(default_factory=Counter)
     told: list[str] = field(default_factory=list)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
         if said is None and error is not None:
             raise error
         new = said or DirectoryHead(_new_id(), segment_bytes)
-        found = Ownership(lock, new, doubts=Counter([head]))
+        found = Ownership(lock, new, pending_aborts=Counter([head]))
         found.told.append(_story(path, f"cannot be believed ({head.value})", said))
     except (OSError, DirectoryError):
         os.close(lock.fd)
@@ -141,7 +141,7 @@ def _make(files: Files, path: Path, segments: list[Path], segment_bytes: int) ->
         # No file can be made here, so that nobody else can make one either.
         found = Ownership(files.lock_directory(path.parent), head)
     if segments:
-        found.doubts[Doubt.TRUNCATED] += 1
+        found.pending_aborts[Doubt.TRUNCATED] += 1
         found.told.append(_story(path, "is missing", said))
     return found
 
