@@ -261,7 +261,7 @@ class Tally:
     worlds: int = 0
 
 
-def lane(seed: int, kills: int, deadline: float) -> Tally:
+def log_dir(seed: int, kills: int, deadline: float) -> Tally:
     """Worlds one after the other until so many kills or the time."""
     dice = random.Random(seed)
     faults = plan(dice)
@@ -293,11 +293,11 @@ def run(kills: int, seconds: float) -> Counter[str]:
     print(f"\nKVHEARTH_SEED={seed}")
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(LANES) as pool:
-        lanes = [
-            pool.submit(lane, seed * LANES + number, -(-kills // LANES), deadline)
+        log_dirs = [
+            pool.submit(log_dir, seed * LANES + number, -(-kills // LANES), deadline)
             for number in range(LANES)
         ]
-        tallies = [each.result() for each in lanes]
+        tallies = [each.result() for each in log_dirs]
     deaths = sum((tally.deaths for tally in tallies), Counter())
     checked = sum(tally.checked for tally in tallies)
     worlds = sum(tally.worlds for tally in tallies)

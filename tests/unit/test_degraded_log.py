@@ -128,7 +128,7 @@ def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     unusable = Kind(str(bad.path), "unusable")
     assert [*tier.status.by_kind()] == [unusable]
     parts = tier._parts
-    parts.log.lanes[0].directory.health.read_failed("io")
+    parts.log.log_dirs[0].directory.health.read_failed("io")
     parts.driver.broken = errno.errorcode[errno.EIO]
     kinds = [*tier.status.by_kind()]
     assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]

@@ -10,10 +10,10 @@ import xxhash
 
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.disk.executor import Checkers, Job
+from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
 from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.log import Janitor, Lane
+from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory
 from kvhearth_server.tiers.ssd.settings import Place
 
 _WAIT_S = 20.0
@@ -30,17 +30,17 @@ def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> None:
     told: list[Job] = []
-    checkers = Checkers(told.append, threads, "test")
+    checksum_pool = ChecksumPool(told.append, threads, "test")
     jobs = []
     for number in range(300):
         op = Op.READ if number % 3 == 0 else Op.WRITE
         contents = [bytes([number % 256]) * 5000, b"b" * number]
         jobs.append(_job(op, contents, {number % 2} if number % 5 == 0 else set()))
     for start in range(0, len(jobs), 7):
-        checkers.check(jobs[start : start + 7])
-    assert checkers.alive
-    assert checkers.stop(_WAIT_S)
-    assert not checkers.alive
+        checksum_pool.check(jobs[start : start + 7])
+    assert checksum_pool.alive
+    assert checksum_pool.stop(_WAIT_S)
+    assert not checksum_pool.alive
     assert len(told) == len(jobs)
     assert set(told) == set(jobs)
     for number, job in enumerate(jobs):
@@ -57,15 +57,15 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
         busy.release()
         go.wait(_WAIT_S)
 
-    checkers = Checkers(then, 2, "test")
+    checksum_pool = ChecksumPool(then, 2, "test")
     first = [_job(Op.WRITE, [b"x"], set()) for _ in range(16)]
-    checkers.check(first)  # more than are left to one thread: both are busy now
+    checksum_pool.check(first)  # more than are left to one thread: both are busy now
     assert busy.acquire(timeout=_WAIT_S)
     assert busy.acquire(timeout=_WAIT_S)
     read = _job(Op.READ, [b"y"], set())
-    checkers.check([read])
+    checksum_pool.check([read])
     go.set()
-    assert checkers.stop(_WAIT_S)
+    assert checksum_pool.stop(_WAIT_S)
     assert order.index(read) < 4  # of what was waiting it is the first; two were under way
     assert len(order) == 17
 
@@ -87,14 +87,14 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
 ) -> None:
     directory = Directory(Place(tmp_path, 1 << 30), 1 << 20, Files())
     event = make_event()
-    janitor = Janitor(directory, event)
-    lane = Lane(directory, janitor, count_max=files, carry_share=0.25)
-    assert lane.ready_wanted(0.0) == 1
+    janitor = FileWorker(directory, event)
+    log_dir = LogDirectory(directory, janitor, count_max=files, carry_share=0.25)
+    assert log_dir.ready_wanted(0.0) == 1
     for _ in range(6):
-        lane.closed(1.0)
-    assert lane.ready_wanted(2.0) == most
-    lane.sealing = 0
-    assert lane.ready_wanted(2.0) == most  # the next burst will be like the last one
-    assert lane.ready_wanted(60.0) == 1
+        log_dir.closed(1.0)
+    assert log_dir.ready_wanted(2.0) == most
+    log_dir.sealing = 0
+    assert log_dir.ready_wanted(2.0) == most  # the next burst will be like the last one
+    assert log_dir.ready_wanted(60.0) == 1
     assert janitor.stop(_WAIT_S)
     directory.close()

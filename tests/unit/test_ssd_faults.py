@@ -176,7 +176,7 @@ def test_a_request_that_waited_long_for_its_turn_is_not_stuck() -> None:
 
     health, directory = Drive.health, Drive()
     log: Any = SimpleNamespace(
-        lanes=[SimpleNamespace(directory=directory)],
+        log_dirs=[SimpleNamespace(directory=directory)],
         segments={1: SimpleNamespace(fd=3, directory=directory)},
     )
     job = Job(Op.WRITE, 3, 0, (), 0, (), lambda _: None, queued_at=1.0, begun_at=8.0)

@@ -216,7 +216,7 @@ def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) ->
 
 @pytest.mark.parametrize("reason", ["io", "no_space", "read_only", "short", "what is this"])
 def test_words_are_few(desk: Desk, reason: str) -> None:
-    health = desk.tier._parts.log.lanes[0].directory.health  # type: ignore[attr-defined]
+    health = desk.tier._parts.log.log_dirs[0].directory.health  # type: ignore[attr-defined]
     health.write_failed(reason, now=0.0)
     health.read_failed(reason)
     found = health.findings(0.0)

@@ -11,11 +11,11 @@ from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.buffers import HeaderPages
 from kvhearth_server.tiers.ssd.directory import open_places
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
-from kvhearth_server.tiers.ssd.disk.executor import Driver, ReadRate
+from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
-from kvhearth_server.tiers.ssd.log import Janitor, Lane, Log
+from kvhearth_server.tiers.ssd.log import FileWorker, Log, LogDirectory
 from kvhearth_server.tiers.ssd.reclaimer import CARRY_PAGES, Reclaimer
 from kvhearth_server.tiers.ssd.recovery.restore import Adopter, Progress
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
@@ -38,7 +38,7 @@ class Environment:
 
 
 @dataclass
-class Parts:
+class TierComponents:
     """Everything that lives as long as the tier.
 
     Attributes:
@@ -53,7 +53,7 @@ class Parts:
     failed_places: dict[Place, str]
     verdicts: list[Verdict]
     interface: str
-    driver: Driver
+    driver: IoExecutor
     index: SsdIndex
     log: Log
     pages: HeaderPages
@@ -71,7 +71,7 @@ class Parts:
     def starved(self) -> bool:
         """Whether a directory waits for the reclaimer's next turn."""
         now = self.clock()
-        return any(lane.starved(now) for lane in self.log.lanes)
+        return any(log_dir.starved(now) for log_dir in self.log.log_dirs)
 
 
 def build(
@@ -79,7 +79,7 @@ def build(
     regions: Sequence[U8],
     environment: Environment,
     on_progress: Progress | None,
-) -> Parts:
+) -> TierComponents:
     """Open the directories, start the threads, begin to read the log back.
 
     Raises:
@@ -96,18 +96,18 @@ def build(
         for each in directories:
             each.close()
         raise
-    driver = Driver(queue, sum_threads=settings.sum_threads, clock=clock)
-    lanes = [
-        Lane(
+    driver = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
+    log_dirs = [
+        LogDirectory(
             each,
-            Janitor(each, driver.event_fd),
+            FileWorker(each, driver.event_fd),
             count_max=each.segments_max,
             carry_share=settings.carry_share,
         )
         for each in directories
     ]
     index = SsdIndex()
-    log = Log(lanes, driver, counts, settings=settings, clock=clock)
+    log = Log(log_dirs, driver, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
     reclaimer = Reclaimer(index, log, counts, clock)
     every_region = [*regions, reclaimer.buffer.bytes]
@@ -121,7 +121,7 @@ def build(
     adopter = Adopter(
         segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
     )
-    return Parts(
+    return TierComponents(
         settings,
         counts,
         clock,

@@ -16,7 +16,7 @@ from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.buffers import Buffer
 from kvhearth_server.tiers.ssd.directory import CapacityReached, Directory, Segment, SegmentState
 from kvhearth_server.tiers.ssd.disk.base import Op
-from kvhearth_server.tiers.ssd.disk.executor import Driver, Job
+from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job
 from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
 from kvhearth_server.tiers.ssd.files import Busy
 from kvhearth_server.tiers.ssd.format import (
@@ -33,7 +33,7 @@ Result = Segment | OSError | None
 _Task = tuple[Callable[[], Result], Callable[[Result], None]]
 
 
-class Janitor:
+class FileWorker:
     """One task at a time; its result is taken by the loop."""
 
     def __init__(self, directory: Directory, event_fd: int) -> None:
@@ -90,7 +90,7 @@ _AHEAD_S = 10.0
 
 
 @dataclass(eq=False)
-class Lane:
+class LogDirectory:
     """A directory with its open segment and those that come after it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Lane:
     """
 
     directory: Directory
-    janitor: Janitor
+    janitor: FileWorker
     count_max: int
     carry_share: float
     open: Segment | None = None
@@ -151,7 +151,7 @@ class Lane:
 class PageWriter:
     """Writes first pages and footers of segments."""
 
-    def __init__(self, driver: Driver, wear: Wear, clock: Callable[[], float]) -> None:
+    def __init__(self, driver: IoExecutor, wear: Wear, clock: Callable[[], float]) -> None:
         self._driver, self._wear, self._clock = driver, wear, clock
 
     def write(
@@ -200,14 +200,14 @@ class Log:
 
     def __init__(
         self,
-        lanes: list[Lane],
-        driver: Driver,
+        log_dirs: list[LogDirectory],
+        driver: IoExecutor,
         counts: Counts,
         *,
         settings: SsdSettings,
         clock: Callable[[], float],
     ) -> None:
-        self.lanes = lanes
+        self.log_dirs = log_dirs
         self.segments: dict[int, Segment] = {}
         self.next_sequence = 1
         self.draining = False
@@ -217,7 +217,7 @@ class Log:
         self._counts = counts
         self._settings = settings
         self._clock = clock
-        self._turn = itertools.cycle(range(len(lanes)))
+        self._turn = itertools.cycle(range(len(log_dirs)))
         self._numbers = itertools.count(1)
 
     def new_number(self) -> int:
@@ -237,16 +237,16 @@ class Log:
 
     def resume(self, segment: Segment) -> None:
         """Go on appending to a segment that a dead daemon left unfinished."""
-        lane = self._lane_of(segment)
-        if lane.open is None:
-            segment.state, lane.open = SegmentState.OPEN, segment
+        log_dir = self._lane_of(segment)
+        if log_dir.open is None:
+            segment.state, log_dir.open = SegmentState.OPEN, segment
         else:
             self._close(segment)
 
     @property
     def has_place(self) -> bool:
         """Whether a directory has a segment that can be filled, or filled further."""
-        return any(lane.free or lane.open for lane in self.lanes)
+        return any(log_dir.free or log_dir.open for log_dir in self.log_dirs)
 
     def begin(self, youngest: int = 0) -> None:
         """The sequences of all segments that can be read are known: new segments may be opened.
@@ -262,7 +262,7 @@ class Log:
 
     def fits(self, pages: int, records: int) -> bool:
         """Whether a block of so many pages and records fits into an empty segment anywhere."""
-        return any(_empty(lane).room_for(pages, records) for lane in self.lanes)
+        return any(_empty(log_dir).room_for(pages, records) for log_dir in self.log_dirs)
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -276,17 +276,17 @@ class Log:
         counted in ``Segment.writes``.
         """
         runs: list[Run] = []
-        alone = len(self.lanes) == 1
+        alone = len(self.log_dirs) == 1
         stripe = count if alone else max(1, _STRIPE_BYTES // (pages * PAGE_BYTES))
         misses = 0
-        while count and misses < len(self.lanes):
-            lane = self.lanes[next(self._turn)]
-            segment = self._writable(lane, pages, records, carried)
+        while count and misses < len(self.log_dirs):
+            log_dir = self.log_dirs[next(self._turn)]
+            segment = self._writable(log_dir, pages, records, carried)
             if segment is None:
                 misses += 1
                 continue
             misses = 0
-            keep = lane.kept_pages(carried=carried)
+            keep = log_dir.kept_pages(carried=carried)
             take = min(count, stripe, segment.room_for(pages, records, keep))
             runs.append(Run(segment, segment.end, take))
             segment.writes += 1
@@ -295,22 +295,24 @@ class Log:
             count -= take
         return runs
 
-    def _writable(self, lane: Lane, pages: int, records: int, carried: bool) -> Segment | None:
-        if not lane.directory.writable or not lane.directory.health.may_write(self._clock()):
+    def _writable(
+        self, log_dir: LogDirectory, pages: int, records: int, carried: bool
+    ) -> Segment | None:
+        if not log_dir.directory.writable or not log_dir.directory.health.may_write(self._clock()):
             return None
         # Only the first: a segment's number in the log says how young its blocks are.
-        ready = bool(lane.ready) and lane.ready[0].state is SegmentState.OPEN
-        full = lane.open is not None and not lane.open.room_for(pages, records)
-        if full and lane.open is not None:
-            if not ready or not _empty(lane).room_for(pages, records):
+        ready = bool(log_dir.ready) and log_dir.ready[0].state is SegmentState.OPEN
+        full = log_dir.open is not None and not log_dir.open.room_for(pages, records)
+        if full and log_dir.open is not None:
+            if not ready or not _empty(log_dir).room_for(pages, records):
                 return None  # nothing to change to, or too large for any segment here
-            self._close(lane.open)
-            lane.open = None
-        if lane.open is None and ready:
-            lane.open = lane.ready.popleft()
-            self._prepare(lane)
-        found = lane.open
-        if found is None or not found.room_for(pages, records, lane.kept_pages(carried=carried)):
+            self._close(log_dir.open)
+            log_dir.open = None
+        if log_dir.open is None and ready:
+            log_dir.open = log_dir.ready.popleft()
+            self._prepare(log_dir)
+        found = log_dir.open
+        if found is None or not found.room_for(pages, records, log_dir.kept_pages(carried=carried)):
             return None
         return found
 
@@ -352,53 +354,53 @@ class Log:
 
     def release(self, segment: Segment) -> None:
         """Nothing in it is live and nothing reads it: it can be filled anew."""
-        lane = self._lane_of(segment)
+        log_dir = self._lane_of(segment)
         self._counts.add("segments_reclaimed")
-        if segment.damaged or lane.surplus:
+        if segment.damaged or log_dir.surplus:
             self.remove(segment)
             return
         segment.state = SegmentState.FREE
-        lane.free.append(segment)
-        self._prepare(lane)
+        log_dir.free.append(segment)
+        self._prepare(log_dir)
 
     def remove(self, segment: Segment) -> None:
         """Delete a file for good."""
-        lane = self._lane_of(segment)
+        log_dir = self._lane_of(segment)
         segment.state = SegmentState.LOST
-        lane.directory.segments.remove(segment)
+        log_dir.directory.segments.remove(segment)
         del self.segments[segment.number]
 
         def task() -> Result:
-            lane.directory.remove_segment(segment)
+            log_dir.directory.remove_segment(segment)
             return None
 
-        lane.janitor.start(task, lambda _: None)
+        log_dir.janitor.start(task, lambda _: None)
 
     # -- the beginning of a segment ----------------------------------------------------------------
 
     def tick(self) -> None:
         """Take files that were made, and see that every directory has its next segment."""
-        for lane in self.lanes:
-            lane.janitor.poll()
-            while lane.surplus and lane.free:
-                self.remove(lane.free.pop())
-            self._prepare(lane)
+        for log_dir in self.log_dirs:
+            log_dir.janitor.poll()
+            while log_dir.surplus and log_dir.free:
+                self.remove(log_dir.free.pop())
+            self._prepare(log_dir)
 
-    def _prepare(self, lane: Lane) -> None:
+    def _prepare(self, log_dir: LogDirectory) -> None:
         now = self._clock()
-        directory = lane.directory
+        directory = log_dir.directory
         if self.draining or self.paused or not directory.writable:
             return
         if not directory.health.may_write(now):
             return
-        wanted = lane.ready_wanted(now)
-        while lane.free and len(lane.ready) < wanted:
-            self._head(lane, lane.free.pop())
+        wanted = log_dir.ready_wanted(now)
+        while log_dir.free and len(log_dir.ready) < wanted:
+            self._head(log_dir, log_dir.free.pop())
         if (
-            len(lane.ready) < wanted
-            and len(directory.segments) < lane.count_max
-            and not lane.janitor.busy
-            and now >= lane.retry_at
+            len(log_dir.ready) < wanted
+            and len(directory.segments) < log_dir.count_max
+            and not log_dir.janitor.busy
+            and now >= log_dir.retry_at
         ):
             number = self.new_number()
             size, flush = directory.segment_bytes, self._settings.flush
@@ -407,63 +409,63 @@ class Log:
             prewritten = size if prewrite else 0
             # At once: other directories, and blocks, would spend the same bytes meanwhile.
             self.wear.budget.spend(prewritten, now)
-            lane.janitor.start(
+            log_dir.janitor.start(
                 lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
-                lambda result: self._created(lane, result, prewritten),
+                lambda result: self._created(log_dir, result, prewritten),
             )
 
-    def _created(self, lane: Lane, result: Result, prewritten: int) -> None:
+    def _created(self, log_dir: LogDirectory, result: Result, prewritten: int) -> None:
         if isinstance(result, Segment):
             self.wear.wrote(prewritten, taken=True)
             # A file system that cannot reserve had to be written to, budget or not.
             self.wear.wrote(result.zeros - prewritten)
-            lane.directory.segments.append(result)
+            log_dir.directory.segments.append(result)
             self.add(result)
             return
         self.wear.budget.give_back(prewritten)
         now = self._clock()
         code = (result.errno if result is not None else None) or errno.EIO
-        health = lane.directory.health
+        health = log_dir.directory.health
         why = _OTHERS if isinstance(result, CapacityReached) else _NO_ROOM.get(code)
         if why is not None:
             # What there is can be reclaimed; more is asked for again later.
-            lane.retry_at = now + _ROOM_RETRY_S
-            health.no_room(lane.retry_at, *why)
+            log_dir.retry_at = now + _ROOM_RETRY_S
+            health.no_room(log_dir.retry_at, *why)
         else:
             health.write_failed("read_only" if code == errno.EROFS else "io", now)
-            lane.retry_at = now + health.retry_after_s(now)
+            log_dir.retry_at = now + health.retry_after_s(now)
         self._counts.add("segments_not_made")
 
-    def _head(self, lane: Lane, segment: Segment) -> None:
+    def _head(self, log_dir: LogDirectory, segment: Segment) -> None:
         head = SegmentHead(
-            lane.directory.log_id,
+            log_dir.directory.log_id,
             self.next_sequence,
-            lane.directory.segment_bytes,
+            log_dir.directory.segment_bytes,
             int(time.time()),
         )
         self.next_sequence += 1
         segment.restart(head)
         segment.state = SegmentState.HEADING
-        lane.ready.append(segment)
+        log_dir.ready.append(segment)
         segment.writes += 1
         self._pages.write(
-            segment, Buffer(segment_page(head)), 0, lambda job: self._headed(lane, segment, job)
+            segment, Buffer(segment_page(head)), 0, lambda job: self._headed(log_dir, segment, job)
         )
 
-    def _headed(self, lane: Lane, segment: Segment, job: Job) -> None:
+    def _headed(self, log_dir: LogDirectory, segment: Segment, job: Job) -> None:
         segment.writes -= 1
-        self._pages.note(lane.directory, job)
+        self._pages.note(log_dir.directory, job)
         if job.good:
             segment.state = SegmentState.OPEN
             return
         segment.state = SegmentState.FREE
-        lane.ready.remove(segment)
-        lane.free.append(segment)
+        log_dir.ready.remove(segment)
+        log_dir.free.append(segment)
 
-    def _lane_of(self, segment: Segment) -> Lane:
-        return next(lane for lane in self.lanes if lane.directory is segment.directory)
+    def _lane_of(self, segment: Segment) -> LogDirectory:
+        return next(log_dir for log_dir in self.log_dirs if log_dir.directory is segment.directory)
 
 
-def _empty(lane: Lane) -> Segment:
+def _empty(log_dir: LogDirectory) -> Segment:
     """A segment of the lane in which nothing is yet, to ask what it has room for."""
-    return Segment(0, lane.directory, lane.directory.path)
+    return Segment(0, log_dir.directory, log_dir.directory.path)

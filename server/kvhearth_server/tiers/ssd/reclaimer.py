@@ -31,7 +31,7 @@ from kvhearth_server.tiers.ssd.buffers import Buffer, HeaderPages
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
 from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
-from kvhearth_server.tiers.ssd.log import Lane, Log
+from kvhearth_server.tiers.ssd.log import Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
 
 CARRY_BYTES = 32 << 20
@@ -78,7 +78,7 @@ class Reclaimer:
         self.buffer = Buffer(CARRY_BYTES)
         self._index, self._log, self._counts = index, log, counts
         self._clock = clock
-        self._work: dict[Lane, _Work] = {}
+        self._work: dict[LogDirectory, _Work] = {}
         self._carrying: _Work | None = None
         self._forgot = False
         self.evicted: list[Evicted] = []
@@ -99,25 +99,29 @@ class Reclaimer:
         """Begin or go on wherever a directory has run out of segments; true if there is more to do
         at once.
         """
-        for lane in self._log.lanes:
-            if lane not in self._work and not self._log.draining and lane.starved(self._clock()):
-                victim = self._victim(lane)
+        for log_dir in self._log.log_dirs:
+            if (
+                log_dir not in self._work
+                and not self._log.draining
+                and log_dir.starved(self._clock())
+            ):
+                victim = self._victim(log_dir)
                 if victim is not None:
                     victim.state = SegmentState.RECLAIMING
-                    self._work[lane] = _Work(victim, self._portions(lane, victim))
+                    self._work[log_dir] = _Work(victim, self._portions(log_dir, victim))
         more = self._forgot = False
-        for lane, work in list(self._work.items()):
-            more |= self._go_on(lane, work)
+        for log_dir, work in list(self._work.items()):
+            more |= self._go_on(log_dir, work)
         return more
 
     # -- the victim --------------------------------------------------------------------------------
 
-    def _victim(self, lane: Lane) -> Segment | None:
+    def _victim(self, log_dir: LogDirectory) -> Segment | None:
         """The sealed segment that is worth it most, the oldest of those that are alike."""
-        sealed = [s for s in lane.directory.segments if s.state is SegmentState.SEALED]
-        return max(sealed, key=lambda each: self._worth(lane, each), default=None)
+        sealed = [s for s in log_dir.directory.segments if s.state is SegmentState.SEALED]
+        return max(sealed, key=lambda each: self._worth(log_dir, each), default=None)
 
-    def _worth(self, lane: Lane, segment: Segment) -> tuple[float, int]:
+    def _worth(self, log_dir: LogDirectory, segment: Segment) -> tuple[float, int]:
         """Benefit by cost, as in Rosenblum and Ousterhout's log-structured file system (1992):
         room won times age by what is read and written for it; only hot blocks count as kept.
         """
@@ -126,12 +130,12 @@ class Reclaimer:
         if table is not None:
             # No more than that is carried: what is hot beyond it must age like all others, or
             # old favourites would drive out everything new.
-            pages = min(table.hot_pages, lane.carry_pages)
+            pages = min(table.hot_pages, log_dir.carry_pages)
             share = pages * PAGE_BYTES / segment.directory.segment_bytes
         age = max(1, self._log.next_sequence - segment.head.sequence)
         return ((1 - share) * age / (1 + share), -segment.head.sequence)
 
-    def _portions(self, lane: Lane, segment: Segment) -> Iterator[_Portion]:
+    def _portions(self, log_dir: LogDirectory, segment: Segment) -> Iterator[_Portion]:
         """What is hot in a segment, the most used first, up to the share that may be carried."""
         table = self._index.segments.get(segment.number)
         if table is None:
@@ -140,7 +144,7 @@ class Reclaimer:
         hits = table.rows["hits"][heads].astype(np.int64)
         hot = heads[np.argsort(-hits, kind="stable")][: np.count_nonzero(hits)]
         # Less what their lines in the footer may take.
-        room = lane.carry_pages * 15 // 16
+        room = log_dir.carry_pages * 15 // 16
         hot = hot[np.cumsum(disk_pages(table.rows[hot])) <= room]
         names = table.rows[["family", "epoch", "length", "shards"]][hot]
         # Sorting them takes ten times as long, and mostly they are alike.
@@ -159,13 +163,13 @@ class Reclaimer:
 
     # -- carrying ----------------------------------------------------------------------------------
 
-    def _go_on(self, lane: Lane, work: _Work) -> bool:
+    def _go_on(self, log_dir: LogDirectory, work: _Work) -> bool:
         if work.running:
             return False
         if not work.carried:
             if self._carrying is not None:
                 return False
-            may_carry = self._log.wear.may_carry(lane.carry_pages * PAGE_BYTES)
+            may_carry = self._log.wear.may_carry(log_dir.carry_pages * PAGE_BYTES)
             portion = next(work.portions, None) if may_carry else None
             if portion is not None:
                 self._carry(work, portion)
@@ -182,7 +186,7 @@ class Reclaimer:
             if number in self._index.segments:
                 return True
         if not work.segment.reads and not work.segment.writes:
-            del self._work[lane]
+            del self._work[log_dir]
             self._log.release(work.segment)
         return False
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvhearth_server.tiers.base import BlockSpec, Health
-from kvhearth_server.tiers.ssd.assembly import Parts
+from kvhearth_server.tiers.ssd.assembly import TierComponents
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
 from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
-from kvhearth_server.tiers.ssd.log import Lane
+from kvhearth_server.tiers.ssd.log import LogDirectory
 from kvhearth_server.tiers.ssd.walk import places
 from kvhearth_server.tiers.ssd.write_limits import WriteBudget
 
@@ -92,10 +92,10 @@ class SsdFigures:
 class SsdStatus:
     """Reads the tier's parts, changes nothing. Calls from the loop."""
 
-    def __init__(self, parts: Parts, budget: WriteBudget) -> None:
+    def __init__(self, parts: TierComponents, budget: WriteBudget) -> None:
         self._parts, self._budget = parts, budget
         self.places = partial(places, parts.index, parts.log)
-        self.files_found = sum(len(lane.directory.segments) for lane in parts.log.lanes)
+        self.files_found = sum(len(log_dir.directory.segments) for log_dir in parts.log.log_dirs)
         """Segment files that were there at the start."""
 
     @property
@@ -111,7 +111,7 @@ class SsdStatus:
     @property
     def mended(self) -> list[str]:
         """What was mended or begun anew when the directories were opened, for people."""
-        return [told for lane in self._parts.log.lanes for told in lane.directory.told]
+        return [told for log_dir in self._parts.log.log_dirs for told in log_dir.directory.told]
 
     @property
     def recovering(self) -> bool:
@@ -177,7 +177,7 @@ class SsdStatus:
 
     def allocated_bytes(self) -> dict[str, int]:
         """What each directory takes by its file system's own count. Waits for the disk."""
-        directories = [lane.directory for lane in self._parts.log.lanes]
+        directories = [log_dir.directory for log_dir in self._parts.log.log_dirs]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
     def figures(self) -> SsdFigures:
@@ -190,7 +190,10 @@ class SsdStatus:
         return SsdFigures(
             interface=parts.interface,
             interface_broken=self.interface_broken,
-            directories=[*(self._directory(lane, now) for lane in parts.log.lanes), *unusable],
+            directories=[
+                *(self._directory(log_dir, now) for log_dir in parts.log.log_dirs),
+                *unusable,
+            ],
             blocks=self.blocks,
             live_bytes=self.live_bytes,
             recovering=self.recovering,
@@ -206,8 +209,8 @@ class SsdStatus:
             counts=dict(parts.counts.values),
         )
 
-    def _directory(self, lane: Lane, now: float) -> DirectoryFigures:
-        directory = lane.directory
+    def _directory(self, log_dir: LogDirectory, now: float) -> DirectoryFigures:
+        directory = log_dir.directory
         states = {str(state.value): 0 for state in SegmentState}
         for segment in directory.segments:
             states[segment.state.value] += 1
@@ -224,8 +227,8 @@ class SsdStatus:
         now = self._parts.clock()
         failed = self._parts.failed_places
         found = {Kind(str(place.path), UNUSABLE): told for place, told in failed.items()}
-        for lane in self._parts.log.lanes:
-            found |= lane.directory.health.by_kind(now)
+        for log_dir in self._parts.log.log_dirs:
+            found |= log_dir.directory.health.by_kind(now)
         if broken := self.interface_broken:
             found[Kind("", INTERFACE)] = broken
         return found

@@ -82,8 +82,8 @@ class Watch:
                     job.told_stuck = True
                 self._counts.add("stuck_batches")
                 notices.append(Completion(task.ticket, [(Failed("stuck"), task.out)], final=False))
-        for lane in self._log.lanes:
-            lane.directory.health.stuck = stuck.get(lane.directory, 0)
+        for log_dir in self._log.log_dirs:
+            log_dir.directory.health.stuck = stuck.get(log_dir.directory, 0)
         return notices
 
     def _directory_of(self, job: Job) -> Directory | None:
@@ -281,7 +281,9 @@ class SsdTier:
             return Throttled("too_large", 3600.0)
         now = self._clock()
         healths = [
-            lane.directory.health for lane in self._parts.log.lanes if lane.directory.writable
+            log_dir.directory.health
+            for log_dir in self._parts.log.log_dirs
+            if log_dir.directory.writable
         ]
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
@@ -361,15 +363,15 @@ class SsdTier:
         self._parts.log.draining = True
         end = time.monotonic() + deadline_s
         parts: list[Callable[[float], bool]] = [self._parts.driver.stop, self._parts.adopter.stop]
-        parts += [lane.janitor.stop for lane in self._parts.log.lanes]
+        parts += [log_dir.janitor.stop for log_dir in self._parts.log.log_dirs]
         stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
         if not all(stopped):
             # The kernel still has descriptors and memory of ours: they stay as they are.
             _abandoned.append(self)
             return
-        for lane in self._parts.log.lanes:
-            lane.janitor.poll()  # a file that was made meanwhile is the directory's too
-            lane.directory.close()
+        for log_dir in self._parts.log.log_dirs:
+            log_dir.janitor.poll()  # a file that was made meanwhile is the directory's too
+            log_dir.directory.close()
         self._parts.driver.close()
 
 

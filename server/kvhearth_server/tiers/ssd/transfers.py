@@ -24,7 +24,7 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.buffers import HeaderPages
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op
-from kvhearth_server.tiers.ssd.disk.executor import Check, Driver, Job
+from kvhearth_server.tiers.ssd.disk.executor import Check, IoExecutor, Job
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     RECORD_DTYPE,
@@ -140,7 +140,7 @@ class Transfers:
     def __init__(
         self,
         regions: Sequence[U8],
-        parts: tuple[SsdIndex, Log, Driver, HeaderPages],
+        parts: tuple[SsdIndex, Log, IoExecutor, HeaderPages],
         settings: SsdSettings,
         counts: Counts,
         clock: Callable[[], float],

@@ -104,7 +104,7 @@ processor a fifth more for each byte.
 """
 
 
-class Checkers:
+class ChecksumPool:
     """Compares jobs' bytes with their checksums; reads first, because they are waited for.
 
     A checksum of a large block releases the interpreter lock, so the threads disturb nobody.
@@ -193,7 +193,7 @@ _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
 
 
-class Driver:
+class IoExecutor:
     """Runs jobs: reads before writes, at most ``depth`` at once.
 
     While reads wait or run, writes get at most a quarter of the depth, and always one: a promotion
@@ -226,7 +226,7 @@ class Driver:
         self._stop = False
         self.broken = ""
         self._telling = threading.Lock()
-        self._checkers = Checkers(self._verified, sum_threads, name)
+        self._checkers = ChecksumPool(self._verified, sum_threads, name)
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
