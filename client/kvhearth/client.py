@@ -26,7 +26,7 @@ from kvhearth.results import (
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.epoch import EPOCH_UNKNOWN
 from kvhearth.session.link import Link
-from kvhearth.session.manager import Attached, Drain, Keeper
+from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -139,8 +139,8 @@ class Decisions:
         self._lookup_s = url.lookup_ms / 1000
         self._call_s = url.call_ms / 1000
         self._counters = Counters()
-        self._keeper = Keeper(url, hello, self._counters)
-        self._caller = Caller(self._keeper, self._counters, decides=hello.scheduler)
+        self._session_manager = SessionManager(url, hello, self._counters)
+        self._caller = Caller(self._session_manager, self._counters, decides=hello.scheduler)
         self._returns = Returns(self._caller, contract)
 
     @property
@@ -152,7 +152,7 @@ class Decisions:
         daemon's all answers are misses. A daemon that started without its old blocks has an epoch
         of its own, which an engine that was up to date until then takes over.
         """
-        return self._keeper.epochs.own
+        return self._session_manager.epochs.own
 
     def lookup(
         self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False
@@ -386,14 +386,14 @@ class Decisions:
             The new epoch, with which this client goes on; or -1. Then the weights have no epoch:
             all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
         """
-        self._keeper.epochs.use(EPOCH_UNKNOWN)
+        self._session_manager.epochs.use(EPOCH_UNKNOWN)
 
         def work() -> int:
             link = self._caller.link()
             current = expected
             if current is None:
-                self._keeper.beat(link)
-                current = self._keeper.epochs.daemon
+                self._session_manager.beat(link)
+                current = self._session_manager.epochs.daemon
             return self._bump(link, current, only_alone=False)
 
         return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
@@ -408,15 +408,15 @@ class Decisions:
 
         def work() -> bool:
             link = self._caller.link()
-            self._keeper.beat(link)
-            current = self._keeper.epochs.daemon
+            self._session_manager.beat(link)
+            current = self._session_manager.epochs.daemon
             try:
                 # From here on nobody knows until the answer is there.
-                self._keeper.epochs.use(EPOCH_UNKNOWN)
+                self._session_manager.epochs.use(EPOCH_UNKNOWN)
                 self._bump(link, current, only_alone=True)
             except KVHearthError as error:
                 if not outcome_unknown(error):
-                    self._keeper.epochs.use(before)
+                    self._session_manager.epochs.use(before)
                 raise
             return True
 
@@ -425,15 +425,15 @@ class Decisions:
     def _bump(self, link: Link, expected: int, *, only_alone: bool) -> int:
         request = pb.BumpEpochRequest(expected_epoch=expected, only_alone=only_alone)
         reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
-        self._keeper.epochs.bumped(link.boot_id, reply.epoch)
+        self._session_manager.epochs.bumped(link.boot_id, reply.epoch)
         return int(reply.epoch)
 
     def use_epoch(self, epoch: int) -> None:
         """This engine now has the weights of ``epoch``, which somebody else bumped to."""
-        self._keeper.epochs.use(epoch)
+        self._session_manager.epochs.use(epoch)
 
     def _own_epoch(self) -> int:
-        epoch = self._keeper.epochs.own
+        epoch = self._session_manager.epochs.own
         if epoch < 0:
             raise KVHearthError(
                 Reason.STALE_EPOCH, "the weights' epoch is not known: bump_epoch failed"
@@ -551,18 +551,18 @@ class KVClient(Decisions):
         super().__init__(url, contract, hello)
         self._closing = threading.Lock()
         self._let_go = False
-        self._keeper.start()
+        self._session_manager.start()
 
     @property
     def arena(self) -> ArenaMapping | None:
         """The mapped arena of the current boot; None while detached or not asked for."""
-        link = None if self._caller.closed else self._keeper.link
+        link = None if self._caller.closed else self._session_manager.link
         return None if link is None else link.mapping
 
     @property
     def boot_id(self) -> str:
         """Of the daemon that this client is attached to, or empty."""
-        link = None if self._caller.closed else self._keeper.link
+        link = None if self._caller.closed else self._session_manager.link
         return "" if link is None else link.boot_id
 
     @property
@@ -571,7 +571,7 @@ class KVClient(Decisions):
 
         A session can end and another begin under one boot id.
         """
-        link = None if self._caller.closed else self._keeper.link
+        link = None if self._caller.closed else self._session_manager.link
         return "" if link is None else link.session_id
 
     @property
@@ -582,11 +582,11 @@ class KVClient(Decisions):
     @property
     def refusal(self) -> KVHearthError | None:
         """Why the daemon refuses this engine for good, or None."""
-        return self._keeper.refusal
+        return self._session_manager.refusal
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until attached with all ranks; False at once when refused or closed."""
-        return not self._caller.closed and self._keeper.wait_ready(timeout_s)
+        return not self._caller.closed and self._session_manager.wait_ready(timeout_s)
 
     def cancel(self, found: LookupResult) -> None:
         """The request behind a lookup went away, in the background: its lease ends, and what climbs
@@ -607,7 +607,7 @@ class KVClient(Decisions):
 
         self._caller.decide("cancel", work, lambda _: None)
 
-    def add_drain(self, drain: Drain) -> None:
+    def add_quiesce_hook(self, drain: Drain) -> None:
         """Register what waits for this process's copies.
 
         ``drain(deadline_s)`` returns True when no copy is under way. It is called on the keeper's
@@ -615,14 +615,14 @@ class KVClient(Decisions):
         old mapping stays and there is no new session. Copiers of the old mapping should be closed
         by then, or drop their arrays.
         """
-        self._keeper.drains.add(drain)
+        self._session_manager.drains.add(drain)
 
     def add_attached(self, attached: Attached) -> None:
         """Register what is to be prepared for a session: ``attached()`` is called on the keeper's
         thread each time one has begun, and now if there is one. It may be called twice for the same
         session, and must not wait.
         """
-        self._keeper.add_attached(attached)
+        self._session_manager.add_attached(attached)
 
     def counters(self) -> dict[str, int]:
         """Counters since the start, by name; heartbeats carry them to the daemon."""
@@ -645,6 +645,6 @@ class KVClient(Decisions):
         with self._closing:
             if not self._let_go:
                 self._caller.close()
-                self._keeper.stop(deadline_s)
-                self._let_go = self._keeper.finish(deadline_s)
+                self._session_manager.stop(deadline_s)
+                self._let_go = self._session_manager.finish(deadline_s)
             return self._let_go

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from kvhearth.counters import LOGGER, Counters, Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import Link
-from kvhearth.session.manager import SESSION_ENDS, Keeper
-from kvhearth.session.outbox import Errand
+from kvhearth.session.manager import SESSION_ENDS, SessionManager
+from kvhearth.session.outbox import QueuedRequest
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 
 COUNTED = frozenset({Reason.DAEMON_AWAY, Reason.DEADLINE})
@@ -152,8 +152,10 @@ class Caller:
         decides: this process may take decisions; without that there is no link for them.
     """
 
-    def __init__(self, keeper: Keeper, counters: Counters, *, decides: bool) -> None:
-        self._keeper = keeper
+    def __init__(
+        self, session_manager: SessionManager, counters: Counters, *, decides: bool
+    ) -> None:
+        self._session_manager = session_manager
         self._decides = decides
         self._counters = counters
         self._warnings = Warnings()
@@ -204,9 +206,9 @@ class Caller:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
         if self._closed:
             raise NotSent(Reason.CLOSED, "this client is closed")
-        link = self._keeper.link
+        link = self._session_manager.link
         if link is None:
-            refusal = self._keeper.refusal
+            refusal = self._session_manager.refusal
             reason = Reason.DAEMON_AWAY if refusal is None else refusal.reason
             raise NotSent(reason, "not attached to a daemon")
         return link
@@ -249,12 +251,12 @@ class Caller:
             if error.reason in _LOST and self._died(link):
                 raise KVHearthError(Reason.DAEMON_AWAY, "the daemon has gone") from None
             if error.reason in SESSION_ENDS:
-                self._keeper.lose(link, error)
+                self._session_manager.lose(link, error)
             raise
         if not self._breaker.calm:
             self._record(None)
         if reply.boot_id != link.boot_id:
-            self._keeper.lose(link, "another daemon answers")
+            self._session_manager.lose(link, "another daemon answers")
             raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
         return reply
 
@@ -271,15 +273,15 @@ class Caller:
         """Queue a request that nobody waits for; see ``Errand`` for the arguments."""
         welcome = link.welcome
         kind = kind or rpc.name
-        self._keeper.put(
-            Errand(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
+        self._session_manager.put(
+            QueuedRequest(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
         )
 
     def _died(self, link: Link) -> bool:
         """Whether the daemon has died; the link is lost then."""
         if link.session.alive():
             return False
-        self._keeper.lose(link, "its life line ended")
+        self._session_manager.lose(link, "its life line ended")
         return True
 
     def _allowed(self, link: Link) -> bool:

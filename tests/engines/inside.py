@@ -33,7 +33,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvhearth.connectors.vllm.connector import KVHearthConnector
 from kvhearth.connectors.vllm.settings import parse_settings
 from kvhearth.connectors.vllm.step_metadata import LoadJob, Move, StepMeta
-from kvhearth.connectors.vllm.worker import WorkerHalf
+from kvhearth.connectors.vllm.worker import WorkerConnector
 from kvhearth.copiers.base import Done
 from kvhearth.model import EXTENT_DTYPE
 
@@ -130,7 +130,7 @@ def idle_waits(engine: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector, WorkerHalf]:
+def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector, WorkerConnector]:
     """The runner's side of the connector over pages on the CPU, and our half behind it."""
     with tempfile.NamedTemporaryFile() as meeting:
         parallel_state.init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
@@ -140,7 +140,7 @@ def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector,
     pages.kv_cache_layout = config.cache_config.kv_cache_layout
     ensure_kv_transfer_initialized(config, pages)
     connector = get_kv_transfer_group()
-    worker = WorkerHalf(
+    worker = WorkerConnector(
         parse_settings(config.kv_transfer_config.kv_connector_extra_config),
         config,
         pages,
@@ -158,7 +158,7 @@ def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector,
 
 
 def _waits(
-    runner: ActiveKVConnector, worker: WorkerHalf, copier: StuckCopier, name: str
+    runner: ActiveKVConnector, worker: WorkerConnector, copier: StuckCopier, name: str
 ) -> list[float]:
     """One step; a step named "begun" begins a load."""
     tokens = 0 if name == "idle" else 128

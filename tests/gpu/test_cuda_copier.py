@@ -125,19 +125,19 @@ def _pinned(torch: Any, arena: Any) -> bool:
 
 
 def test_an_arena_is_registered_from_the_attach_on(torch: Any, daemon: Any) -> None:
-    from kvhearth.transfer import Movers
+    from kvhearth.transfer import CopierPool
 
     url, _ = daemon
     kv_cache = torch.zeros(
         LAYERS, PAGES, BLOCK_TOKENS, HEAD_BYTES // 2, device="cuda", dtype=torch.bfloat16
     )
     client = connect(url, _contract(), engine_id="gpu-smoke")
-    movers = Movers(client, {0: PagedKV(list(kv_cache))})
+    copier_pool = CopierPool(client, {0: PagedKV(list(kv_cache))})
     assert client.wait_ready(DEADLINE_S)
     arena = client.arena
     assert arena is not None
     _until(lambda: _pinned(torch, arena))
-    assert movers.close(DEADLINE_S)
+    assert copier_pool.close(DEADLINE_S)
     assert not _pinned(torch, arena)
     assert "registration_failed" not in client.counters()
     torch.cuda.synchronize()

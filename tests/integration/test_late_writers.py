@@ -237,7 +237,7 @@ def test_a_client_says_goodbye_only_after_its_copies(daemon: Daemon, thief: Engi
     victim = Engine(daemon.url(), ALONE, "victim")
     try:
         victim.wait_ready()
-        victim.client.add_drain(lambda _: not copying.is_set())
+        victim.client.add_quiesce_hook(lambda _: not copying.is_set())
         extents = victim.reserve(4).groups[0].reshape(-1)
         arena = victim.client.arena
         assert arena is not None
@@ -275,7 +275,7 @@ def test_a_copy_in_the_callers_thread_is_a_copy(daemon: Daemon) -> None:
 def test_a_lost_daemon_is_no_goodbye(daemon: Daemon) -> None:
     copying = threading.Event()
     with engine_of(daemon.url(), ALONE, "victim") as victim:
-        victim.client.add_drain(lambda _: not copying.is_set())
+        victim.client.add_quiesce_hook(lambda _: not copying.is_set())
         extents = victim.reserve(4).groups[0].reshape(-1)
         arena = victim.client.arena
         assert arena is not None

@@ -90,7 +90,7 @@ class Rank:
         self._kv = PagedKV([self.pages])
         self._arena: ArenaMapping | None = None
         self._copier: HostCopier | None = None
-        client.add_drain(self._drain)
+        client.add_quiesce_hook(self._drain)
 
     @property
     def boot_id(self) -> str:

@@ -142,7 +142,7 @@ class Worker:
         self._late = threading.Event()
         self._last: Records | None = None
         self._alone = False
-        rank.client.add_drain(lambda _: not self._late.is_set())
+        rank.client.add_quiesce_hook(lambda _: not self._late.is_set())
 
     def serve(self) -> None:
         """Until the scheduler's process ends."""

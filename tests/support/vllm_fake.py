@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth.connectors.vllm.scheduler import SchedulerHalf
+from kvhearth.connectors.vllm.scheduler import SchedulerConnector
 from kvhearth.connectors.vllm.settings import Settings
 from kvhearth.connectors.vllm.step_metadata import Geometry, Handshake, StepMeta, WorkerReport
-from kvhearth.connectors.vllm.worker import WorkerHalf
+from kvhearth.connectors.vllm.worker import WorkerConnector
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.page_layout import PagedKV
 from support.daemon import until
@@ -192,16 +192,18 @@ class FakeEngine:
         self.pool = FakePool(blocks)
         self.geometry = Geometry(*sizes, replicas)
         self.pages: list[list[np.ndarray[Any, Any]]] = []
-        self.workers: list[WorkerHalf] = []
+        self.workers: list[WorkerConnector] = []
         for rank in range(ranks):
-            worker = WorkerHalf(chosen, config, SimpleNamespace(kv_tp_replicas=replicas), rank=rank)
+            worker = WorkerConnector(
+                chosen, config, SimpleNamespace(kv_tp_replicas=replicas), rank=rank
+            )
             worker._geometry = self.geometry
             own = [np.zeros((blocks, one.page_bytes), np.uint8) for one in groups]
             worker._attach(self.contract, [PagedKV([pages]) for pages in own])
             self.pages.append(own)
             self.workers.append(worker)
         offer = Handshake(self.contract.to_json(), replicas, tuple(range(len(groups))))
-        self.half = SchedulerHalf(chosen, config, BLOCK_TOKENS, offer, self.pool)
+        self.half = SchedulerConnector(chosen, config, BLOCK_TOKENS, offer, self.pool)
         self.requests: dict[str, FakeRequest] = {}
         self.loading: set[str] = set()
         self.counts: dict[str, float] = {}

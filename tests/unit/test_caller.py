@@ -46,8 +46,8 @@ class Line:
 
 
 def caller_of(line: Line, *, decides: bool = True) -> Caller:
-    keeper: Any = line
-    return Caller(keeper, Counters(), decides=decides)
+    session_manager: Any = line
+    return Caller(session_manager, Counters(), decides=decides)
 
 
 def ask(caller: Caller) -> Any:

@@ -19,7 +19,7 @@ from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import Lease
-from kvhearth.session.manager import Keeper
+from kvhearth.session.manager import SessionManager
 from kvhearth.url import parse_url
 from kvhearth.wire.handshake import Hello
 
@@ -80,7 +80,7 @@ def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
 def test_after_a_restart_it_attaches_anew_once_copies_have_drained(tmp_path: Path) -> None:
     copies = Copies()
     with connected(tmp_path) as client:
-        client.add_drain(copies.drain)
+        client.add_quiesce_hook(copies.drain)
         with running(tmp_path, small_contract()) as first:
             assert client.wait_ready(10)
             old = client.arena
@@ -140,7 +140,7 @@ def test_another_boot_in_a_reply_ends_the_session(tmp_path: Path) -> None:
 def test_a_daemon_that_died_since_the_last_call_is_away_at_once(tmp_path: Path, calls: str) -> None:
     copies = Copies()
     with connected(tmp_path, f"{OPTIONS}&calls={calls}") as client:
-        client.add_drain(copies.drain)
+        client.add_quiesce_hook(copies.drain)
         with running(tmp_path, small_contract()):
             assert client.wait_ready(10)
             assert client.lookup(KEYS).reason == ""
@@ -162,7 +162,7 @@ def test_a_daemon_that_died_since_the_last_call_is_away_at_once(tmp_path: Path, 
 def test_a_session_whose_line_ended_is_away_and_not_refused(tmp_path: Path) -> None:
     copies = Copies()
     with attached(tmp_path) as (daemon, client):
-        client.add_drain(copies.drain)
+        client.add_quiesce_hook(copies.drain)
         copies.done = False
         assert client.lookup(KEYS).reason == ""
         daemon.tokens.clear()
@@ -282,7 +282,7 @@ def test_close_says_goodbye_and_what_is_queued(tmp_path: Path) -> None:
 def test_an_undrained_client_keeps_its_life_line(tmp_path: Path) -> None:
     copies = Copies()
     with attached(tmp_path) as (daemon, client):
-        client.add_drain(copies.drain)
+        client.add_quiesce_hook(copies.drain)
         copies.done = False
         assert not client.close(0.05)
         assert (daemon.byes, daemon.ended) == (0, 0)
@@ -300,7 +300,7 @@ def test_a_drain_that_fails_has_not_drained(tmp_path: Path) -> None:
         return True
 
     with attached(tmp_path) as (_, client):
-        client.add_drain(drain)
+        client.add_quiesce_hook(drain)
         assert not client.close(0.05)
         broken.clear()
         assert client.close()
@@ -318,11 +318,11 @@ def test_the_keeper_goes_on_after_a_failure(tmp_path: Path) -> None:
     unspeakable: Any = object()
     hello = dataclasses.replace(Hello(1, "e", "{}"), engine_id=unspeakable)
     with running(tmp_path, small_contract()):
-        keeper = Keeper(parse_url(url_of(tmp_path)), hello, counters)
-        keeper.start()
+        session_manager = SessionManager(parse_url(url_of(tmp_path)), hello, counters)
+        session_manager.start()
         until(lambda: counters.snapshot().get("keeper_failures", 0) > 1)
-        keeper.stop(5)
-        assert keeper.finish(1)
+        session_manager.stop(5)
+        assert session_manager.finish(1)
 
 
 @pytest.mark.parametrize(

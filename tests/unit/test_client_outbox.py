@@ -9,23 +9,23 @@ import pytest
 from kvhearth.counters import COUNTERS_MAX, Counters, Warnings
 from kvhearth.errors import Code
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.session.outbox import RETRIES_MAX, Courier, Errand, Outbox, batch, merge
+from kvhearth.session.outbox import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
 from kvhearth.transports.base import ABORT, RELEASE, TOUCH
 from kvhearth.wire.status import error_from_code
 
 
-def release(lease_id: int, weight: int = 1) -> Errand:
+def release(lease_id: int, weight: int = 1) -> QueuedRequest:
     request = pb.ReleaseRequest(lease_ids=[lease_id])
-    return Errand(RELEASE, request, weight, "boot", 1, RELEASE.name)
+    return QueuedRequest(RELEASE, request, weight, "boot", 1, RELEASE.name)
 
 
-def abort(reservation_id: int, *, in_doubt: bool = False) -> Errand:
+def abort(reservation_id: int, *, in_doubt: bool = False) -> QueuedRequest:
     request = pb.AbortRequest(reservation_ids=[reservation_id], in_doubt=in_doubt)
-    return Errand(ABORT, request, 1, "boot", 1, f"{ABORT.name}:{in_doubt}")
+    return QueuedRequest(ABORT, request, 1, "boot", 1, f"{ABORT.name}:{in_doubt}")
 
 
-def ids(errands: list[Errand]) -> list[int]:
-    return [errand.request.lease_ids[0] for errand in errands]
+def ids(queued_requests: list[QueuedRequest]) -> list[int]:
+    return [queued.request.lease_ids[0] for queued in queued_requests]
 
 
 def test_a_full_queue_refuses() -> None:
@@ -35,8 +35,8 @@ def test_a_full_queue_refuses() -> None:
     assert len(outbox) == 0
 
 
-def touch() -> Errand:
-    return Errand(TOUCH, pb.TouchRequest(epoch=1), 1, "boot", 1, TOUCH.name)
+def touch() -> QueuedRequest:
+    return QueuedRequest(TOUCH, pb.TouchRequest(epoch=1), 1, "boot", 1, TOUCH.name)
 
 
 def test_touches_take_no_room_from_releases() -> None:
@@ -82,8 +82,15 @@ def test_what_is_put_back_goes_first_and_keeps_its_order() -> None:
 
 
 def test_batches_keep_kinds_apart_and_weights_bounded() -> None:
-    errands = [release(1), abort(5), release(2, 3), abort(6, in_doubt=True), release(3), abort(7)]
-    batches = batch(errands, weight_max=4)
+    queued_requests = [
+        release(1),
+        abort(5),
+        release(2, 3),
+        abort(6, in_doubt=True),
+        release(3),
+        abort(7),
+    ]
+    batches = batch(queued_requests, weight_max=4)
     assert [len(each) for each in batches] == [2, 2, 1, 1]
     assert ids(batches[0]) == [1, 2]
     assert [list(merge(each).reservation_ids) for each in batches[1:3]] == [[5, 7], [6]]
@@ -92,8 +99,8 @@ def test_batches_keep_kinds_apart_and_weights_bounded() -> None:
 
 
 def test_a_message_carries_a_bounded_number_of_groups() -> None:
-    errands = [release(number)._replace(parts=16) for number in range(5)]
-    assert [len(each) for each in batch(errands, 1000)] == [4, 1]
+    queued_requests = [release(number)._replace(parts=16) for number in range(5)]
+    assert [len(each) for each in batch(queued_requests, 1000)] == [4, 1]
 
 
 def test_one_errand_that_is_too_heavy_travels_alone() -> None:

@@ -24,7 +24,7 @@ from kvhearth.model import pack_bits
 from kvhearth.page_layout import PagedKV
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.transfer import LoadPipeline, Movers, Stock, StoreDone, StorePipeline
+from kvhearth.transfer import CopierPool, LoadPipeline, Stock, StoreDone, StorePipeline
 from kvhearth.transfer.admission import Admission
 from kvhearth.transfer.hit import usable_tokens
 from kvhearth.worker_thread import Worker
@@ -44,7 +44,7 @@ MADE: list[Any] = []
 """What the running test made and must be closed."""
 
 
-class Keeper:
+class SessionManager:
     """The scripted daemon's slots: grants what is free, ``room`` of it at most."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
@@ -106,8 +106,8 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def keeper(daemon: FakeDaemon) -> Keeper:
-    return Keeper(daemon)
+def session_manager(daemon: FakeDaemon) -> SessionManager:
+    return SessionManager(daemon)
 
 
 @pytest.fixture
@@ -154,22 +154,24 @@ def store(stores: StorePipeline, first: int, count: int, group: int = 0) -> Stor
 
 
 def test_a_store_waits_for_room_and_is_not_dropped_at_once(
-    client: KVClient, keeper: Keeper
+    client: KVClient, session_manager: SessionManager
 ) -> None:
-    keeper.room = 6
+    session_manager.room = 6
     stores = pipeline(client, reserve_wait_s=15.0)
     ticket = stores.submit(0, [key(i) for i in range(12)], range(12))
     assert ticket is not None
     assert stores.wait(ticket, 0.4) is None
-    keeper.room = 64
+    session_manager.room = 64
     done = stores.wait(ticket, DONE_S)
     assert done is not None
     assert (done.stored, done.reason) == (12, "")
     assert client.counters().get("store_dropped", 0) == 0
 
 
-def test_a_store_that_gets_no_room_keeps_its_beginning(client: KVClient, keeper: Keeper) -> None:
-    keeper.room = 8
+def test_a_store_that_gets_no_room_keeps_its_beginning(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    session_manager.room = 8
     stores = pipeline(client, reserve_wait_s=1.5)
     first = store(stores, 20, 2)  # so the daemon is not silent any more
     assert first is not None
@@ -180,9 +182,11 @@ def test_a_store_that_gets_no_room_keeps_its_beginning(client: KVClient, keeper:
     assert done is not None
     assert (done.stored, done.failed, done.reason) == (6, 6, Reason.NO_SPACE)
     assert client.counters()["store_dropped"] == 6
-    kept = b"".join(group.keys for request in keeper.commits[1:] for group in request.groups)
+    kept = b"".join(
+        group.keys for request in session_manager.commits[1:] for group in request.groups
+    )
     assert kept == b"".join(key(i) for i in range(6))
-    keeper.room = 64
+    session_manager.room = 64
     again = store(stores, 6, 6)
     assert again is not None
     assert (again.stored, again.reason) == (6, "")
@@ -199,8 +203,10 @@ def test_a_refusal_is_a_reason_too(client: KVClient, daemon: FakeDaemon) -> None
     assert len(daemon.requests["Reserve"]) < 40, "it backs off"
 
 
-def test_idle_stock_of_one_group_feeds_another(client: KVClient, keeper: Keeper) -> None:
-    keeper.room = 4
+def test_idle_stock_of_one_group_feeds_another(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    session_manager.room = 4
     stock = made(Stock(client, {0: 4, 1: 4}))
     until(lambda: stock.held(0) == 4)
     assert stock.held(1) == 0
@@ -209,16 +215,18 @@ def test_idle_stock_of_one_group_feeds_another(client: KVClient, keeper: Keeper)
     assert stock.held(0) == 0
     stock.give_back(1, taken)
     assert stock.close(DONE_S)
-    until(lambda: len(keeper.free) == SLOTS)
+    until(lambda: len(session_manager.free) == SLOTS)
 
 
-def test_a_commit_carries_one_chain_of_each_group(client: KVClient, keeper: Keeper) -> None:
+def test_a_commit_carries_one_chain_of_each_group(
+    client: KVClient, session_manager: SessionManager
+) -> None:
     stores = pipeline(client)
     tickets = [stores.submit(g, [key(g)], [0], parent=key(9)) for g in (0, 1, 0, 1, 0, 1)]
     assert None not in tickets
     assert stores.drain(DONE_S)
     assert [done.stored for done in stores.poll()] == [1] * 6
-    for request in keeper.commits:
+    for request in session_manager.commits:
         groups = [group.group for group in request.groups]
         assert len(groups) == len(set(groups))
         assert {group.parent for group in request.groups} == {key(9)}
@@ -228,7 +236,7 @@ def test_a_commit_carries_one_chain_of_each_group(client: KVClient, keeper: Keep
 
 
 def test_a_stock_is_dropped_with_its_session_even_within_a_boot(
-    client: KVClient, daemon: FakeDaemon, keeper: Keeper
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
 ) -> None:
     stock = made(Stock(client, {0: 4}))
     until(lambda: stock.held(0) == 4)
@@ -244,7 +252,7 @@ def test_a_stock_is_dropped_with_its_session_even_within_a_boot(
 
 
 def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
-    client: KVClient, daemon: FakeDaemon, keeper: Keeper
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
 ) -> None:
     stores = pipeline(client)
     assert store(stores, 0, 4)
@@ -262,7 +270,7 @@ def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
 
 
 def test_an_unfinished_copy_holds_up_the_next_session(
-    client: KVClient, daemon: FakeDaemon, keeper: Keeper
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
 ) -> None:
     torch = pytest.importorskip("torch")
     device = FakeDevice()
@@ -291,7 +299,9 @@ def test_an_unfinished_copy_holds_up_the_next_session(
     until(lambda: client.counters()["attaches"] > attaches)
 
 
-def test_sums_are_the_daemons_where_the_copier_takes_none(client: KVClient, keeper: Keeper) -> None:
+def test_sums_are_the_daemons_where_the_copier_takes_none(
+    client: KVClient, session_manager: SessionManager
+) -> None:
     torch = pytest.importorskip("torch")
     kv = {0: PagedKV([torch.ones((8, PAGE_BYTES), dtype=torch.uint8)])}
     stores = pipeline(
@@ -304,7 +314,7 @@ def test_sums_are_the_daemons_where_the_copier_takes_none(client: KVClient, keep
     done = store(stores, 0, 4)
     assert done is not None
     assert done.stored == 4
-    assert keeper.commits[0].groups[0].checksums == b""
+    assert session_manager.commits[0].groups[0].checksums == b""
 
 
 # -- loads -------------------------------------------------------------------------------------
@@ -358,17 +368,17 @@ def test_a_copier_that_cannot_be_made_is_none(
     def make(*_: Any) -> Any:
         raise MemoryError("scripted")
 
-    movers = Movers(client, pages(), make)
-    assert [movers.copier(0, client.boot_id) for _ in range(3)] == [None] * 3
+    copier_pool = CopierPool(client, pages(), make)
+    assert [copier_pool.copier(0, client.boot_id) for _ in range(3)] == [None] * 3
     assert len([each for each in caplog.records if "no copier" in each.getMessage()]) == 1
-    assert movers.close(1.0)
+    assert copier_pool.close(1.0)
 
 
 def test_what_does_not_fit_the_contract_is_refused(client: KVClient, tmp_path: Path) -> None:
     narrow = PagedKV([np.zeros((4, 64), np.uint8)])
     for kv in ({0: narrow}, {2: pages()[0]}, {}):
         with pytest.raises(KVHearthError, match="bad_contract"):
-            Movers(client, kv)
+            CopierPool(client, kv)
     with pytest.raises(KVHearthError, match="bad_contract"):
         Stock(client, {0: 0})
     with pytest.raises(KVHearthError, match="config_invalid"):

@@ -29,7 +29,7 @@ from kvhearth.copiers.host_register import (
 )
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
-from kvhearth.transfer.copier_pool import CopierFactory, Movers, host_or_cuda
+from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, host_or_cuda
 
 DEADLINE_S = 10.0
 LOG_TEXT = "the arena stays unregistered"
@@ -246,14 +246,14 @@ class _Gpu:
         self.device = FakeDevice(cuda)
         self.kv = {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])}
         self.registrations = Registrations(lambda: cuda)
-        self.movers: list[Movers] = []
+        self.copier_pool: list[CopierPool] = []
 
-    def add_movers(self, make: CopierFactory | None = None) -> Movers:
-        movers = Movers(self.client, self.kv, make, registrations=self.registrations)
-        self.movers.append(movers)
-        return movers
+    def add_movers(self, make: CopierFactory | None = None) -> CopierPool:
+        copier_pool = CopierPool(self.client, self.kv, make, registrations=self.registrations)
+        self.copier_pool.append(copier_pool)
+        return copier_pool
 
-    def add_cuda_movers(self) -> Movers:
+    def add_cuda_movers(self) -> CopierPool:
         torch = pytest.importorskip("torch")
         self.kv = {0: PagedKV([torch.zeros((8, PAGE_BYTES), dtype=torch.uint8)])}
         return self.add_movers(host_or_cuda(device=self.device))
@@ -274,8 +274,8 @@ def gpu(daemon: FakeDaemon, tmp_path: Path) -> Iterator[_Gpu]:
     yield gpu
     gpu.device.held = False
     cuda.gate.set()
-    for movers in gpu.movers:
-        assert movers.close(DEADLINE_S)
+    for copier_pool in gpu.copier_pool:
+        assert copier_pool.close(DEADLINE_S)
     assert cuda.registered == {}
     assert cuda.left_behind() == []
     assert client.close(DEADLINE_S)
@@ -297,7 +297,7 @@ def test_a_client_that_attaches_later(
     tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(url_of(tmp_path), small_contract(), engine_id="e")
-    movers = Movers(
+    copier_pool = CopierPool(
         client,
         {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])},
         registrations=Registrations(lambda: cuda),
@@ -306,19 +306,19 @@ def test_a_client_that_attaches_later(
     assert cuda.calls == []
     with running(tmp_path, small_contract()):
         until(lambda: client.counters().get("registration_failed"))
-        assert movers.copier(0, client.boot_id) is not None, "copies go on unregistered"
+        assert copier_pool.copier(0, client.boot_id) is not None, "copies go on unregistered"
         assert caplog.text.count(LOG_TEXT) == 1
         assert client.counters()["registration_failed"] == 1
-        assert movers.close(DEADLINE_S)
+        assert copier_pool.close(DEADLINE_S)
         assert client.close(DEADLINE_S)
 
 
 def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
     cuda, boot_id = gpu.device.cuda, gpu.client.boot_id
     cuda.gate.clear()
-    movers = gpu.add_cuda_movers()
+    copier_pool = gpu.add_cuda_movers()
     assert cuda.stalled.wait(DEADLINE_S)
-    copier = movers.copier(0, boot_id)
+    copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     arena = gpu.client.arena
     assert arena is not None
@@ -334,32 +334,32 @@ def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
 
 
 def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _Gpu) -> None:
-    cuda, movers = gpu.device.cuda, gpu.add_movers()
+    cuda, copier_pool = gpu.device.cuda, gpu.add_movers()
     boot_id = gpu.client.boot_id
     until(lambda: cuda.registered)
-    assert movers.copier(0, boot_id) is not None
+    assert copier_pool.copier(0, boot_id) is not None
     cuda.gate.clear()
     with ThreadPoolExecutor(1) as threads:
-        ending = threads.submit(movers.drain, DEADLINE_S)
+        ending = threads.submit(copier_pool.drain, DEADLINE_S)
         assert cuda.stalled.wait(DEADLINE_S)
-        assert movers.copier(0, boot_id) is None
+        assert copier_pool.copier(0, boot_id) is None
         assert not ending.done(), "this thread has waited for it"
         cuda.gate.set()
         assert ending.result()
-    assert movers.copier(0, boot_id) is not None
+    assert copier_pool.copier(0, boot_id) is not None
 
 
 def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
-    movers, boot_id = gpu.add_cuda_movers(), gpu.client.boot_id
+    copier_pool, boot_id = gpu.add_cuda_movers(), gpu.client.boot_id
     arena = FakeArena(PAGE_BYTES)
-    copier = movers.copier(0, boot_id)
+    copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     gpu.device.held = True
     ticket = copier.store(boot_id, np.array([0]), arena.extents([0]))
     assert ticket is not None
     with ThreadPoolExecutor(1) as threads:
-        ending = threads.submit(movers.drain, DEADLINE_S)
-        until(lambda: movers.copier(0, boot_id) is None)
+        ending = threads.submit(copier_pool.drain, DEADLINE_S)
+        until(lambda: copier_pool.copier(0, boot_id) is None)
         assert not ending.done(), "this thread has waited for it"
         gpu.device.held = False
         assert ending.result()
@@ -368,30 +368,30 @@ def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
 
 def test_a_session_ends_only_after_its_arena_is_unregistered(gpu: _Gpu, daemon: FakeDaemon) -> None:
     cuda, client = gpu.device.cuda, gpu.client
-    movers = gpu.add_movers()
+    copier_pool = gpu.add_movers()
     until(lambda: cuda.registered)
     cuda.gate.clear()
     attaches = client.counters()["attaches"]
     daemon.drop_lines()
     until(lambda: client.counters().get("drains_unfinished"))
     assert client.counters()["attaches"] == attaches
-    assert movers.copier(0, client.boot_id) is None
+    assert copier_pool.copier(0, client.boot_id) is None
     cuda.gate.set()
     until(lambda: client.counters()["attaches"] > attaches)
-    until(lambda: movers.copier(0, client.boot_id) is not None)
+    until(lambda: copier_pool.copier(0, client.boot_id) is not None)
 
 
 def test_copies_end_before_their_memory_is_unregistered(gpu: _Gpu) -> None:
-    cuda, movers, boot_id = gpu.device.cuda, gpu.add_cuda_movers(), gpu.client.boot_id
+    cuda, copier_pool, boot_id = gpu.device.cuda, gpu.add_cuda_movers(), gpu.client.boot_id
     until(lambda: cuda.registered)
-    copier = movers.copier(0, boot_id)
+    copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     gpu.device.held = True
     assert copier.store(boot_id, np.array([0]), FakeArena(PAGE_BYTES).extents([0])) is not None
-    assert not movers.close(0.05)
+    assert not copier_pool.close(0.05)
     assert cuda.registered
     assert not cuda.unpinned_under_copies
     gpu.device.held = False
-    assert movers.close(DEADLINE_S)
+    assert copier_pool.close(DEADLINE_S)
     assert cuda.registered == {}
     assert not cuda.unpinned_under_copies

@@ -16,7 +16,7 @@ from support.vllm_fake import BLOCK_TOKENS, FakePool, FakeRequest, config_of, ha
 
 from kvhearth.connectors.vllm import requests as asking
 from kvhearth.connectors.vllm.load_policy import CostLine
-from kvhearth.connectors.vllm.scheduler import SchedulerHalf
+from kvhearth.connectors.vllm.scheduler import SchedulerConnector
 from kvhearth.connectors.vllm.settings import Settings
 from kvhearth.connectors.vllm.step_metadata import Handshake
 
@@ -24,7 +24,7 @@ TOKENS = 64
 FAST, SLOW = 1e-7, 1.0
 """Seconds a token."""
 
-MakeHalf = Callable[..., SchedulerHalf]
+MakeHalf = Callable[..., SchedulerConnector]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
     """Makes the half of an engine; of one that knows its rates, given seconds a token."""
-    made: list[SchedulerHalf] = []
+    made: list[SchedulerConnector] = []
 
     def make(
         *,
@@ -45,10 +45,10 @@ def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
         promotion: float = 0,
         prefill: float = 0,
         **given: Any,
-    ) -> SchedulerHalf:
+    ) -> SchedulerConnector:
         settings = Settings(url=url_of(tmp_path), lookup_wait_ms=8000, **given)
         config, offer = config_of(role, "e"), Handshake(CONTRACT.to_json(), 1, (0,))
-        half = SchedulerHalf(settings, config, BLOCK_TOKENS, offer, FakePool(64))
+        half = SchedulerConnector(settings, config, BLOCK_TOKENS, offer, FakePool(64))
         made.append(half)
         _teach(half._policy.load, load)
         _teach(half._policy.promotion, promotion)
@@ -66,14 +66,14 @@ def _teach(line: CostLine, rate: float, fixed_s: float = 0.0) -> None:
         line.observe(tokens, fixed_s + rate * tokens)
 
 
-def new(half: SchedulerHalf, name: str = "a") -> FakeRequest:
+def new(half: SchedulerConnector, name: str = "a") -> FakeRequest:
     """A request that has come."""
     request = FakeRequest(name, TOKENS, hashes_of(name, TOKENS))
     half.new_request(request)
     return request
 
 
-def answer(half: SchedulerHalf, request: FakeRequest, computed: int = 0) -> int:
+def answer(half: SchedulerConnector, request: FakeRequest, computed: int = 0) -> int:
     """What is offered, once it is known."""
     end = time.monotonic() + 20
     while True:
@@ -84,7 +84,7 @@ def answer(half: SchedulerHalf, request: FakeRequest, computed: int = 0) -> int:
         time.sleep(0.001)
 
 
-def admit(half: SchedulerHalf, request: FakeRequest, tokens: int) -> dict[str, float]:
+def admit(half: SchedulerConnector, request: FakeRequest, tokens: int) -> dict[str, float]:
     """vLLM admits a request; what was counted until then."""
     table = ([*range(1, 1 + TOKENS // BLOCK_TOKENS)],)
     half.allocated(request, table, tokens)

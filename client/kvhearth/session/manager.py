@@ -17,7 +17,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.epoch import Epochs
 from kvhearth.session.link import Link, open_link
-from kvhearth.session.outbox import Courier, Errand
+from kvhearth.session.outbox import Courier, QueuedRequest
 from kvhearth.transports.base import HEARTBEAT
 from kvhearth.url import DaemonUrl
 from kvhearth.wire.handshake import Hello
@@ -26,7 +26,7 @@ Drain = Callable[[float], bool]
 """Waits up to so many seconds for copies that are under way; True if none is left."""
 
 
-class Drains:
+class QuiesceHooks:
     """The registered drains of one process."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ _CRASH_PAUSE_S = 1.0
 _EXIT_S = 0.5
 
 
-class Keeper:
+class SessionManager:
     """Owns the link. Other threads read ``link`` and tell ``lose``, ``put`` and ``stop``.
 
     Args:
@@ -93,7 +93,7 @@ class Keeper:
         self._counters = counters
         self._report = Report()
         self._warnings = Warnings()
-        self.drains = Drains()
+        self.drains = QuiesceHooks()
         self._attached: list[Attached] = []
         self._courier = Courier(self._call, counters, self._warnings)
         self._state = threading.Condition()
@@ -142,9 +142,9 @@ class Keeper:
         self._warnings.warn("lost", "lost the KVHearth daemon, attaching anew: %s", why)
         self._wake.set()
 
-    def put(self, errand: Errand) -> None:
+    def put(self, queued: QueuedRequest) -> None:
         """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
-        self._courier.put(errand)
+        self._courier.put(queued)
         if not self._wake.is_set():
             self._wake.set()
 
@@ -330,17 +330,17 @@ class Keeper:
         return reply
 
 
-_live: weakref.WeakSet[Keeper] = weakref.WeakSet()
+_live: weakref.WeakSet[SessionManager] = weakref.WeakSet()
 
 
 def _stop_at_exit() -> None:
     """A thread inside gRPC can crash an interpreter that ends; sessions end with the process."""
-    for keeper in list(_live):
-        keeper.stop(_EXIT_S)
-        if keeper._held is not None:
-            keeper._held.transport.close()
+    for session_manager in list(_live):
+        session_manager.stop(_EXIT_S)
+        if session_manager._held is not None:
+            session_manager._held.transport.close()
             # Copies may still run, so this is not the place to close the life line.
-            keeper._held.session.leave_open()
+            session_manager._held.session.leave_open()
 
 
 def _after_fork_in_child() -> None:

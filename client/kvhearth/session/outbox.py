@@ -20,7 +20,7 @@ PARTS_MAX = 64
 """Groups that one message may carry; the daemon refuses more."""
 
 
-class Errand(NamedTuple):
+class QueuedRequest(NamedTuple):
     """One request that has meaning under one session only.
 
     Attributes:
@@ -51,24 +51,24 @@ class Outbox:
 
     def __init__(self, errands_max: int, touches_max: int = TOUCHES_MAX) -> None:
         self._lock = threading.Lock()
-        self._errands: deque[Errand] = deque()
-        self._touches: deque[Errand] = deque()
+        self._errands: deque[QueuedRequest] = deque()
+        self._touches: deque[QueuedRequest] = deque()
         self._queues = ((self._errands, errands_max), (self._touches, touches_max))
 
-    def put(self, errand: Errand) -> bool:
+    def put(self, queued: QueuedRequest) -> bool:
         """Queue an errand; False if the queue is full."""
         with self._lock:
-            queue, most = self._queues[errand.rpc is TOUCH]
+            queue, most = self._queues[queued.rpc is TOUCH]
             if len(queue) >= most:
                 return False
-            queue.append(errand)
+            queue.append(queued)
             return True
 
-    def put_back(self, errands: Iterable[Errand]) -> int:
+    def put_back(self, queued_requests: Iterable[QueuedRequest]) -> int:
         """Queue errands again before all others; returns how many found no room."""
-        sorted_out: tuple[list[Errand], list[Errand]] = ([], [])
-        for errand in errands:
-            sorted_out[errand.rpc is TOUCH].append(errand)
+        sorted_out: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
+        for queued in queued_requests:
+            sorted_out[queued.rpc is TOUCH].append(queued)
         lost = 0
         with self._lock:
             for (queue, most), waiting in zip(self._queues, sorted_out, strict=True):
@@ -77,41 +77,41 @@ class Outbox:
                 lost += max(len(waiting) - room, 0)
         return lost
 
-    def take(self) -> list[Errand]:
+    def take(self) -> list[QueuedRequest]:
         """All errands, oldest first, then the touches; the queue is empty afterwards."""
         with self._lock:
-            errands = [*self._errands, *self._touches]
+            queued_requests = [*self._errands, *self._touches]
             self._errands.clear()
             self._touches.clear()
-        return errands
+        return queued_requests
 
     def __len__(self) -> int:
         return len(self._errands) + len(self._touches)
 
 
-def batch(errands: Iterable[Errand], weight_max: int) -> list[list[Errand]]:
+def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[list[QueuedRequest]]:
     """Group errands into messages of at most ``weight_max`` (one alone may exceed it)."""
-    batches: list[list[Errand]] = []
-    last: dict[str, list[Errand]] = {}
+    batches: list[list[QueuedRequest]] = []
+    last: dict[str, list[QueuedRequest]] = {}
     totals: dict[str, tuple[int, int]] = {}
-    for errand in errands:
-        weight, parts = totals.get(errand.kind, (0, 0))
-        weight, parts = weight + errand.weight, parts + errand.parts
-        if errand.kind in last and weight <= weight_max and parts <= PARTS_MAX:
-            last[errand.kind].append(errand)
+    for queued in queued_requests:
+        weight, parts = totals.get(queued.kind, (0, 0))
+        weight, parts = weight + queued.weight, parts + queued.parts
+        if queued.kind in last and weight <= weight_max and parts <= PARTS_MAX:
+            last[queued.kind].append(queued)
         else:
-            last[errand.kind] = [errand]
-            batches.append(last[errand.kind])
-            weight, parts = errand.weight, errand.parts
-        totals[errand.kind] = (weight, parts)
+            last[queued.kind] = [queued]
+            batches.append(last[queued.kind])
+            weight, parts = queued.weight, queued.parts
+        totals[queued.kind] = (weight, parts)
     return batches
 
 
-def merge(errands: list[Errand]) -> Any:
+def merge(queued_requests: list[QueuedRequest]) -> Any:
     """One message for errands of one kind: protobuf appends repeated fields when it merges."""
-    merged = type(errands[0].request)()
-    for errand in errands:
-        merged.MergeFrom(errand.request)
+    merged = type(queued_requests[0].request)()
+    for queued in queued_requests:
+        merged.MergeFrom(queued.request)
     return merged
 
 
@@ -141,11 +141,11 @@ class Courier:
         self._outbox = Outbox(ERRANDS_MAX)
         self._pause_until = 0.0
 
-    def put(self, errand: Errand) -> None:
+    def put(self, queued: QueuedRequest) -> None:
         """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
-        if not self._outbox.put(errand):
+        if not self._outbox.put(queued):
             self._counters.add("outbox_overflow")
-            self._warnings.warn("outbox", "dropped a %s: too many wait already", errand.kind)
+            self._warnings.warn("outbox", "dropped a %s: too many wait already", queued.kind)
 
     def clear(self) -> None:
         """Forget all errands, with the session that they belong to."""
@@ -155,13 +155,13 @@ class Courier:
         """Send what waits, until the monotonic time ``end``; what got no answer waits on."""
         if time.monotonic() < self._pause_until:
             return
-        errands = self._outbox.take()
+        queued_requests = self._outbox.take()
         session = (link.boot_id, link.welcome.session)
-        mine = [errand for errand in errands if (errand.boot_id, errand.session) == session]
-        if len(mine) != len(errands):
-            self._counters.add("errands_void", len(errands) - len(mine))
+        mine = [queued for queued in queued_requests if (queued.boot_id, queued.session) == session]
+        if len(mine) != len(queued_requests):
+            self._counters.add("errands_void", len(queued_requests) - len(mine))
         batches = batch(mine, link.welcome.keys_max)
-        again: list[Errand] = []
+        again: list[QueuedRequest] = []
         for index, together in enumerate(batches):
             try:
                 if time.monotonic() >= end:
@@ -170,13 +170,13 @@ class Courier:
             except KVHearthError as error:
                 self._counters.add("errands_late")
                 self._warnings.warn("errands", "releases wait, the daemon is silent: %s", error)
-                again += [errand for rest in batches[index:] for errand in rest]
+                again += [queued for rest in batches[index:] for queued in rest]
                 break
         if again:
             self._counters.add("outbox_overflow", self._outbox.put_back(again))
             self._pause_until = time.monotonic() + _PAUSE_S
 
-    def _send(self, link: Link, together: list[Errand]) -> list[Errand]:
+    def _send(self, link: Link, together: list[QueuedRequest]) -> list[QueuedRequest]:
         """Send errands in one message, or one by one if the daemon refuses that.
 
         Returns:
@@ -193,7 +193,7 @@ class Courier:
             if error.reason in _DONE:
                 self._counters.add("errands_unknown")
                 return []
-            retries = max(errand.retries for errand in together)
+            retries = max(queued.retries for queued in together)
             not_ours = isinstance(error, BareError) and error.reason is not Reason.BAD_MESSAGE
             if not_ours and retries < RETRIES_MAX:
                 self._counters.add("errands_retried")
@@ -202,5 +202,5 @@ class Courier:
                 self._counters.add("errands_refused")
                 self._warnings.warn("refused", "the daemon refuses a release: %s", error)
                 return []
-            return [left for errand in together for left in self._send(link, [errand])]
+            return [left for queued in together for left in self._send(link, [queued])]
         return []

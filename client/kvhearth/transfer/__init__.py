@@ -4,7 +4,7 @@ For engines whose scheduler and only rank are one process. Engines of several ra
 ``Stock`` where the scheduler is, ``Movers`` at each rank.
 """
 
-from kvhearth.transfer.copier_pool import Movers
+from kvhearth.transfer.copier_pool import CopierPool
 from kvhearth.transfer.load import LoadPipeline
 from kvhearth.transfer.loading import LoadDone, LoadTicket
 from kvhearth.transfer.slot_pool import Slots, Stock

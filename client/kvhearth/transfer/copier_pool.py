@@ -116,7 +116,7 @@ class _Mapped:
     copiers: dict[int, Copier] = field(default_factory=dict)
 
 
-class Movers:
+class CopierPool:
     """One copier for each KV cache group of this rank, of the arena that is mapped now.
 
     It registers ``drain`` with the client: before a lost session is let go, all copies have ended
@@ -159,7 +159,7 @@ class Movers:
         self._leaving: _Mapped | None = None
         self._closed = False
         self._warnings = Warnings()
-        client.add_drain(self.drain)
+        client.add_quiesce_hook(self.drain)
         client.add_attached(self._attached)
 
     def copier(self, kv_group: int, boot_id: str) -> Copier | None:

@@ -16,7 +16,7 @@ from kvhearth.fail_open import understood
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import LookupResult, PrefetchResult
 from kvhearth.transfer.admission import Admission
-from kvhearth.transfer.copier_pool import CopierFactory, Movers, check_single_rank
+from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank
 from kvhearth.transfer.hit import PromotionWait, usable_tokens
 from kvhearth.transfer.loading import (
     Climb,
@@ -72,7 +72,7 @@ class LoadPipeline:
         check_single_rank(client)
         self._client = client
         self._queue_blocks_max = queue_blocks_max
-        self._movers = Movers(client, kv, copiers)
+        self._copier_pool = CopierPool(client, kv, copiers)
         self._door: Admission[LoadDone] = Admission(queue_blocks_max)
         self._queue: deque[LoadJob] = deque()
         self._promotions: list[LoadJob] = []
@@ -169,7 +169,7 @@ class LoadPipeline:
         if not self._door.wait_empty(deadline_s):
             return False
         ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
-        return self._movers.close(max(until - time.monotonic(), _SLICE_S)) and ended
+        return self._copier_pool.close(max(until - time.monotonic(), _SLICE_S)) and ended
 
     def check_books(self) -> None:
         """Raise AssertionError if a load was lost."""
@@ -181,7 +181,7 @@ class LoadPipeline:
         if self._worker.foreign:
             return None
         groups = wanted or {}
-        own, blocks, problem = own_load(self._movers, groups, self._queue_blocks_max)
+        own, blocks, problem = own_load(self._copier_pool, groups, self._queue_blocks_max)
         if wanted is None:
             problem = str(Reason.BAD_MESSAGE)
         mark: object = None
@@ -189,7 +189,7 @@ class LoadPipeline:
             problem = str(Reason.CLOSED)
         if not problem:
             try:
-                mark = self._movers.order.mark()
+                mark = self._copier_pool.order.mark()
             except RuntimeError:
                 problem = str(BlockFailure.COPY_FAILED)
         number = self._door.enter(0 if problem else blocks, wait_s)
@@ -292,13 +292,13 @@ class LoadPipeline:
         positions = np.flatnonzero(result.leased)
         if not len(positions):
             return
-        copier = self._movers.copier(kv_group, found.boot_id)
+        copier = self._copier_pool.copier(kv_group, found.boot_id)
         if copier is None:
             flight.reason = flight.reason or str(BlockFailure.STALE_BOOT)
             return
         pages = job.groups[kv_group][1][positions]
         try:
-            with self._movers.order.after(job.mark):
+            with self._copier_pool.order.after(job.mark):
                 ticket = copier.load(found.boot_id, result.extents, pages, wait_s=_SLICE_S)
         except KVHearthError:  # closed meanwhile, with the session
             ticket = None

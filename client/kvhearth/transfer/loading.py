@@ -10,7 +10,7 @@ from kvhearth.copiers.base import Copier, Done, Ticket
 from kvhearth.errors import Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.results import LookupResult
-from kvhearth.transfer.copier_pool import Movers
+from kvhearth.transfer.copier_pool import CopierPool
 from kvhearth.transfer.hit import PromotionWait
 from kvhearth.transfer.pages import KeysAndPages, page_numbers
 
@@ -112,14 +112,14 @@ def missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
 
 
 def own_load(
-    movers: Movers, groups: KeysAndPages, blocks_max: int
+    copier_pool: CopierPool, groups: KeysAndPages, blocks_max: int
 ) -> tuple[dict[int, tuple[tuple[bytes, ...], I64]], int, str]:
     """Copies of a caller's arguments, the count of their blocks, and what is wrong with them."""
     own = {}
     problem = ""
     for kv_group, (keys, pages) in groups.items():
         names, numbers = tuple(keys), page_numbers(pages)
-        problem = problem or movers.key_problem(kv_group, names)
+        problem = problem or copier_pool.key_problem(kv_group, names)
         if numbers is None or len(numbers) != len(names):
             problem = problem or str(Reason.BAD_EXTENTS)
         else:

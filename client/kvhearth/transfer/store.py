@@ -16,7 +16,7 @@ from kvhearth.fail_open import understood
 from kvhearth.model import I64
 from kvhearth.page_layout import PagedKV
 from kvhearth.transfer.admission import Admission
-from kvhearth.transfer.copier_pool import CopierFactory, Movers, check_single_rank, host_or_cuda
+from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank, host_or_cuda
 from kvhearth.transfer.pages import page_numbers
 from kvhearth.transfer.slot_pool import Slots, Stock
 from kvhearth.transfer.storing import StoreDone, StoreFlight, StoreJob, StoreTicket
@@ -75,7 +75,7 @@ class StorePipeline:
         self._batch_blocks = min(batch_blocks, stock_blocks_max)
         self._queue_blocks_max = queue_blocks_max
         self._reserve_wait_s = reserve_wait_s
-        self._movers = Movers(client, kv, copiers or host_or_cuda())
+        self._copier_pool = CopierPool(client, kv, copiers or host_or_cuda())
         self._stock = Stock(client, dict.fromkeys(kv, stock_blocks_max))
         self._door: Admission[StoreDone] = Admission(queue_blocks_max)
         self._queue: deque[StoreJob] = deque()
@@ -125,10 +125,10 @@ class StorePipeline:
         elif len(keys) > self._queue_blocks_max:
             problem = str(Reason.TOO_MANY_KEYS)
         else:
-            problem = self._movers.key_problem(kv_group, (*keys, parent) if parent else keys)
+            problem = self._copier_pool.key_problem(kv_group, (*keys, parent) if parent else keys)
         if not problem:
             try:
-                mark = self._movers.order.mark()
+                mark = self._copier_pool.order.mark()
             except RuntimeError:
                 problem = str(BlockFailure.COPY_FAILED)
         number = self._door.enter(0 if problem else len(keys), wait_s)
@@ -180,7 +180,7 @@ class StorePipeline:
             return False
         ended = self._worker.stop(max(until - time.monotonic(), _SLICE_S))
         ended &= self._stock.close(max(until - time.monotonic(), _SLICE_S))
-        return self._movers.close(max(until - time.monotonic(), _SLICE_S)) and ended
+        return self._copier_pool.close(max(until - time.monotonic(), _SLICE_S)) and ended
 
     def check_books(self) -> None:
         """Raise AssertionError if a store was lost."""
@@ -242,12 +242,12 @@ class StorePipeline:
 
     def _copy(self, job: StoreJob, slots: Slots) -> bool:
         """Begin to copy the job's next blocks into ``slots``; False if there is no arena for it."""
-        copier = self._movers.copier(job.ticket.kv_group, slots.boot_id)
+        copier = self._copier_pool.copier(job.ticket.kv_group, slots.boot_id)
         if copier is None:
             return False
         pages = job.pages[job.begun : job.begun + len(slots)]
         try:
-            with self._movers.order.after(job.mark):
+            with self._copier_pool.order.after(job.mark):
                 ticket = copier.store(slots.boot_id, pages, slots.extents[:, 0], wait_s=_SLICE_S)
         except KVHearthError:
             return False  # closed meanwhile, with the session

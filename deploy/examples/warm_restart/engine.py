@@ -212,7 +212,7 @@ class Hearth:
                 self._batches.clear()  # what a dead daemon had reserved is gone with it
             self._copier, self._copier_boot = HostCopier(self._kv, arena), boot_id
             # Before it lets a session go, the client waits for the copies made under it.
-            self._client.add_drain(self._copier.drain)
+            self._client.add_quiesce_hook(self._copier.drain)
         return self._copier
 
 

@@ -107,7 +107,7 @@ class Rank:
         self._kv = PagedKV([self.pages])
         self._arena: ArenaMapping | None = None
         self._copier: HostCopier | None = None
-        client.add_drain(self._drain)
+        client.add_quiesce_hook(self._drain)
 
     def store(self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records) -> U8 | None:
         """Write the shards of ``keys`` into ``extents`` (n,); their sums (n, 16), None if not all

@@ -92,10 +92,10 @@ def _busy(path: Path) -> KVHearthError:
 
 def _park(descriptor: int) -> int:
     """Send ``descriptor`` into a socket that nobody reads; the socket's descriptor."""
-    sender, keeper = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with sender, keeper:
+    sender, session_manager = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with sender, session_manager:
         socket.send_fds(sender, [b"L"], [descriptor])
-        return keeper.detach()
+        return session_manager.detach()
 
 
 _MAGIC = b"KVHBLOB1"

@@ -24,10 +24,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvhearth.connectors.vllm.fail_open import guarded, nothing
 from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
-from kvhearth.connectors.vllm.scheduler import SchedulerHalf, engage
+from kvhearth.connectors.vllm.scheduler import SchedulerConnector, engage
 from kvhearth.connectors.vllm.settings import Settings, parse_settings
 from kvhearth.connectors.vllm.step_metadata import Handshake, StepMeta, WorkerReport
-from kvhearth.connectors.vllm.worker import WorkerHalf, hash_tokens_of
+from kvhearth.connectors.vllm.worker import WorkerConnector, hash_tokens_of
 from kvhearth.counters import LOGGER
 
 BLOCKS_OUTERMOST = "BLHNC"
@@ -39,7 +39,7 @@ KVConnectorWorkerMetadata.register(WorkerReport)
 KVConnectorHandshakeMetadata.register(Handshake)
 
 
-_workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
+_workers: WeakValueDictionary[str, WorkerConnector] = WeakValueDictionary()
 """Of this process, by engine."""
 
 
@@ -49,8 +49,8 @@ class _Base(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.HOST
     _settings: Settings
     _block_pool: Any = None
-    _scheduler: SchedulerHalf | None = None
-    _worker: WorkerHalf | None = None
+    _scheduler: SchedulerConnector | None = None
+    _worker: WorkerConnector | None = None
     _handshake_steps = 0
 
     def trouble(self, name: str) -> None:
@@ -288,7 +288,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
         transfer = vllm_config.kv_transfer_config
         self._settings = parse_settings(transfer.kv_connector_extra_config)
         if role is KVConnectorRole.WORKER:
-            self._worker = WorkerHalf(
+            self._worker = WorkerConnector(
                 self._settings, vllm_config, kv_cache_config, rank=_own_rank()
             )
             _workers[str(transfer.engine_id)] = self._worker

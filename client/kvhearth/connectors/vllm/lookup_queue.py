@@ -85,7 +85,7 @@ class Lookup:
         self._done.set()
 
 
-class LookupDesk:
+class LookupQueue:
     """Threads that ask; a lease that nobody wants any more is given back here.
 
     Args:

@@ -9,7 +9,7 @@ from kvhearth.connectors.vllm.context import Context
 from kvhearth.connectors.vllm.identity import Adapters
 from kvhearth.connectors.vllm.load_policy import Verdict
 from kvhearth.connectors.vllm.load_tracker import Loads, RequestState
-from kvhearth.connectors.vllm.lookup_queue import Lookup, LookupDesk
+from kvhearth.connectors.vllm.lookup_queue import Lookup, LookupQueue
 from kvhearth.connectors.vllm.store_tracker import Progress
 from kvhearth.model import Tier
 from kvhearth.results import LookupResult
@@ -24,7 +24,7 @@ class PromotionTracker:
         eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
     """
 
-    def __init__(self, context: Context, desk: LookupDesk, eagle_tokens: int) -> None:
+    def __init__(self, context: Context, desk: LookupQueue, eagle_tokens: int) -> None:
         self._groups = context.groups
         self._policy = context.policy
         self._tally = context.tally
@@ -122,7 +122,7 @@ class Requests:
         self._eagle_tokens = eagle_tokens
         self._steps_back = eagle_tokens > 0
         promotion_s = context.settings.climb_wait_ms / 1000
-        self._desk = LookupDesk(context.client, context.groups, promotion_s=promotion_s)
+        self._desk = LookupQueue(context.client, context.groups, promotion_s=promotion_s)
         self._promotions = PromotionTracker(context, self._desk, eagle_tokens)
         self._states: dict[str, RequestState] = {}
         self._asking: set[str] = set()

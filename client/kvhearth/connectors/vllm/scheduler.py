@@ -27,7 +27,7 @@ from kvhearth.connectors.vllm.step_metadata import (
     WorkerReport,
 )
 from kvhearth.connectors.vllm.store_tracker import Stores
-from kvhearth.connectors.vllm.worker import WorkerHalf
+from kvhearth.connectors.vllm.worker import WorkerConnector
 from kvhearth.contract import Contract
 from kvhearth.counters import LOGGER
 
@@ -45,7 +45,7 @@ def engage(
     hash_tokens: int,
     handshakes: Sequence[Handshake],
     block_pool: Any,
-) -> SchedulerHalf | None:
+) -> SchedulerConnector | None:
     """The half that fits what the workers said of their pages; None if this engine cannot be served
     (said in the log).
 
@@ -68,7 +68,7 @@ def engage(
             "KVHearth keeps this engine's blocks for this engine alone: its weights or its block "
             "hashes have no identity that another one could have (docs/engines.md)"
         )
-    return SchedulerHalf(settings, vllm_config, hash_tokens, handshakes[0], block_pool)
+    return SchedulerConnector(settings, vllm_config, hash_tokens, handshakes[0], block_pool)
 
 
 def _cannot_continue(vllm_config: Any) -> str:
@@ -87,7 +87,7 @@ def _cannot_continue(vllm_config: Any) -> str:
     return ""
 
 
-class SchedulerHalf:
+class SchedulerConnector:
     """Decisions of one engine.
 
     Args:
@@ -151,9 +151,9 @@ class SchedulerHalf:
         stock_tokens = settings.stock_tokens or 2 * budget
         self._stores = Stores(context, self._holds, stock_tokens)
         self._unstepped = False
-        self._worker: WorkerHalf | None = None
+        self._worker: WorkerConnector | None = None
 
-    def serve_unstepped(self, worker: WorkerHalf | None) -> None:
+    def serve_unstepped(self, worker: WorkerConnector | None) -> None:
         """Let no block be held after the last request: this engine runs in the caller's own
         process, which steps it only while there are requests.
 
@@ -201,7 +201,7 @@ class SchedulerHalf:
     def _steps_finish(self) -> bool:
         return self._unstepped and self._worker is None
 
-    def _finish_stores(self, worker: WorkerHalf) -> None:
+    def _finish_stores(self, worker: WorkerConnector) -> None:
         """A reset of vLLM's prefix cache, and sleep, need all blocks."""
         meta = StepMeta(self._step, stores=self._stores.take_due())
         ended, report = worker.finish_stores(meta)

@@ -34,7 +34,7 @@ from kvhearth.errors import KVHearthError
 from kvhearth.model import I64
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Populate
-from kvhearth.transfer.copier_pool import CopierFactory, Movers, host_or_cuda
+from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, host_or_cuda
 
 QUEUE_MAX = 4096
 """Loads or stores that wait for a copier: vLLM's own queues bound them."""
@@ -82,7 +82,7 @@ class _Work:
         return not self.todo and all(flight.ended(wait_s) for flight in self.flights)
 
 
-class WorkerHalf:
+class WorkerConnector:
     """Copies of one rank.
 
     Args:
@@ -117,8 +117,8 @@ class WorkerHalf:
         self._introduced = False
         self._client: KVClient | None = None
         self._populate: Populate | None = None
-        self._loading: Movers | None = None
-        self._storing: Movers | None = None
+        self._loading: CopierPool | None = None
+        self._storing: CopierPool | None = None
         self._loads: deque[_Work] = deque()
         self._stores: deque[_Work] = deque()
         self._warnings = Warnings()
@@ -171,8 +171,8 @@ class WorkerHalf:
             self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
         # Apart, so that a load does not wait for the stores before it.
-        self._loading = Movers(client, kv, self._make)
-        self._storing = Movers(client, kv, self._make)
+        self._loading = CopierPool(client, kv, self._make)
+        self._storing = CopierPool(client, kv, self._make)
         self._client = client
 
     def handshake(self) -> Handshake:
@@ -246,25 +246,25 @@ class WorkerHalf:
             self._stores[0].ended(max(until - time.monotonic(), 0.0))
             self._collect()
 
-    def _work(self, job: LoadJob | StoreJob, movers: Movers) -> _Work:
+    def _work(self, job: LoadJob | StoreJob, copier_pool: CopierPool) -> _Work:
         work = _Work(job, time.monotonic(), list(job.moves))
         try:
-            work.mark = movers.order.mark()
+            work.mark = copier_pool.order.mark()
         except RuntimeError:
             work.todo, work.reason = [], str(BlockFailure.COPY_FAILED)
         return work
 
-    def _begin(self, queue: deque[_Work], movers: Movers | None) -> None:
+    def _begin(self, queue: deque[_Work], copier_pool: CopierPool | None) -> None:
         """Give waiting jobs to copiers, in order, as far as their queues take them."""
-        if movers is None:
+        if copier_pool is None:
             return
         for work in queue:
             while work.todo:
-                if not self._begin_group(work, work.todo[0], movers):
+                if not self._begin_group(work, work.todo[0], copier_pool):
                     return
                 work.todo.pop(0)
 
-    def _begin_group(self, work: _Work, group: int, movers: Movers) -> bool:
+    def _begin_group(self, work: _Work, group: int, copier_pool: CopierPool) -> bool:
         """Whether the group's copies have begun, or never will."""
         move, storing = work.job.moves[group], isinstance(work.job, StoreJob)
         positions = np.arange(len(move.pages), dtype=np.int64)
@@ -274,12 +274,12 @@ class WorkerHalf:
             return True
         shard = self._geometry.shard_of(self._rank)
         extents, pages = move.extents[positions, shard], move.pages[positions]
-        copier = movers.copier(group, work.job.boot_id)
+        copier = copier_pool.copier(group, work.job.boot_id)
         if copier is None:
             work.reason = work.reason or str(BlockFailure.STALE_BOOT)
             return True
         try:
-            with movers.order.after(work.mark):
+            with copier_pool.order.after(work.mark):
                 if storing:
                     ticket = copier.store(work.job.boot_id, pages, extents)
                 else:
@@ -364,8 +364,8 @@ class WorkerHalf:
             self._populate.close()
         if self._client is None:
             return
-        for movers in (self._loading, self._storing):
-            if movers is not None and not movers.close(CLOSE_S):
+        for copier_pool in (self._loading, self._storing):
+            if copier_pool is not None and not copier_pool.close(CLOSE_S):
                 LOGGER.warning("copies are still running at shutdown")
         self._client.close(CLOSE_S)
         self._client = None
