@@ -40,7 +40,7 @@ def directory(given: Path | None) -> Path:
     return load_settings({}).socket_dir
 
 
-class Reach:
+class AdminClient:
     """A context with one channel to the daemon of a directory.
 
     Args:
@@ -63,7 +63,7 @@ class Reach:
         self._channel = self._undo.enter_context(grpc.insecure_channel(target, options=options))
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
-    def __enter__(self) -> Reach:
+    def __enter__(self) -> AdminClient:
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import AsJson, SocketDir, note, say_json, waiting
 
 EPILOG = "Example: kvhearth drain --wait 60 && systemctl restart kvhearth"
@@ -34,7 +34,7 @@ def drain(
     something when the time is over.
     """
     end = time.monotonic() + wait_s
-    with Reach(socket_dir) as daemon, waiting("draining"):
+    with AdminClient(socket_dir) as daemon, waiting("draining"):
         daemon.drain()
         found = daemon.stats()
         while _held(found) and time.monotonic() < end:

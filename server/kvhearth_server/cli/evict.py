@@ -9,7 +9,7 @@ import typer
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import AsJson, SocketDir, plain, say_json, short, waiting
 from kvhearth_server.config.value_types import parse_size
 
@@ -56,7 +56,7 @@ def evict(
             f"--tier {tier}: the SSD tier keeps all of a namespace or nothing; add --keep 0",
         )
     where = admin_pb2.EvictTier.Value(f"EVICT_TIER_{tier.upper() if tier else 'UNSPECIFIED'}")
-    with Reach(socket_dir) as daemon, waiting("evicting"):
+    with AdminClient(socket_dir) as daemon, waiting("evicting"):
         space = daemon.namespace(namespace)
         reply = daemon.evict(space.namespace, keep_bytes, where)
     if as_json:

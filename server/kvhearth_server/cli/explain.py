@@ -11,7 +11,7 @@ from rich.console import Group
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -64,7 +64,7 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
     except (OSError, UnicodeDecodeError, KVHearthError) as error:
         told = error.message if isinstance(error, KVHearthError) else str(error)
         raise KVHearthError(Reason.CONFIG_INVALID, f"{path}: {told}") from None
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         reply = daemon.explain_contract(tenant, text)
     if as_json:
         say_json({"kind": "contract", **plain(reply)})
@@ -84,7 +84,7 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
 
 
 def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         reply = daemon.explain_key(key)
     if as_json:
         say_json({"kind": "key", "key": key.hex(), **plain(reply)})

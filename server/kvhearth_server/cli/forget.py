@@ -10,7 +10,7 @@ import typer
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import AsJson, SocketDir, plain, printable, say_json, short, size
 
 EPILOG = "Example: kvhearth forget 3f9c; kvhearth forget 3f9c --yes --json | jq .epoch"
@@ -28,7 +28,7 @@ def forget(
     the old weights get no block until they attach again. There is no way back. Old blocks leave
     as their room is needed.
     """
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         space = daemon.namespace(namespace)
         if not yes:
             _ask(space)

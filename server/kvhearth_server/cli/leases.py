@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -25,7 +25,7 @@ def leases(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
 
     Slots and bytes count once for each lease on them.
     """
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         reply = daemon.leases()
     if as_json:
         say_json(plain(reply))

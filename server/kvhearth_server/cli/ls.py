@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -34,7 +34,7 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List namespaces: their blocks, bytes and weights epoch; or show one with its contract."""
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         if namespace:
             _show_one(daemon.namespace(namespace), as_json=as_json)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -20,7 +20,7 @@ EPILOG = "Example: kvhearth sessions --json | jq '.sessions[].pid'"
 
 def sessions(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     """List attached processes, and those that left and may still be writing."""
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         reply = daemon.sessions()
     if as_json:
         say_json(plain(reply))

@@ -6,7 +6,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -89,7 +89,7 @@ EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     """Show memory by segment, the SSD tier, who is there, and every counter since the start."""
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:
         say_json(plain(found))

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.cli import stats as ssd_shown
-from kvhearth_server.cli.admin_client import Reach
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -75,7 +75,7 @@ def top(
     Rates are those of the last second; of the first look they are those since the start. Into a
     pipe it prints one look below the other; with --json each is one object on a line.
     """
-    with Reach(socket_dir) as daemon:
+    with AdminClient(socket_dir) as daemon:
         view, before = _look(daemon), None
         if once:
             _print(view, before, as_json=as_json)
@@ -86,7 +86,7 @@ def top(
             return
 
 
-def _watch(daemon: Reach, view: View, *, as_json: bool) -> None:
+def _watch(daemon: AdminClient, view: View, *, as_json: bool) -> None:
     before: View | None = None
     if as_json or not console().is_terminal:
         while True:
@@ -100,7 +100,7 @@ def _watch(daemon: Reach, view: View, *, as_json: bool) -> None:
             live.update(_drawn(view, before), refresh=True)
 
 
-def _look(daemon: Reach) -> View:
+def _look(daemon: AdminClient) -> View:
     return View(time.monotonic(), daemon.stats(), daemon.sessions(), daemon.leases())
 
 
