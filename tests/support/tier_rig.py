@@ -324,7 +324,8 @@ class TierRig(Rig):
             self.turn()
         writeback_queue, promotions = self.state.writeback_queue, self.core.promotions
         raise AssertionError(
-            f"the tier does not come to rest: {writeback_queue.waiting} blocks wait, {len(promotions)} climb, "
+            f"the tier does not come to rest: {writeback_queue.waiting} blocks wait, "
+            f"{len(promotions)} are promoted, "
             f"{self.tiering._promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
             f"{self.counted}"
         )

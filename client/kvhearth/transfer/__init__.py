@@ -12,10 +12,10 @@ from kvhearth.transfer.store import StorePipeline
 from kvhearth.transfer.storing import StoreDone, StoreTicket
 
 __all__ = [
+    "CopierPool",
     "LoadDone",
     "LoadPipeline",
     "LoadTicket",
-    "Movers",
     "Slots",
     "Stock",
     "StoreDone",
