@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import secrets
 import signal
@@ -21,6 +20,7 @@ from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import Background
 from kvhearth_server.engine.engine import Engine, EngineLimits
+from kvhearth_server.engine.garbage import collect_when_idle, spare_survivors
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
@@ -152,7 +152,7 @@ def _summary(engine: Engine) -> dict[str, object]:
 def _spare_the_loop() -> None:
     """Do now what calls would wait for later."""
     np.unique(np.zeros(0))  # its first call imports modules for 15 ms or more
-    gc.freeze()  # what there is now stays: no collection goes through it again
+    spare_survivors()
 
 
 async def _drain(
@@ -199,6 +199,7 @@ def _spawn(
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.status.by_kind)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
     if not engine.arena.trim():
         supervisor.spawn("trim", partial(_trim, engine))
 

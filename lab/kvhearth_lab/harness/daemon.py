@@ -63,6 +63,7 @@ class Served:
         command += ["--socket-dir", str(self._sockets), "--log-format", "json"]
         # The operator's own settings are not what is measured.
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
         self._started = time.monotonic()
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=kept)

@@ -105,8 +105,16 @@ TABLE: Mapping[str, Counter] = {
         "task",
         usual=frozenset(
             {
-                *("attach", "attach_connection", "pins", "recovery", "scrub", "scrub_ssd"),
-                *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
+                *(
+                    "attach",
+                    "attach_connection",
+                    "garbage",
+                    "pins",
+                    "recovery",
+                    "scrub",
+                    "scrub_ssd",
+                ),
+                *("scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
             }
         ),
     ),

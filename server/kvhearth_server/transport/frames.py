@@ -148,7 +148,8 @@ CONNECTIONS_PER_SESSION_MAX = 64
 _UNOPENED_MAX = 64
 _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
-_CALLS_PER_TURN = 8
+_TURN_S = 0.001
+"""Calls of one connection are answered for about this long before others have their turn."""
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 _READ_BYTES = 64 * 1024
 _ACCEPTS_PER_TURN = 16
@@ -327,8 +328,9 @@ class _Connection(Stream):
             )
 
     def _work(self) -> None:
-        """Answer what has come whole, a few calls at a time: others have their turn too."""
-        for _ in range(_CALLS_PER_TURN):
+        """Answer calls that have arrived whole for one turn; then yield to other connections."""
+        end = time.perf_counter() + _TURN_S
+        while time.perf_counter() < end:
             if not self._answer_next():
                 if self._task is None and not self.full:
                     self.read_on(True)
@@ -409,7 +411,7 @@ class _Connection(Stream):
         else:
             self._done(name, number, began, reply)
         self._task = None
-        self._work()
+        self._loop.call_soon(self._work)  # not here: this turn has done enough
 
     def _done(self, name: str, number: int, began: float, reply: Any) -> None:
         self._reply(frames.DONE, number, reply.SerializeToString())

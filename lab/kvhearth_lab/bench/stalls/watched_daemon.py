@@ -1,4 +1,4 @@
-"""A daemon whose loop is watched: ``python -m kvhearth_server.bench.stalls.watched``.
+"""A daemon whose loop is watched: ``python -m kvhearth_lab.bench.stalls.watched_daemon``.
 
 It is the real daemon, but its slots are smaller than a page, so that millions of them fit into
 this machine's memory.
