@@ -16,6 +16,7 @@ from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_pol
 from kvhearth_server.core.slot_table import Pick, SlotTable
 
 _WARMEST = 1 << 62
+_RINGS_A_POLICY = 2
 _STALE_MAX = 64
 """Entries of a heap that may be out of date, beside one a policy."""
 
@@ -23,9 +24,10 @@ _STALE_MAX = 64
 class PolicySet:
     """All policies; a bound head is a member of exactly one."""
 
-    def __init__(self, name: str, slot_count: int) -> None:
+    def __init__(self, name: str, slot_count: int, policies_max: int = 64) -> None:
+        """``policies_max``: policies for which memory is reserved; more of them make it grow."""
         self._name = name
-        self._arrays = PolicyArrays(slot_count)
+        self._arrays = PolicyArrays(slot_count, _RINGS_A_POLICY * policies_max)
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
         self._by_namespace: dict[int, dict[int, EvictionPolicy]] = {}
         self._changed: set[tuple[int, int]] = set()

@@ -66,7 +66,7 @@ class CoreState:
         self.chains = Chains(self.table)
         self.writeback_queue = WritebackQueue(self.table, self.count)
         self.lower_tier: LowerTier | None = None
-        self.policies = PolicySet(limits.eviction, geometry.slot_count)
+        self.policies = PolicySet(limits.eviction, geometry.slot_count, limits.namespaces_max)
         self.namespaces = Namespaces(
             limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop
         )

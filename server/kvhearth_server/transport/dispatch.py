@@ -43,7 +43,7 @@ from kvhearth_server.transport.messages import (
 
 COUNTERS_PER_HEARTBEAT_MAX = 64
 IDS_PER_CALL_MAX = 4096
-EVICTED_PER_TURN_MAX = 64
+EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
 
 Verify = Callable[[list[I64], str], Awaitable[int]]

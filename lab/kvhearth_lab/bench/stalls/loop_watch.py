@@ -77,13 +77,13 @@ class LoopWatch:
         note, clock = self._file.note_call, time.thread_time
 
         def timed(handle: asyncio.Handle) -> None:
-            coroutine = _coroutine_of(handle)
+            found = _coroutine_of(handle) or handle._callback  # type: ignore[attr-defined]
             collections = self._collections
             began = clock()
             run(handle)
             took = clock() - began
             collected = self._collections > collections
-            note(took, lambda: _name_of(handle, coroutine) + " and gc" * collected)
+            note(took, lambda: _name_of(found) + " and gc" * collected)
             self._begin_timer(handle)
 
         gc.callbacks.append(self._collected)
@@ -110,9 +110,8 @@ def _coroutine_of(handle: asyncio.Handle) -> Any:
     return owner.get_coro() if isinstance(owner, asyncio.Task) else None
 
 
-def _name_of(handle: asyncio.Handle, coroutine: Any) -> str:
+def _name_of(found: Any) -> str:
     """A name for people: the callback, or the task's coroutine that waits for no other one."""
-    found = coroutine or handle._callback  # type: ignore[attr-defined]
     while isinstance(inner := getattr(found, "cr_await", None), CoroutineType):
         found = inner
     return str(getattr(found, "__qualname__", found))

@@ -28,7 +28,6 @@ TICK_SHIFT = 6
 FREQ_MAX = 3
 SLOTS_MAX = 1 << 30
 """Twice as many ring entries must have positions in 32 bits."""
-_SPARE_CHUNKS = 64
 _ONE_USE_MORE = bytes(min(uses + 1, FREQ_MAX) for uses in range(256))
 """By the uses so far."""
 
@@ -55,7 +54,7 @@ class Chunk:
 class PolicyArrays:
     """Shared by all policies of one arena; the only way to mark a slot as used."""
 
-    def __init__(self, slot_count: int) -> None:
+    def __init__(self, slot_count: int, ring_count: int = 64) -> None:
         """Arrays for slots ``0 .. slot_count - 1``.
 
         Raises:
@@ -72,8 +71,8 @@ class PolicyArrays:
         self.places = self.position.data
         """The same memory, for one slot at a time: numpy's calls cost several times as much."""
         # Rings hold at most twice their live entries and a little for each ring, so this suffices
-        # until there are many rings; reserving it costs address space only.
-        chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + _SPARE_CHUNKS
+        # for ``ring_count`` rings; reserving it costs address space only.
+        chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + ring_count
         self.entries = np.zeros(chunk_count << CHUNK_SHIFT, np.uint32)
         """Slot number plus one; 0 is a tombstone. Replaced when it grows: never keep a reference.
         """
@@ -183,7 +182,7 @@ class PolicyArrays:
         self._free.append(number)
 
     def _grow(self) -> None:
-        # Only reached with far more rings than `_SPARE_CHUNKS`, all of them nearly empty.
+        # Only reached with far more rings than were foreseen, all of them nearly empty.
         self.entries = np.concatenate([self.entries, np.zeros_like(self.entries)])
         self.ticks = np.concatenate([self.ticks, np.zeros_like(self.ticks)])
         self._see()
