@@ -49,7 +49,7 @@ _log = get_logger("kvhearth.client")
 
 
 class Caller(NamedTuple):
-    """The calling session's number and contract, and how many keys one of its calls may name."""
+    """The calling session: its number, contract, namespace, group, and keys per call at most."""
 
     session: int
     contract: Contract

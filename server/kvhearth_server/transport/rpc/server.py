@@ -93,7 +93,7 @@ class RpcServer:
     async def start(self, path: Path) -> None:
         """Listen on a unix socket and report that we serve.
 
-        As with the attach socket, every user may connect who can reach its directory: a tenant's
+        Every user may connect who can reach its directory, as at the attach socket: a tenant's
         engines run as other users than the daemon. The token decides.
         """
         self._server.add_insecure_port(f"unix:{path}")
