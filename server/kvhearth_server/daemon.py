@@ -1,4 +1,6 @@
-"""The composition root: settings in, a running daemon out, an exit status at the end."""
+"""The composition root: builds the daemon from its settings, runs it, and returns its exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +47,21 @@ _SUMMED = (
     *("lookups", "hit_keys", "below_keys", "miss_keys", "stored_blocks", "evicted_blocks"),
     *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
 )
-"""Counters that the last line of a run tells."""
+"""Counters that the last log line of a run shows."""
 _TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
 def run(settings: Settings, plan: ArenaPlan | None = None, disk: Environment | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status.
+    """Serve until SIGTERM or SIGINT; return the exit status.
 
     Args:
-        settings: all that an operator can say.
+        settings: the operator's settings.
         plan: an arena that settings cannot describe; by default the settings describe it.
         disk: files and disk queue of the SSD tier; fault injection passes its own.
 
     Raises:
-        KVHearthError: what keeps the daemon from starting (memory, arena, sockets).
+        KVHearthError: the error that keeps the daemon from starting (memory, arena, sockets).
     """
     signal.signal(signal.SIGHUP, _tell_hangup)
     sys.setswitchinterval(settings.switch_interval_s)
@@ -79,7 +81,9 @@ def run(settings: Settings, plan: ArenaPlan | None = None, disk: Environment | N
 
 
 def _tell_hangup(_: int, __: FrameType | None) -> None:
-    """SIGHUP: most daemons load their settings again. Dying of it would cost the cache."""
+    """Log and ignore SIGHUP: operators send it to reload settings, and dying of it would cost the
+    cache.
+    """
     _log.warning("daemon.hangup", told="SIGHUP reloads nothing: restart to change settings")
 
 
@@ -116,7 +120,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     await _close(web, calls, attach)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(end):
-            await _settled(engine, background)  # what came while the doors were being closed
+            await _settled(engine, background)  # calls made while the sockets closed
     await supervisor.stop()
     background.close()
     if engine.tiering is not None:
@@ -130,7 +134,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
 
 
 def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
-    """The name of the signal that ends the daemon, once there is one."""
+    """Return a future of the name of the signal that ends the daemon."""
     found: asyncio.Future[str] = loop.create_future()
 
     def stop(name: str) -> None:
@@ -143,14 +147,14 @@ def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
 
 
 def _summary(engine: Engine) -> dict[str, object]:
-    """What this run did, for its last line."""
+    """Return the run's counters for its last log line."""
     counts = {name: engine.counters.get(name) for name in _SUMMED}
     uptime_s = round(engine.now() - engine.started_at, 3)
     return {"boot_id": engine.boot_id, "uptime_s": uptime_s, **counts}
 
 
 def _spare_the_loop() -> None:
-    """Do now what calls would wait for later."""
+    """Do work now that calls would otherwise wait for later."""
     np.unique(np.zeros(0))  # its first call imports modules for 15 ms or more
     spare_survivors()
 
@@ -158,8 +162,8 @@ def _spare_the_loop() -> None:
 async def _drain(
     settings: Settings, engine: Engine, background: Background, rpc: RpcServer
 ) -> None:
-    """No new stores or sessions; let what is committed be summed and calls in flight end, within a
-    bound.
+    """Refuse new stores and sessions; let committed blocks get their checksums and calls in flight
+    end, within a time limit.
     """
     engine.drain()
     notify.notify(notify.STOPPING)
@@ -174,7 +178,7 @@ async def _drain(
 
 
 async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer) -> None:
-    """The doors that are open yet."""
+    """Close the sockets that are still open."""
     if web is not None:
         await web.stop()
     calls.stop()
@@ -182,7 +186,7 @@ async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer
 
 
 async def _settled(engine: Engine, background: Background) -> None:
-    """Wait until what is committed has its checksum, and was written where it is to be."""
+    """Wait until every committed block has its checksum and is written back if it is to be."""
     await background.settled()
     if engine.tiering is not None:
         await written(engine.tiering)  # memory may end with the process, or the machine
@@ -191,7 +195,7 @@ async def _settled(engine: Engine, background: Background) -> None:
 def _spawn(
     settings: Settings, engine: Engine, background: Background, supervisor: Supervisor
 ) -> None:
-    """Start the tasks that not every daemon has."""
+    """Start the optional tasks that the settings enable."""
     if engine.tier is not None:
         supervisor.spawn("recovery", partial(follow_recovery, engine.tier))
     if settings.scrub_rate:
@@ -261,7 +265,8 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
 
 
 def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
-    """HTTP with its address taken, None where it is off; only then is it worth importing.
+    """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
+    import.
 
     Raises:
         KVHearthError: ``socket_unusable``.

@@ -1,6 +1,6 @@
-"""The conditions under which the daemon starts, checked before it takes anything.
+"""The conditions under which the daemon starts, checked before it takes any resource.
 
-``serve`` goes by them and ``doctor`` reports them, so that the two cannot disagree.
+``serve`` obeys them and ``doctor`` reports them, so that the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEMORY = {Reason.MEMORY_UNAVAILABLE: "memory", Reason.HUGEPAGES_UNAVAILABLE: "h
 
 
 def arena_plan(settings: Settings) -> ArenaPlan:
-    """The arena that the settings ask for."""
+    """Return the arena that the settings ask for."""
     tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
     geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
     policy = HugepagePolicy(settings.hugepages)
@@ -35,7 +35,7 @@ def arena_plan(settings: Settings) -> ArenaPlan:
 
 
 def socket_files(settings: Settings) -> list[Path]:
-    """The files that a daemon makes in its socket directory."""
+    """Return the files that a daemon makes in its socket directory."""
     sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
     return [*sockets, settings.socket_dir / ADMIN_TOKEN_FILE]
 
@@ -43,11 +43,11 @@ def socket_files(settings: Settings) -> list[Path]:
 def problems(
     settings: Settings, kernel: KernelMemory | None = None, tried: Probe = probe
 ) -> Iterator[tuple[str, KVHearthError]]:
-    """Names of checks with the errors that keep a daemon with these settings from starting; it
-    ends with the first.
+    """Yield the names of checks with the errors that keep a daemon with these settings from
+    starting; it ends with the first.
 
     Args:
-        kernel: where memory is looked up.
+        kernel: source of the facts about memory.
         tried: tries an interface for disk I/O.
     """
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
@@ -91,7 +91,7 @@ def _sockets(settings: Settings) -> None:
     folder = settings.socket_dir
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     try:
-        # Permissions alone do not tell: a root may not write to /proc or to a read-only mount.
+        # Permissions alone do not tell: even root may not write to /proc or to a read-only mount.
         Path(tempfile.mkdtemp(prefix=".kvhearth-", dir=existing)).rmdir()
         for path in socket_files(settings):
             if path.is_dir():
@@ -103,7 +103,7 @@ def _sockets(settings: Settings) -> None:
 
 
 def socket_refusal(folder: Path, error: OSError) -> KVHearthError:
-    """The error of a socket directory that cannot be used."""
+    """Return the error for a socket directory that cannot be used."""
     told = f"cannot use {folder}: {error.strerror}; choose another --socket-dir"
     return KVHearthError(Reason.SOCKET_UNUSABLE, told)
 

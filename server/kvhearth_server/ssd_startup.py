@@ -1,4 +1,4 @@
-"""The SSD tier at the daemon's start: from its settings to directories that are open."""
+"""Opens the SSD tier at the daemon's start: from its settings to open directories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
 
 Probe = Callable[[str, int], Verdict]
-"""Tries an interface for disk I/O at a depth."""
+"""Function that tries an interface for disk I/O at a queue depth."""
 
 _LOOK_S = 0.1
 _TELL_S = 5.0
@@ -36,11 +36,11 @@ _log = get_logger("kvhearth.ssd")
 def open_tier(
     settings: Settings, arena: Arena, environment: Environment | None = None
 ) -> SsdTier | None:
-    """The tier of these settings; None without ``ssd_dirs``.
+    """Open the tier of these settings; return None without ``ssd_dirs``.
 
-    Directories are made where their parent exists. One that cannot be used makes the tier
-    degraded. The log is read back from now on, at each ``poll``; ``follow_recovery`` tells how far
-    it is.
+    It makes directories where their parent exists. A directory that cannot be used makes the tier
+    degraded. The log is read back from now on, at each ``poll``; ``follow_recovery`` reports its
+    progress.
 
     Raises:
         KVHearthError: ``ssd_unusable`` if no directory or no kind of disk I/O can be used,
@@ -80,7 +80,7 @@ def open_tier(
 
 
 def tier_settings(settings: Settings) -> SsdSettings:
-    """The tier's own settings.
+    """Return the tier's own settings.
 
     Raises:
         ValueError: two names stand for one directory.
@@ -98,13 +98,13 @@ def tier_settings(settings: Settings) -> SsdSettings:
 
 
 def admission(settings: Settings) -> Admission:
-    """The rule that says what is worth a write."""
+    """Return the rule that decides which blocks are worth a write."""
     return SeenTwice() if settings.ssd_admission == "seen_twice" else AdmitAll()
 
 
 async def follow_recovery(tier: SsdTier) -> None:
-    """Tell how far the reading back of the log is until it is done: a bar on a terminal, and a
-    line in the log now and then.
+    """Report the progress of reading back the log until it is done: a bar on a terminal, and a line
+    in the log now and then.
     """
     status = tier.status
     began = told_at = time.monotonic()
@@ -130,7 +130,7 @@ def _progress(tier: SsdTier) -> dict[str, int]:
 
 
 def check_ssd_dirs(settings: Settings) -> None:
-    """Refuse directories of which none can be used; nothing is made.
+    """Refuse directories of which none can be used; make nothing.
 
     Raises:
         KVHearthError: ``ssd_unusable``, ``config_invalid``.
@@ -162,7 +162,7 @@ def check_ssd_interface(settings: Settings, tried: Probe) -> None:
 
 
 def unusable_ssd_dir(path: Path) -> str:
-    """The reason why a directory of the SSD tier cannot be used; empty if there is none."""
+    """Return the reason why a directory of the SSD tier cannot be used; empty if there is none."""
     if not os.path.isdir(path):
         return _unmakeable(path)
     head = path / HEAD_NAME
@@ -188,7 +188,7 @@ def unusable_ssd_dir(path: Path) -> str:
 
 
 def _unmakeable(path: Path) -> str:
-    """The reason why the directory cannot be made; empty if there is none."""
+    """Return the reason why the directory cannot be made; empty if there is none."""
     try:
         path.stat()
         return f"--ssd-dir {path} is a file; name a directory"
@@ -218,7 +218,9 @@ def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
 
 
 def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
-    """The answers of ``ask`` that are not empty; a drive that hangs holds up nobody for long."""
+    """Return the answers of ``ask`` that are not empty; a drive that hangs delays the others only
+    briefly.
+    """
     patience_s = SsdSettings.open_s
     end = time.monotonic() + patience_s
     asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}
@@ -234,9 +236,10 @@ def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
 
 
 def _make(path: Path) -> str:
-    """Make a directory if it is not there; why it cannot be made, empty if it is there now.
+    """Make a directory if it is missing; return the reason why it cannot be made, or "" if it
+    exists now.
 
-    A drive that is frozen for writing holds up whoever makes anything, also what is there.
+    A drive that is frozen for writing blocks every attempt to make something, even if it exists.
     """
     try:
         if not path.is_dir():

@@ -1,4 +1,4 @@
-"""The one door of the verbs to a running daemon: AdminService on its unix socket."""
+"""Connects the verbs to a running daemon: AdminService on its unix socket."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DIGEST_DIGITS = 64
 
 _SHOWN = 12
 _NAMED = 8
-"""Digits of a namespace, and namespaces, that a message shows."""
+"""Digits of a namespace, and number of namespaces, that a message shows."""
 
 Reply = TypeVar("Reply")
 
 
 def directory(given: Path | None) -> Path:
-    """The daemon's directory: as given (flag, environment), or as the settings have it.
+    """Return the daemon's directory: as given (flag, environment), else from the settings.
 
     Raises:
         KVHearthError: ``config_invalid``.
@@ -75,28 +75,28 @@ class AdminClient:
         self._undo.close()
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """Sizes, counts and counters."""
+        """Return sizes, counts and counters."""
         return self._ask(self._stub.Stats, admin_pb2.StatsRequest())
 
     def sessions(self) -> admin_pb2.ListSessionsResponse:
-        """The attached processes."""
+        """Return the attached processes."""
         return self._ask(self._stub.ListSessions, admin_pb2.ListSessionsRequest())
 
     def leases(self) -> admin_pb2.ListLeasesResponse:
-        """What readers hold."""
+        """Return the readers' leases."""
         return self._ask(self._stub.ListLeases, admin_pb2.ListLeasesRequest())
 
     def namespaces(self) -> admin_pb2.ListNamespacesResponse:
-        """All namespaces."""
+        """Return all namespaces."""
         return self._ask(self._stub.ListNamespaces, admin_pb2.ListNamespacesRequest())
 
     def explain_contract(self, tenant: str, text: str) -> admin_pb2.ExplainContractResponse:
-        """The namespace of a contract, and those that are near it."""
+        """Return the namespace of a contract, and those that are near it."""
         request = admin_pb2.ExplainContractRequest(tenant=tenant, contract_json=text)
         return self._ask(self._stub.ExplainContract, request)
 
     def explain_key(self, key: bytes) -> admin_pb2.ExplainKeyResponse:
-        """Where a key is."""
+        """Return the places of a key."""
         return self._ask(self._stub.ExplainKey, admin_pb2.ExplainKeyRequest(key=key))
 
     def evict(
@@ -112,11 +112,11 @@ class AdminClient:
         return self._ask(self._stub.ForgetNamespace, request)
 
     def drain(self) -> admin_pb2.DrainResponse:
-        """Take no more stores and sessions."""
+        """Make the daemon refuse new stores and sessions."""
         return self._ask(self._stub.Drain, admin_pb2.DrainRequest())
 
     def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
-        """The namespace whose hex digest starts with ``name``.
+        """Return the namespace whose hex digest starts with ``name``.
 
         Raises:
             KVHearthError: ``unknown_namespace`` unless there is exactly one.
@@ -148,7 +148,7 @@ class AdminClient:
             raise self._error(error) from None
 
     def _error(self, error: grpc.RpcError) -> KVHearthError:
-        # What a stub raises is a call too; the type of gRPC's errors does not say so.
+        # The exception that a stub raises is a call too; the type of gRPC's errors does not say so.
         call: Any = error
         for key, value in call.trailing_metadata() or ():
             if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
@@ -186,5 +186,5 @@ class AdminClient:
 
 
 def _differ(found: list[admin_pb2.NamespaceInfo], digits: int) -> bool:
-    """Whether so many digits tell all namespaces apart."""
+    """Return whether this many digits tell all namespaces apart."""
     return len({space.namespace[:digits] for space in found}) == len(found)

@@ -1,7 +1,7 @@
 """The entry point of ``kvhearth``: builds the command from its verbs, turns errors into exit codes.
 
-Nothing outside the standard library is imported at the top: an engine's environment gets this
-entry point too, and without the server extra it has to say so; and ``kvhearth health`` ends before
+Nothing outside the standard library is imported at the top: an engine's environment gets this entry
+point too, and without the server extra it has to say so; and ``kvhearth health`` ends before
 anything else is imported.
 """
 
@@ -33,7 +33,7 @@ EXIT_CODES = {
     "arena_unusable": EXIT_MEMORY,
     "ssd_unusable": EXIT_MEMORY,
 }
-"""What the process ends with by a ``Reason``'s word; every other reason is ``EXIT_OTHER``."""
+"""Exit codes of the process by a ``Reason``'s word; every other reason is ``EXIT_OTHER``."""
 
 EPILOG = """Examples: kvhearth doctor; kvhearth serve --memory 64GiB; kvhearth top
 
@@ -71,7 +71,7 @@ SERVER_EXTRA = frozenset(
 
 
 def build() -> typer.Typer:
-    """The command with all its verbs.
+    """Build the command with all its verbs.
 
     Raises:
         ImportError: the server extra is not installed.
@@ -129,7 +129,7 @@ def build() -> typer.Typer:
 
 
 def _add_verbs(app: typer.Typer) -> None:
-    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
+    """Add the verbs of other distributions; a missing verb of the lab's says what to install."""
     from functools import partial
     from importlib import metadata
 
@@ -152,7 +152,7 @@ def _not_installed(name: str) -> None:
 
 
 def exit_code(error: KVHearthError) -> int:
-    """What the process ends with after ``error``."""
+    """Return the exit code of the process after ``error``."""
     return EXIT_CODES.get(error.reason, EXIT_OTHER)
 
 
@@ -189,7 +189,7 @@ def run(args: Sequence[str] | None = None, disk: Environment | None = None) -> i
 
 
 def main(disk: Environment | None = None) -> None:
-    """The console script."""
+    """Run the console script."""
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
@@ -197,10 +197,10 @@ def main(disk: Environment | None = None) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process with ``code``, all that was printed written out.
+    """End the process with ``code`` once all output is written.
 
-    The interpreter and the libraries under it are not taken apart: gRPC cleans up on threads that
-    nobody can wait for, and one that still runs while its memory goes crashes a command, or a
+    The interpreter and the libraries under it are not torn down. gRPC cleans up on threads that
+    cannot be joined; one that still runs while its memory goes would crash a command, or a
     container's health check, that has done its work.
     """
     atexit._run_exitfuncs()

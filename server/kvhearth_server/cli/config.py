@@ -19,7 +19,7 @@ VALIDATE_EPILOG = "Example: kvhearth config validate kvhearth.yaml"
 
 
 def show(config: Config = None, as_json: AsJson = False) -> None:
-    """Print the settings that environment and file give, as YAML; secrets are masked."""
+    """Print the settings from environment and file as YAML; secrets are masked."""
     settings = load_settings({}, config)
     if as_json:
         say_json(settings.model_dump(mode="json"))
@@ -47,7 +47,7 @@ def validate(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the settings that environment and file give; exits with 2 if they are wrong."""
+    """Check the settings from environment and file; exit with 2 if they are wrong."""
     if file is not None and config is not None:
         raise KVHearthError(Reason.CONFIG_INVALID, f"{file} and --config {config}: name one file")
     problem = ""

@@ -28,10 +28,10 @@ def drain(
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Let the daemon take no more stores and sessions, as before a shutdown; reads go on.
+    """Make the daemon refuse new stores and sessions, as before a shutdown; reads go on.
 
-    There is no way back but a restart. With --wait it exits with 1 if somebody still holds
-    something when the time is over.
+    Only a restart undoes it. With --wait it exits with 1 if sessions still hold something when the
+    time is over.
     """
     end = time.monotonic() + wait_s
     with AdminClient(socket_dir) as daemon, waiting("draining"):

@@ -17,7 +17,7 @@ EPILOG = "Example: kvhearth evict 3f9c --keep 10GiB; kvhearth evict 3f9c --keep 
 
 
 class Tier(enum.StrEnum):
-    """Where blocks are removed."""
+    """Tiers from which blocks are removed."""
 
     MEMORY = "memory"
     SSD = "ssd"
@@ -43,7 +43,7 @@ def evict(
 ) -> None:
     """Remove a namespace's blocks, coldest first, until it has at most --keep.
 
-    Blocks that are leased or pinned stay. With --keep 0 the copies on SSD go, too, and do not come
+    Leased and pinned blocks stay. With --keep 0 the copies on SSD are removed too, and do not come
     back after a restart; with --tier memory they stay and are served.
     """
     try:

@@ -1,4 +1,4 @@
-"""``kvhearth explain``: why is this a miss?"""
+"""``kvhearth explain``: the reason of a miss."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def explain(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Tell why something is a miss.
+    """Explain why a lookup misses.
 
-    Of a contract: its namespace, or the nearest ones and the fields in which they differ. Of a
-    key: where it is, in which state, and what keeps it from being served; or that it is absent,
-    which exits with 1.
+    For a contract: its namespace, or the nearest ones and the fields in which they differ. For a
+    key: its places, their states, and what keeps it from being served; or that it is absent, which
+    exits with 1.
     """
     path = Path(what)
     if path.is_file():

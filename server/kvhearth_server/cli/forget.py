@@ -22,11 +22,12 @@ def forget(
     socket_dir: SocketDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make all blocks of a namespace invalid at once, in memory and on SSD: its weights changed.
+    """Make all blocks of a namespace invalid at once, in memory and on SSD, because its weights
+    changed.
 
-    Raises the namespace's weights epoch, as an engine does that loads new weights. Engines with
-    the old weights get no block until they attach again. There is no way back. Old blocks leave
-    as their room is needed.
+    Raises the namespace's weights epoch, as an engine does that loads new weights. Engines with the
+    old weights get no block until they attach again. It cannot be undone. Old blocks leave as their
+    room is needed.
     """
     with AdminClient(socket_dir) as daemon:
         space = daemon.namespace(namespace)
@@ -40,9 +41,11 @@ def forget(
 
 
 def _ask(space: admin_pb2.NamespaceInfo) -> None:
-    """Raises:
-    KVHearthError: ``config_invalid`` if there is nobody to ask.
-    typer.Abort: the answer is no.
+    """Ask the operator to confirm.
+
+    Raises:
+        KVHearthError: ``config_invalid`` if there is no terminal to ask on.
+        typer.Abort: the answer is no.
     """
     if not sys.stdin.isatty():
         raise KVHearthError(Reason.CONFIG_INVALID, "forget asks on a terminal; add --yes")

@@ -1,4 +1,4 @@
-"""``kvhearth health`` for the words that ``liveness`` leaves to the whole command line."""
+"""``kvhearth health`` for the arguments that ``liveness`` leaves to the whole command line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def health(
 ) -> None:
     """Exit with 0 if the daemon serves and with 1 if it does not.
 
-    A daemon whose SSD tier is degraded serves; what is wrong with it is a warning. Needs no token.
+    A daemon whose SSD tier is degraded serves; the degradation is a warning. Needs no token.
     """
     raise typer.Exit(liveness.run(str(directory(socket_dir)), wait_s, as_json=as_json))

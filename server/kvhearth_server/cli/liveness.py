@@ -19,7 +19,7 @@ CONFIG_ENV = "KVHEARTH_CONFIG"
 ATTACH_SOCKET = "attach.sock"
 QUESTION = b'{"kind":"health"}'
 ANSWER_S = 4.0
-"""Longest wait for one answer; less than a container's health check is given in the Dockerfile."""
+"""Longest wait for one answer; less than the Dockerfile's timeout for the health check."""
 _PAUSE_S = 0.1
 _HEADER_BYTES = 4
 _FRAME_BYTES_MAX = 256 << 10
@@ -27,7 +27,7 @@ _DRAINS = "the daemon drains: it takes no stores"
 
 
 def main(words: list[str]) -> int | None:
-    """Run ``kvhearth health`` with these words after the verb; returns its exit status.
+    """Run ``kvhearth health`` with these words after the verb; return its exit status.
 
     Returns None for words that need the whole command line: help, wrong usage, and a settings file
     that has to be parsed for the directory.
@@ -43,7 +43,7 @@ def main(words: list[str]) -> int | None:
 
 
 def _configured(path: str | None) -> str | None:
-    """The directory that a settings file gives; None where telling it takes a parser of YAML."""
+    """Return the directory that a settings file gives; None if finding it takes a YAML parser."""
     if not path:
         return SOCKET_DIR
     try:
@@ -59,7 +59,7 @@ def _configured(path: str | None) -> str | None:
 
 
 def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
-    """Returns the directory ("" for none), seconds to wait, and whether JSON is wanted; None for
+    """Return the directory ("" for none), seconds to wait, and whether JSON is wanted; None for
     words that it does not know.
     """
     folder, wait_s, as_json = "", 0.0, False
@@ -108,7 +108,7 @@ def run(folder: str, wait_s: float, *, as_json: bool) -> int:
 
 
 def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str]]:
-    """Returns why the daemon does not serve ("" if it does), and why its SSD tier is degraded."""
+    """Return why the daemon does not serve ("" if it does), and why its SSD tier is degraded."""
     path = os.path.join(folder, ATTACH_SOCKET)
     try:
         with socket.socket(socket.AF_UNIX) as line:
@@ -132,7 +132,7 @@ def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str]]:
 
 
 def _answer(line: socket.socket, end: float) -> object:
-    """Reads the frame that answers; None for what is not one."""
+    """Read the frame that answers; return None for any other bytes."""
     import json
 
     got = b""
@@ -153,7 +153,7 @@ def _size(got: bytes) -> int:
 
 
 def away(path: str) -> str:
-    """Says that nothing listens at a socket."""
+    """Return the message that nothing listens at a socket."""
     return (
         f"no daemon answers at {path}; start one with kvhearth serve, "
         "or name another directory with --socket-dir"
@@ -161,7 +161,9 @@ def away(path: str) -> str:
 
 
 def denied(path: str) -> str:
-    """Says why this user may not use a socket: whose it is, or the directory that hides it."""
+    """Return the reason why this user may not use a socket: its owner, or the directory that hides
+    it.
+    """
     at = path
     while True:
         try:

@@ -79,7 +79,7 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
 
 
 def _object(space: admin_pb2.NamespaceInfo) -> dict[str, Any]:
-    """The message with its contract as an object instead of a text."""
+    """Return the message with its contract as an object instead of a text."""
     found: dict[str, Any] = plain(space)
     found["contract"] = json.loads(found.pop("contract_json"))
     return found

@@ -1,4 +1,4 @@
-"""Options that several verbs take."""
+"""Options and output helpers that several verbs share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plain(value: Any) -> Any:
-    """A message as what JSON knows: every field by its name, integers as numbers, bytes as hex;
+    """Convert a message to JSON values: every field by its name, integers as numbers, bytes as hex;
     null for an optional one that is absent.
     """
     if isinstance(value, Message):
@@ -66,20 +66,20 @@ def plain(value: Any) -> Any:
 
 
 def say_json(value: Mapping[str, object]) -> None:
-    """One object on one line of stdout."""
+    """Print one object on one line of stdout."""
     typer.echo(json.dumps(value))
 
 
 def note(text: str) -> None:
-    """A message for a person."""
+    """Print a message for the user."""
     typer.echo(text, err=True)
 
 
 def draw_last(
     draw: Callable[[Mapping[str, Any], Path], None], found: Mapping[str, Any], path: Path | None
 ) -> None:
-    """Draw a picture if one is wanted, after all else was printed: what was measured in minutes is
-    told also where the file cannot be written.
+    """Draw a picture if one is wanted, after all other output: results measured in minutes are
+    printed even if the file cannot be written.
 
     Raises:
         KVHearthError: as ``draw``.
@@ -90,18 +90,20 @@ def draw_last(
 
 
 def console() -> Console:
-    """stdout, colours as the terminal and NO_COLOR say; wide where it is no terminal."""
+    """Return stdout as a console: colours follow the terminal and NO_COLOR; wide if it is no
+    terminal.
+    """
     width = None if sys.stdout.isatty() else _WIDTH_OFF_TERMINAL
     return Console(width=width, highlight=False, soft_wrap=width is not None)
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
-    """A spinner on stderr while the block runs; nothing where that is no terminal."""
+    """Show a spinner on stderr while the block runs; nothing if stderr is no terminal."""
     return Console(stderr=True).status(text)
 
 
 def table(*heads: str, right: Iterable[str] = ()) -> Table:
-    """An empty table; ``right`` names columns of numbers."""
+    """Return an empty table; ``right`` names columns of numbers."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads:
         made.add_column(head, justify="right" if head in right else "left", no_wrap=True)
@@ -109,7 +111,7 @@ def table(*heads: str, right: Iterable[str] = ()) -> Table:
 
 
 def row(shown: Table, *cells: object) -> None:
-    """Add a row. A cell that is text is shown as it is: no markup in it, no control characters.
+    """Add a row. Text cells are shown literally: no markup, no control characters.
 
     Engines choose some of these texts, and they must not reach the operator's terminal raw.
     """
@@ -119,12 +121,12 @@ def row(shown: Table, *cells: object) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` with ``?`` for what would control a terminal."""
+    """Return ``text`` with ``?`` for characters that would control a terminal."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def facts(rows: Sequence[tuple[str, object]]) -> Table:
-    """Names and values below each other."""
+    """Return a table of names and values."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
@@ -134,7 +136,7 @@ def facts(rows: Sequence[tuple[str, object]]) -> Table:
 
 
 def size(count: int) -> str:
-    """Bytes for a person: three digits or so."""
+    """Format bytes for people: three digits or so."""
     amount, unit = float(count), 0
     while amount >= 1024 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1024, unit + 1
@@ -142,7 +144,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for a person."""
+    """Format a time for people."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = int(seconds) // 60
@@ -153,10 +155,10 @@ def duration(seconds: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A part of a whole, ``-`` of nothing."""
+    """Format a part of a whole as a percentage; ``-`` if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def short(digest: str) -> str:
-    """The first digits of a namespace, enough to tell it apart."""
+    """Return the first digits of a namespace, enough to tell it apart."""
     return digest[:_DIGITS_SHOWN]

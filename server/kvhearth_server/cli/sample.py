@@ -23,7 +23,7 @@ Sizes are written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
 
 
 def sample() -> str:
-    """A commented YAML file of all settings with their defaults."""
+    """Return a commented YAML file of all settings with their defaults."""
     lines = [f"# {line}" for line in _HEAD.splitlines()]
     for name, field in Settings.model_fields.items():
         told = textwrap.wrap(field.description or "", _COLUMNS)
@@ -34,7 +34,7 @@ def sample() -> str:
 
 
 def settings_yaml(settings: Settings) -> str:
-    """Settings as a YAML file that gives them again (but for secrets, which are masked)."""
+    """Return settings as a YAML file that yields them again (except secrets, which are masked)."""
     return "".join(f"{text}\n" for text in _lines(settings))
 
 
@@ -44,7 +44,7 @@ def _lines(settings: Settings) -> Iterator[str]:
 
 
 def line(name: str, field: FieldInfo, value: object) -> str:
-    """``name: value`` as YAML in one line, the value as people write it."""
+    """Return ``name: value`` as YAML in one line, the value as people write it."""
     value = _written(field, value)
     if value is None:  # left empty, which reads as nothing
         return f"{name}:"

@@ -1,4 +1,6 @@
-"""``kvhearth serve``: its flags are read off the fields of ``Settings``, written nowhere else."""
+"""``kvhearth serve``: derives its flags from the fields of ``Settings``; they are written nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _CONFIG_HELP = "YAML file of settings (environment: KVHEARTH_CONFIG)."
 
 
 def _help(field: FieldInfo) -> str:
-    """The description with the default as it would be written."""
+    """Return the description with the default as it would be written."""
     if field.default is None or field.default == ():
         return field.description or ""
     shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
@@ -35,7 +37,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def metavar(field: FieldInfo) -> str:
-    """What stands for a setting's value."""
+    """Return the placeholder of a setting's value."""
     shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
     if shown is not None:
         return shown.metavar
@@ -47,7 +49,7 @@ def metavar(field: FieldInfo) -> str:
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    """One flag. Its value stays text (or a list of texts), which the model parses."""
+    """Return one flag. Its value stays text (or a list of texts), which the model parses."""
     kebab = flag_of(name)
     kind: Any = str | None
     if field.annotation is bool:
@@ -67,8 +69,8 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``;
-    further parameters of its own stay.
+    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``; its
+    other parameters stay.
     """
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
@@ -95,12 +97,12 @@ def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Call
 
 
 def given(flags: dict[str, object]) -> dict[str, object]:
-    """The flags that were written on the command line."""
+    """Return the flags that were written on the command line."""
     return {name: value for name, value in flags.items() if value is not None and value != []}
 
 
 def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
-    """The settings of this start, with logging set up as they say.
+    """Load the settings of this start, and set up logging by them.
 
     Args:
         config: the YAML file, if one was named.
@@ -131,13 +133,14 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
 def serve(context: typer.Context, config: Path | None = None, **flags: object) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT.
 
-    A flag goes before the environment, that before the YAML file, that before the default:
+    A flag overrides the environment, which overrides the YAML file, which overrides the default:
     --slab-bytes is KVHEARTH_SLAB_BYTES in the environment and slab_bytes in the file. Sizes are
     written 65536, 512MiB, 64Gi or 64GiB (1024s), 64G or 64GB (1000s); durations 0.5, 500ms, 30s or
     24h.
     """
     settings = prepare(config, flags)
-    # After the settings, so that a mistake in them is told without the time to load gRPC.
+    # Imported after the settings, so that a mistake in them is reported without the time to load
+    # gRPC.
     from kvhearth_server import daemon
 
     raise typer.Exit(daemon.run(settings, disk=context.obj))

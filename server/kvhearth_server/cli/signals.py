@@ -13,12 +13,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an exception does, so that nothing is left behind; the
-    exit status is 128 more than the signal. Main thread only.
+    """Make SIGTERM and SIGHUP end the block like an exception, so that nothing is left behind.
+
+    The exit status is 128 more than the signal. Main thread only.
     """
 
     def ended(number: int, _: FrameType | None) -> None:
-        for each in _SIGNALS:  # a second one must not end the cleaning
+        for each in _SIGNALS:  # a second one must not interrupt the cleanup
             signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""The SSD tier in tables, for ``stat`` and ``top``."""
+"""``kvhearth stat``, and its tables of the daemon and the SSD tier, which ``top`` shares."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BAR_COLUMNS = 30
 
 
 def reasons(found: admin_pb2.SsdStats) -> list[str]:
-    """What is not as it should be with the tier."""
+    """Return the tier's degradations, each as a sentence."""
     told = [reason for each in found.directories for reason in each.reasons]
     return [*told, *filter(None, [found.interface_broken])]
 
 
 def state(found: admin_pb2.SsdStats) -> str:
-    """How the tier is, in a few words."""
+    """Return the tier's state in a few words."""
     words = ["degraded" if reasons(found) else "healthy"]
     if found.recovering:
         words.append(f"reading back {found.files_recovered} of {found.files_found} files")
@@ -39,7 +39,7 @@ def state(found: admin_pb2.SsdStats) -> str:
 
 
 def summary(found: admin_pb2.SsdStats) -> Table:
-    """What the tier holds, and what it is doing."""
+    """Return a table of the tier's content and activity."""
     written, stored = found.counters["written_bytes"], found.counters["stored_bytes"]
     rows = [
         ("SSD", f"{state(found)}, by {found.interface}"),
@@ -57,7 +57,7 @@ def summary(found: admin_pb2.SsdStats) -> Table:
 
 
 def directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
-    """One row a directory."""
+    """Return a table with one row for each directory."""
     heads = ("directory", *([""] if bars else []), "files", "of", "used", "open", "sealed", "free")
     shown = table(*heads, right=heads[1:])
     for each in found.directories:
@@ -78,7 +78,9 @@ def directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
 
 
 def _reads(found: admin_pb2.SsdStats) -> str:
-    """Latency and rate of reads; before the first one the daemon has only its assumptions."""
+    """Return latency and rate of reads; before the first read the daemon has only its
+    assumptions.
+    """
     if not found.counters["loaded_blocks"]:
         return "-"
     return f"{found.read_latency_s * 1e3:.2f} ms, {size(round(found.read_bytes_per_s))}/s"
@@ -88,7 +90,9 @@ EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, the SSD tier, who is there, and every counter since the start."""
+    """Show memory by segment, the SSD tier, the attached engines, and every counter since the
+    start.
+    """
     with AdminClient(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:
@@ -108,7 +112,7 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
 
 
 def summary_stats(found: admin_pb2.StatsResponse) -> Table:
-    """What the daemon is and whom it serves."""
+    """Return a table of the daemon and its clients."""
     asked, hits = found.counters["lookup_keys"], found.counters["hit_keys"]
     return facts(
         [
@@ -125,7 +129,7 @@ def summary_stats(found: admin_pb2.StatsResponse) -> Table:
 
 
 def segments(found: admin_pb2.StatsResponse) -> Table:
-    """One row a tenant's segment."""
+    """Return a table with one row for each tenant's segment."""
     heads = ("segment", "pages", "bytes", "used", "free", "reserved", "held", "quarantined")
     shown = table(*heads, right=heads[2:])
     for part in found.segments:

@@ -1,4 +1,4 @@
-"""``kvhearth top``: what the daemon does now, once a second."""
+"""``kvhearth top``: the daemon's current activity, once a second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _RATES = (
     ("refusals", "refusals"),
     ("checksum failures", "checksum_failures"),
 )
-"""What is shown per second, and the counter (all its labels together) behind it."""
+"""Rates per second that are shown, and the counter (all its labels together) behind each."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class View:
     leases: admin_pb2.ListLeasesResponse
 
     def count(self, name: str) -> int:
-        """A counter since the start, all its labels together."""
+        """Return a counter since the start, all its labels together."""
         found: Mapping[str, int] = self.stats.counters
         return sum(n for key, n in found.items() if key.partition("{")[0] == name)
 
@@ -72,8 +72,8 @@ def top(
 ) -> None:
     """Watch hits, rates, memory, SSD, engines and leases; Ctrl-C ends it.
 
-    Rates are those of the last second; of the first look they are those since the start. Into a
-    pipe it prints one look below the other; with --json each is one object on a line.
+    Rates are those of the last second; in the first look they are those since the start. Into a
+    pipe it prints one look after the other; with --json each is one object on a line.
     """
     with AdminClient(socket_dir) as daemon:
         view, before = _look(daemon), None
@@ -113,7 +113,7 @@ def _print(view: View, before: View | None, *, as_json: bool) -> None:
 
 
 def rates(view: View, before: View | None) -> dict[str, float]:
-    """Counts per second between two looks at one boot, else since the start; by counter."""
+    """Return counts per second between two looks at one boot, else since the start; by counter."""
     if before is None or before.stats.boot_id != view.stats.boot_id:
         span, base = view.stats.uptime_s, dict.fromkeys((name for _, name in _RATES), 0)
     else:
@@ -122,7 +122,7 @@ def rates(view: View, before: View | None) -> dict[str, float]:
 
 
 def as_object(view: View, before: View | None) -> dict[str, Any]:
-    """A look as JSON: statistics, rates per second, sessions and leases."""
+    """Return a look as JSON: statistics, rates per second, sessions and leases."""
     return {
         "stats": plain(view.stats),
         "rates": rates(view, before),

@@ -32,4 +32,4 @@ def option(
         typer.Option("--version", callback=_told, is_eager=True, help="Print the versions."),
     ] = False,
 ) -> None:
-    """What the command takes before a verb."""
+    """Options of the command itself, before a verb."""

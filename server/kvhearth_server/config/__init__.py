@@ -1,1 +1,1 @@
-"""Settings: one model, and how flags, environment and YAML feed it."""
+"""Settings: one model, filled from flags, environment and YAML."""

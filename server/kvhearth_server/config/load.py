@@ -1,4 +1,4 @@
-"""The settings of a start, from wherever they are written.
+"""Loads the settings of a start from flags, environment and YAML file.
 
 The order is flag > ``KVHEARTH_*`` environment > YAML file > default.
 """
@@ -26,7 +26,7 @@ _FILE_NODES_MAX = 10_000
 
 
 def read_settings_file(path: Path | None) -> dict[str, object]:
-    """Names and values as they are written there; nothing without a path.
+    """Return the names and values of a settings file; empty without a path.
 
     Raises:
         KVHearthError: ``CONFIG_INVALID``.
@@ -50,7 +50,7 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
 
 
 def _parsed(path: Path) -> object:
-    """What a file holds.
+    """Return a file's content, parsed as YAML.
 
     Raises:
         OSError: it cannot be read.
@@ -66,12 +66,12 @@ def _parsed(path: Path) -> object:
     except RecursionError:
         raise ValueError("nested too deep for settings") from None
     except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
-        # PyYAML lets its constructors' own errors through: of a date that no calendar has, say.
+        # PyYAML lets its constructors' own errors through, for example of an impossible date.
         raise ValueError(f"a value cannot be read: {error}") from None
 
 
 def _bounded(loaded: object) -> object:
-    """``loaded``, unless aliases make it very much larger than its file, or endless.
+    """Return ``loaded``, unless aliases make it very much larger than its file, or endless.
 
     Raises:
         ValueError: they do.
@@ -90,12 +90,12 @@ def _bounded(loaded: object) -> object:
 
 
 def cut(text: str, chars_max: int) -> str:
-    """``text``, its end left out where it is longer than ``chars_max``."""
+    """Return ``text``, shortened to ``chars_max`` characters."""
     return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
 
 
 def one_line(text: str) -> str:
-    """``text`` with what is not printable as an escape: it may come from a file or a name."""
+    """Return ``text`` with unprintable characters as escapes: it may come from a file or a name."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -119,14 +119,14 @@ _VALUE_CHARS_MAX = 200
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting: ``--slab-bytes`` of ``slab_bytes``."""
+    """Return the flag of a setting: ``--slab-bytes`` of ``slab_bytes``."""
     field = Settings.model_fields.get(name)
     named = [each.flag for each in (field.metadata if field else ()) if isinstance(each, Shown)]
     return "".join(named) or "--" + name.replace("_", "-")
 
 
 def load_settings(flags: Mapping[str, object], config_path: Path | None = None) -> Settings:
-    """The settings from flags, environment and YAML file.
+    """Load the settings from flags, environment and YAML file.
 
     Args:
         flags: by field name; only those that were given.
@@ -146,7 +146,7 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
     ):
         merged |= values
         origins |= {name: origin(name) for name in values}
-    # Told apart here, because pydantic-settings takes names like _env_file for its own arguments.
+    # Checked here, because pydantic-settings takes names like _env_file for its own arguments.
     unknown = [name for name in merged if name not in Settings.model_fields]
     problems = [
         f"{cut(origins[name], WRONG_CHARS_MAX)}: there is no such setting; {_hint(name)}"
@@ -164,7 +164,8 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
 
 
 def unread_environment() -> list[str]:
-    """``KVHEARTH_*`` variables that are set and that no setting reads, sorted: probably misspelt.
+    """Return the ``KVHEARTH_*`` variables that are set but read by no setting, sorted: probably
+    misspelt.
 
     They are worth a warning and not a refusal: Kubernetes sets ``KVHEARTH_PORT`` and the like in
     every pod beside a Service of that name.
@@ -177,7 +178,9 @@ def unread_environment() -> list[str]:
 def _explain(
     line: Mapping[str, Any], written: Mapping[str, object], origins: Mapping[str, str]
 ) -> str:
-    """One line of pydantic's as a sentence for a person: setting, value, what is wrong, fix."""
+    """Turn one line of pydantic's into a sentence for people: setting, value, what is wrong,
+    fix.
+    """
     cause = line.get("ctx", {}).get("error")
     wrong = str(cause) if cause is not None else str(line["msg"])
     if not line["loc"]:

@@ -200,7 +200,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the caller passes; ``load_settings`` merges the other sources by name."""
+        """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
 
     @field_validator("socket_dir", "arena_dir")
@@ -309,17 +309,17 @@ class Settings(BaseSettings):
 
     @property
     def attach_socket(self) -> Path:
-        """Where engines attach."""
+        """Path of the socket where engines attach."""
         return self.socket_dir / ATTACH_SOCKET_NAME
 
     @property
     def calls_socket(self) -> Path:
-        """Where engines call."""
+        """Path of the socket for calls as frames."""
         return self.socket_dir / CALLS_SOCKET_NAME
 
     @property
     def grpc_socket(self) -> Path:
-        """Where decisions are asked for."""
+        """Path of the gRPC socket."""
         return self.socket_dir / GRPC_SOCKET_NAME
 
     @property
@@ -333,13 +333,17 @@ class Settings(BaseSettings):
         return self.memory // self.slab_bytes * self.slab_bytes
 
     def rounded(self) -> list[tuple[str, int, int]]:
-        """(memory or a tenant's name, bytes asked for, bytes used) of what is not whole slabs."""
+        """Sizes that are not whole slabs: (memory or a tenant's name, bytes asked for, bytes
+        used).
+        """
         slab = self.slab_bytes
         asked = [(each.name, each.bytes) for each in self.tenants] or [("memory", self.memory)]
         return [(name, size, size // slab * slab) for name, size in asked if size % slab]
 
     def effective_tenants(self, own_uid: int) -> tuple[TenantSetting, ...]:
-        """The tenants that the daemon of user ``own_uid`` serves, their bytes in whole slabs."""
+        """Return the tenants that the daemon of user ``own_uid`` serves, their bytes in whole
+        slabs.
+        """
         if not self.tenants:
             uids = tuple(dict.fromkeys((own_uid, *self.allow_uids)))
             return (TenantSetting(DEFAULT_TENANT_NAME, uids, self.memory_bytes),)

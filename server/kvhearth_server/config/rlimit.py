@@ -1,4 +1,4 @@
-"""How many descriptors a daemon may need, and its limit."""
+"""Descriptors that a daemon may need, and its limit of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kvhearth_server.tiers.ssd.settings import segment_bytes_for, segments_max
 
 _BASE = 128
 _PER_SESSION = 8
-"""Socket, life line, pidfd, lock, gRPC connection, and some of each on the way."""
+"""Descriptors for each session: calls socket, attach socket, pidfd, lock, gRPC connection, and some
+of each on the way.
+"""
 
 _log = get_logger("kvhearth.daemon")
 
 
 def ssd_files(settings: Settings) -> int:
-    """Segment files that the SSD tier may come to have, each of which is kept open."""
+    """Return the most segment files that the SSD tier may come to keep open."""
     size = settings.ssd_segment_bytes
     return sum(
         segments_max(each.bytes, size or segment_bytes_for(each.bytes))
@@ -25,12 +27,14 @@ def ssd_files(settings: Settings) -> int:
 
 
 def needed(settings: Settings) -> int:
-    """Descriptors with all sessions and all files."""
+    """Return the descriptors needed with all sessions and all files."""
     return _BASE + _PER_SESSION * settings.sessions_max + ssd_files(settings)
 
 
 def raise_limit(settings: Settings) -> None:
-    """Raise the soft limit, of which 1,024 are usual, to the hard one; told if that is too low."""
+    """Raise the soft limit, of which 1,024 are usual, to the hard one; log a warning if that is too
+    low.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < needed(settings):

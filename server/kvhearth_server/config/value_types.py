@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and back to text."""
+"""Parses and formats the values of settings: sizes, durations, tenants, directories, addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _number_and_unit(text: str, units: Mapping[str, float]) -> tuple[str, str] |
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``4096``, ``"512MiB"``, ``"1.5Gi"`` or ``"64GB"``.
+    """Parse bytes from ``4096``, ``"512MiB"``, ``"1.5Gi"`` or ``"64GB"``.
 
     Units mean the same as in Kubernetes and numfmt: ``Gi`` and ``GiB`` are 1024^3 bytes, ``G`` and
     ``GB`` are 1000^3. Case does not matter.
@@ -52,7 +52,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration_s(value: object) -> float:
-    """Seconds from ``30``, ``0.5``, ``"30s"``, ``"500ms"``, ``"5m"``, ``"24h"`` or ``"1d"``.
+    """Parse seconds from ``30``, ``0.5``, ``"30s"``, ``"500ms"``, ``"5m"``, ``"24h"`` or ``"1d"``.
 
     Raises:
         ValueError: not a duration.
@@ -69,7 +69,7 @@ def parse_duration_s(value: object) -> float:
 
 
 def format_size(size: int) -> str:
-    """An exact text of a size: ``"64GiB"``, ``"1536MiB"``, ``"64GB"``, ``"5"``.
+    """Format a size exactly: ``"64GiB"``, ``"1536MiB"``, ``"64GB"``, ``"5"``.
 
     Prefers 1024s; 1000s are for sizes that they write in fewer digits.
     """
@@ -81,7 +81,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration_s(seconds: float) -> str:
-    """A duration as ``parse_duration_s`` takes it: ``"5s"``, ``"0.5s"``."""
+    """Format a duration as ``parse_duration_s`` takes it: ``"5s"``, ``"0.5s"``."""
     return f"{seconds:g}s"
 
 
@@ -95,10 +95,10 @@ _UID_MAX = 2**32 - 2  # the last one is the kernel's "no such uid"
 
 @dataclass(frozen=True)
 class TenantSetting:
-    """One tenant: who it is and how much memory is its own.
+    """One tenant: its users and its memory.
 
     Args:
-        name: what its namespaces are digested with and its segment is called.
+        name: the tenant's part in its namespaces' digests, and the name of its segment.
         uids: the user ids whose processes attach as this tenant.
         bytes: its segment's length, before rounding down to whole slabs.
     """
@@ -109,7 +109,7 @@ class TenantSetting:
 
 
 def parse_tenant(value: object) -> TenantSetting:
-    """``NAME=UID[,UID...]:SIZE`` to a ``TenantSetting``.
+    """Parse ``NAME=UID[,UID...]:SIZE``.
 
     Raises:
         ValueError: the text has another form.
@@ -131,7 +131,7 @@ class SsdDir:
 
     Args:
         path: absolute; made at the start if its parent exists.
-        bytes: most that may be taken there, by the file system's own count.
+        bytes: upper bound on the bytes taken there, by the file system's own count.
     """
 
     path: Path
@@ -142,7 +142,7 @@ class SsdDir:
 
 
 def parse_ssd_dir(value: object) -> SsdDir:
-    """``PATH=SIZE`` to a ``SsdDir``; the path may hold a ``=`` itself.
+    """Parse ``PATH=SIZE``; the path may hold a ``=`` itself.
 
     Raises:
         ValueError: the text has another form, or the path is not absolute.
@@ -158,7 +158,7 @@ def parse_ssd_dir(value: object) -> SsdDir:
 
 
 def directory(value: Path) -> Path:
-    """An absolute path without ``~`` and ``..``.
+    """Parse an absolute path without ``~`` and ``..``.
 
     Raises:
         ValueError: nothing can have that name.
@@ -183,7 +183,7 @@ def _parse_uid(value: object) -> int:
 
 
 def _items(value: object, separators: str) -> list[object]:
-    """A list setting from a YAML list, repeated flags, or one separated text (environment)."""
+    """Split a list setting: a YAML list, repeated flags, or one separated text (environment)."""
     parts = list(value) if isinstance(value, list | tuple) else [value]
     found: list[object] = []
     for part in parts:
@@ -207,12 +207,12 @@ def _parse_uids(value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shown:
-    """How help and sample files show a setting.
+    """Presentation of a setting in help and sample files.
 
     Args:
-        metavar: what stands for its value.
+        metavar: placeholder of its value.
         format: writes its default.
-        flag: its name on the command line, where that is not the setting's.
+        flag: its name on the command line, where that differs from the setting's.
     """
 
     metavar: str
@@ -221,7 +221,7 @@ class Shown:
 
 
 def lower(value: object) -> object:
-    """Text in lower case, anything else as it is."""
+    """Return text in lower case, any other value unchanged."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -253,7 +253,7 @@ Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown(
 
 
 def parse_http(value: object) -> str:
-    """An HTTP address as it is written: ``HOST:PORT``, ``[IPV6]:PORT`` or ``off``.
+    """Parse an HTTP address: ``HOST:PORT``, ``[IPV6]:PORT`` or ``off``.
 
     Raises:
         ValueError: the text has another form.
@@ -270,7 +270,7 @@ def parse_http(value: object) -> str:
 
 
 def _is_host(text: str) -> bool:
-    """Whether ``text`` is an address, or a name that a resolver takes."""
+    """Return whether ``text`` is an address, or a name that a resolver takes."""
     if len(text) > _HOST_CHARS_MAX or not text.isascii() or not text.isprintable() or " " in text:
         return False
     try:
@@ -284,7 +284,7 @@ HttpAddress = Annotated[str, BeforeValidator(parse_http), Shown("HOST:PORT|off",
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:
-    """Host and port of what ``parse_http`` has read; None for ``off``."""
+    """Return host and port of a text from ``parse_http``; None for ``off``."""
     if text == HTTP_OFF:
         return None
     host, _, port = text.rpartition(":")
@@ -292,7 +292,9 @@ def host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``; of names only localhost is known to be so."""
+    """Return whether only this machine reaches ``host``; among names only localhost is known to be
+    so.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

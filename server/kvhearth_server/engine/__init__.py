@@ -1,1 +1,1 @@
-"""The engine loop: owns the core, applies its actions, runs what works beside it."""
+"""The engine loop: owns the core, applies its actions, and runs the work beside it."""

@@ -1,5 +1,5 @@
-"""What works beside the loop: checksums, verification after adoption, watching who is gone, pins'
-ends.
+"""Background tasks of the engine: checksums, verification after adoption, draining of departed
+sessions, and expiry of pins.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import get_logger
 
 _SUM_BYTES = 64 << 20
-"""Bytes that one call to a thread sums: long enough to amortise the hand-over, short enough to stay
-fair.
-"""
+"""Bytes that one thread call sums: enough to amortise the hand-over, few enough to stay fair."""
 
 _SUM_BLOCKS_MAX = 1024
-"""Blocks that one call to a thread sums: their sums are entered in one call on the loop."""
+"""Upper bound on the blocks that one thread call sums; one call on the loop enters their
+checksums.
+"""
 _REMOVED_MAX = 256
-"""Blocks with wrong bytes that are removed in one call on the loop."""
+"""Upper bound on the corrupt blocks that one call on the loop removes."""
 
 _SUM_AFTER_S = 0.001
 _WATCH_S = 0.05
@@ -64,12 +64,12 @@ class Background:
             self._supervisor.spawn("verify", self._verify_adopted)
 
     async def settled(self) -> None:
-        """Wait until nothing committed waits for its checksum."""
+        """Wait until no committed block lacks its checksum."""
         while self._engine.to_sum or not self._idle.is_set():
             await asyncio.sleep(0.005)
 
     def close(self) -> None:
-        """End the threads; running sums finish first."""
+        """Stop the threads; running checksums finish first."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     # -- checksums ---------------------------------------------------------------------------------
@@ -77,23 +77,21 @@ class Background:
     async def _sum_forever(self) -> None:
         engine = self._engine
         if engine.to_sum:
-            # A failure cleared the event and left work behind: nothing else may come to set it.
+            # A failed run cleared the event and left work behind: perhaps nothing else will set it.
             self._work.set()
         while True:
             self._idle.set()
             await self._work.wait()
             self._work.clear()
             self._idle.clear()
-            # The answer to the commit goes first, and then the engine: it may be on this processor.
+            # The commit's answer goes first, then the engine: it may run on this processor.
             await asyncio.sleep(_SUM_AFTER_S)
             while engine.to_sum:
                 await self._sum_one(engine.to_sum[0])
                 engine.to_sum.popleft()
 
     async def _sum_one(self, action: Sum) -> None:
-        """Sum an action's blocks in portions; blocks that went meanwhile are passed over by the
-        core.
-        """
+        """Sum an action's blocks in portions; the core skips blocks that are gone by then."""
         engine = self._engine
         table = engine.core.state.table
         count, shards = action.slots.shape
@@ -116,7 +114,7 @@ class Background:
         return int(self._engine.core.state.table.slot_bytes_of(slots).sum())
 
     async def _sums(self, slots: I64) -> U8:
-        """Checksums of slots as they are now, (n, 16); taken on a thread."""
+        """Return the current checksums of slots, shape (n, 16), computed on a thread."""
         state = self._engine.core.state
         table = state.table
         extents = table.extents(slots, 0)
@@ -125,7 +123,7 @@ class Background:
         return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
 
     def _lengths(self, slots: I64) -> I64:
-        """A shard's bytes for each bound slot."""
+        """Return the bytes of the shard in each bound slot."""
         state = self._engine.core.state
         table = state.table
         lengths = np.zeros(len(slots), np.int64)
@@ -138,17 +136,17 @@ class Background:
     # -- verification ------------------------------------------------------------------------------
 
     async def verify_blocks(self, blocks: list[I64], source: str) -> int:
-        """Sum distinct blocks, as ``SlotTable.blocks_of`` has them, and remove those that do not
-        match; returns how many.
+        """Verify distinct blocks, as ``SlotTable.blocks_of`` returns them; return the number
+        removed because they did not match.
         """
         return sum([await self._verify_all(slots, source) for slots in blocks])
 
     async def _verify_all(self, slots: I64, source: str) -> int:
-        """Sum distinct blocks, shape (n, shards), and remove those that do not match; returns how
-        many.
+        """Verify distinct blocks, shape (n, shards); return the number removed because they did not
+        match.
 
-        In portions, so that a reader who suspects everything does not keep others' checksums
-        waiting; in arrays, because a portion may have thousands of blocks.
+        Works in portions, so that a reader who suspects everything does not delay others'
+        checksums, and in arrays, because a portion may have thousands of blocks.
         """
         table = self._engine.core.state.table
         generations = table.generation[slots]
@@ -186,7 +184,9 @@ class Background:
         return removed
 
     def _remove(self, heads: I64, generations: U32, source: str) -> int:
-        """Remove blocks with wrong bytes; those that have good copies below rise again."""
+        """Remove corrupt blocks, and promote again those that have good copies in the lower
+        tier.
+        """
         engine = self._engine
         bring_back = None
         if engine.tiering is not None:
@@ -199,7 +199,7 @@ class Background:
         return gone
 
     async def _verify_adopted(self) -> None:
-        """Verify what was adopted, beside the traffic; until then readers are told to verify."""
+        """Verify adopted blocks beside the traffic; until then readers must verify them."""
         engine = self._engine
         table = engine.core.state.table
         while engine.to_verify:
@@ -228,15 +228,17 @@ class Background:
                 await self._engine.sessions.someone_left.wait()
 
     def _quiet(self, session: Session) -> bool:
-        """Process exited, mapping gone, and the grace for its GPU's last write passed?"""
+        """Return whether the session's process exited, its mapping is gone, and the grace for its
+        GPU's last write is over.
+        """
         engine = self._engine
         exited = session.exited()
         mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(
             session.lock_byte
         )
         group = engine.core.state.groups.of_session(session.number)
-        # A group that was never handed a slot can write nowhere: attaching and failing again and
-        # again must not cost a record each time for as long as the process lives.
+        # A group that was never handed a slot cannot write anywhere. A process that attaches and
+        # fails again and again must not keep one record per attempt for as long as it lives.
         writer = group is not None and bool(group.handed)
         if mapped or (writer and exited is False):
             session.quiet_since = None
@@ -262,13 +264,13 @@ class Background:
 
 
 def _blocks_at_once(block_bytes: int) -> int:
-    """Blocks that one call to a thread sums."""
+    """Return the number of blocks that one thread call sums."""
     return min(max(1, _SUM_BYTES // max(1, block_bytes)), _SUM_BLOCKS_MAX)
 
 
 def _let_others_first() -> None:
-    """A sum that begins must not push an engine's thread from its processor: nobody waits for it
-    as urgently as for the answer that has just left.
+    """Run checksum threads under SCHED_BATCH, so that they do not preempt engine threads: an answer
+    that has just left is more urgent than any checksum.
     """
-    with contextlib.suppress(OSError):  # a sandbox that forbids it
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,8 +1,8 @@
-"""The engine loop: every request becomes one call of the core, and its actions are done before the
-reply leaves.
+"""The engine loop: turns every request into one call of the core and applies the core's actions
+before the reply leaves.
 
-All of it runs on the event loop, so the core needs no locks. Bytes are only ever touched beside the
-loop (see ``background``).
+Everything here runs on the event loop, so the core needs no locks. Only threads beside the loop
+touch the blocks' bytes (see ``checksums``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histo
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _MESSAGE_FRAME_BYTES = 4096
-"""What a message may have beside its keys and extents."""
+"""Bytes of a message that are reserved for everything but keys and extents."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Bounds and times of the shell."""
+    """Limits and timeouts of the engine around the core."""
 
     message_bytes_max: int
     drain_grace_s: float
@@ -66,7 +66,9 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Attached:
-    """What the attach socket sends: the welcome, and descriptors that it closes after sending."""
+    """Result of an attach: the welcome, and the descriptors that the attach socket sends and then
+    closes.
+    """
 
     session: Session
     hello: Hello
@@ -89,7 +91,7 @@ class Engine:
     ) -> None:
         self.boot_id = secrets.token_hex(16)
         self.lineage = secrets.token_hex(16)
-        """Of the cold start; a run that takes over an arena takes over its lineage."""
+        """ID of the cold start; a run that takes over an arena takes over its lineage."""
         self.arena = arena
         self.tier = tier
         self.limits = limits
@@ -113,7 +115,7 @@ class Engine:
         self.wake: Callable[[], None] = lambda: None
         self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
-        """How much of this round the scrub has seen, 0 to 1, by tier."""
+        """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
         self.tiering: Tiering | None = None
         self.ssd_catalogue = SsdCatalogue(tier.settings if tier else None, counters)
         self.core.state.writeback_queue.on = tier is not None
@@ -128,7 +130,7 @@ class Engine:
     # -- calls -------------------------------------------------------------------------------------
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the core, then do what it asks, even if it refused (it may have evicted)."""
+        """Call the core, then apply its actions, even if it raised (it may have evicted)."""
         try:
             return function(*args, **kwargs)
         finally:
@@ -136,8 +138,9 @@ class Engine:
             self.settle()
 
     def call_first(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As ``call``, but what no answer waits for is left to ``settle``: the caller answers and
-        then settles, before anything else runs on the loop.
+        """Call the core, but leave to ``settle`` the work that no answer waits for.
+
+        The caller answers and then calls ``settle`` before anything else runs on the loop.
         """
         try:
             return function(*args, **kwargs)
@@ -146,7 +149,7 @@ class Engine:
                 self._act()
 
     def authenticate(self, token: str) -> Session:
-        """The session of a gRPC token.
+        """Return the session of a gRPC token.
 
         Raises:
             KVHearthError: ``unknown_token``.
@@ -154,14 +157,16 @@ class Engine:
         return self.sessions.authenticate(token, self.boot_id)
 
     def drain(self) -> None:
-        """No stores and sessions from now on; ``on_drain`` is called once."""
+        """Refuse new stores and sessions from now on; ``on_drain`` is called once."""
         if not self.draining:
             self.draining = True
             self.on_drain()
 
     def refuse_while_draining(self) -> None:
-        """Raises:
-        KVHearthError: ``draining``.
+        """Raise while the daemon is draining.
+
+        Raises:
+            KVHearthError: ``draining``.
         """
         if self.draining:
             raise KVHearthError(Reason.DRAINING, "the daemon is shutting down; try again soon")
@@ -169,7 +174,7 @@ class Engine:
     # -- attach ------------------------------------------------------------------------------------
 
     def attach(self, hello: Hello, peer: Peer, tenant: str) -> Attached:
-        """Let a peer in: membership, a lock byte, descriptors, a token.
+        """Attach a peer: join a group, lock a byte, issue a token, and duplicate the descriptors.
 
         Raises:
             KVHearthError: any reason of ``Membership.join``, ``protocol_version``, ``draining``.
@@ -182,7 +187,8 @@ class Engine:
             )
         require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
         contract = Contract.from_json(hello.contract)
-        # Escapes can make this form longer than what came; a successor must be able to read it.
+        # Escapes can make the canonical form longer than the text received; a successor must be
+        # able to read it.
         text_bytes = len(contract.to_json())
         require(
             text_bytes <= CONTRACT_JSON_BYTES_MAX,
@@ -224,7 +230,7 @@ class Engine:
             self.sessions.add(session)
             if hello.previous_boot == self.boot_id:
                 self.reported.follow(number, hello.previous_session)
-            # The peer's pidfd stays the caller's until it has the session.
+            # The peer's pidfd stays the caller's until the caller has the session.
             undo.callback(self.sessions.forget, session)
             self.write_catalogue()
             undo.pop_all()
@@ -253,15 +259,17 @@ class Engine:
         )
 
     def keys_max(self, contract: Contract) -> int:
-        """Blocks that one call may name: what the settings say, or less where the extents of so
-        many would not fit into a message.
+        """Return the most blocks that one call may name: the configured limit, or fewer if their
+        extents would not fit into a message.
         """
         shards = max(group.shards for group in contract.groups)
         room = self.shell.message_bytes_max - _MESSAGE_FRAME_BYTES
         return max(1, min(self.limits.keys_max, room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)))
 
     def leave(self, session: Session, *, finished: bool) -> None:
-        """The session's life line closed; ``finished``: it had said goodbye, its copies done."""
+        """End a session whose attach socket closed. ``finished``: it said goodbye first, its copies
+        done.
+        """
         if session.gone:
             return
         self.sessions.leave(session)
@@ -273,14 +281,14 @@ class Engine:
         self.write_catalogue()
 
     def _drop_requests(self, number: int) -> None:
-        """An engine that ended waits for nothing any more."""
+        """Drop the promotion requests of a group that has ended."""
         if self.tiering is None:
             return
         if not any(group.number == number and not group.ended for group in self.core.state.groups):
             self.tiering.group_ended(number)
 
     def drained(self, session: Session) -> None:
-        """A session that left can certainly not write any more."""
+        """Record that a session that left can certainly write no more."""
         self.call(self.core.membership.drained, session.number)
         self._drop(session)
         self.write_catalogue()
@@ -290,7 +298,7 @@ class Engine:
         self.reported.forget(session.number)
 
     def _previous(self, hello: Hello, tenant: str) -> None:
-        """A client that attaches again says whether its copies under its old session are done."""
+        """Drain the client's old session if the client says that its copies under it are done."""
         old = self.sessions.find(hello.previous_session)
         if old is None or not hello.previous_drained or not old.gone:
             return
@@ -298,7 +306,7 @@ class Engine:
             self.drained(old)
 
     def _descriptors(self, segment: int) -> tuple[int, list[int]]:
-        """A fresh lock byte, and the segment's and the generations' descriptors."""
+        """Return a free lock byte, and descriptors of the segment and of the generations."""
         mapped = self.arena.segments[segment]
         taken = self.sessions.lock_bytes(segment)
         for index in range(4 * self.limits.sessions_max):
@@ -320,12 +328,12 @@ class Engine:
     # -- actions -----------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """What must be done before an answer leaves."""
+        """Apply the actions that must precede the answer."""
         for action in self.core.state.take_actions():
             self._do(action)
 
     def settle(self) -> None:
-        """What may be done after it; nothing, if that is done."""
+        """Do the work deferred until after the answer. Idempotent."""
         state = self.core.state
         if self._ones_to_sum:
             ones, self._ones_to_sum = self._ones_to_sum, []
@@ -351,14 +359,14 @@ class Engine:
             _record(self.journal, action)
 
     def write_catalogue(self) -> None:
-        """Make namespaces and groups durable, where anything is."""
+        """Make namespaces and groups durable if the arena or the SSD tier is."""
         if self.arena.durable or self.ssd_catalogue.paths:
             content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
             whole = {**content, "ssd_dirs": loading_from(self)}
             self.arena.write_catalogue(whole)
             if self._written_version != (version := self.core.state.namespaces.version):
-                # Into both of its halves: with one damaged, the other must not bring back an epoch
-                # that is over.
+                # Write both halves: if one is damaged, the other must not bring back an invalidated
+                # epoch.
                 self.arena.write_catalogue(whole)
                 self._written_version = version
             self.ssd_catalogue.write(content)

@@ -1,5 +1,7 @@
-"""The namespaces and their epochs beside the SSD tier's blocks, so that these are of use after the
-arena was lost: without its epoch a block cannot be told from one of other weights.
+"""Stores the namespaces and their epochs beside the SSD tier's blocks.
+
+The blocks stay usable if the arena is lost: without its epoch, a block cannot be told from one of
+other weights.
 """
 
 from __future__ import annotations
@@ -25,28 +27,30 @@ from kvhearth_server.tiers.ssd.superblock import DirectoryError
 
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
-"""Of each directory's capacity, for this file and the one that replaces it."""
+"""Bytes of each directory's capacity reserved for this file and its replacement."""
 _FORMAT = 1
 _FIELDS = ("lineage", "next_session", "epoch_floor", "namespaces")
 _SESSIONS = 4096
-"""Numbers of sessions that are taken at once: attaching must not cost a write to the drive."""
+"""Session numbers reserved at once, so that attaching does not cost a write to the drive."""
 _PATIENCE_S = 0.01
-"""So long the loop itself waits for a drive: most are done by then."""
+"""Time that the loop itself waits for a drive; most writes are done by then."""
 _AWAIT_S = 1.5
-"""So long an answer waits that promises that older blocks never come back: less than a client does
-by default.
+"""Time that an answer waits which promises that older blocks never come back; less than a client's
+default timeout.
 """
 _LOOK_S = 0.005
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 0.5
-"""Soon at first: until it is written, the death of the process costs all that is below."""
+"""Pauses between retries, short at first: until the file is written, the death of the process costs
+every block in the tier.
+"""
 _log = get_logger("kvhearth.engine")
 
 
 class SsdCatalogue:
-    """One file in each directory of the tier, the same in all; replaced as a whole.
+    """One file in each directory of the tier, identical in all and replaced as a whole.
 
-    What cannot be written is counted, told and tried again, never fatal: the blocks under it are
-    then of no use after a cold start, but still now. A thread for each directory writes, because a
+    A failed write is counted, logged and retried, and is never fatal: the blocks concerned stay
+    usable now, but not after a cold start. Each directory has its own writer thread, because a
     drive may hang.
     """
 
@@ -58,12 +62,12 @@ class SsdCatalogue:
         self._number = 0
 
     def read(self) -> dict[str, Any] | None:
-        """The content that was written last, of all directories; None if there is none, or none
-        that can be believed.
+        """Return the newest content of all directories, or None if there is none that can be
+        trusted.
 
-        A directory that cannot be written to may not have been when the content changed last, and
-        what it says may be old: it is believed only if another one says the same. One that hangs
-        says nothing.
+        A directory that is not writable may not have been writable when the content changed last,
+        so its content may be old. It is trusted only if another directory agrees. A directory that
+        hangs does not count.
         """
         found = self._found()
         newest = max((said.content for said in found), key=lambda c: c["number"], default=None)
@@ -81,7 +85,7 @@ class SsdCatalogue:
         return newest
 
     def _found(self) -> list[_Said]:
-        """What the directories say, of those that answer in time and say something."""
+        """Return the content of each directory that has some and answers in time."""
         end = time.monotonic() + self._patience_s
         asked = [Asked(str(path), partial(_read, path), lambda _: None) for path in self.paths]
         found = []
@@ -96,8 +100,8 @@ class SsdCatalogue:
         return found
 
     def write(self, content: dict[str, Any]) -> None:
-        """Have the content replaced, where it changed: lineage, next session, epochs and namespaces
-        of the durable catalogue.
+        """Replace the content if it changed: lineage, next session, epochs and namespaces of the
+        durable catalogue.
         """
         if not self.paths:
             return
@@ -109,7 +113,7 @@ class SsdCatalogue:
         late = [copy for copy in self._copies if copy.kept != data]
         if not late:
             return
-        # Not just the next number: a directory that was away may still have a greater one.
+        # The next number alone will not do: a directory that was away may have a greater one.
         self._number = max(self._number + 1, int(time.time()))
         head = {"format": _FORMAT, "number": self._number}
         whole = json.dumps({**head, **kept, "check": _check({**head, **kept})}).encode()
@@ -120,11 +124,11 @@ class SsdCatalogue:
             copy.wait(end)
 
     async def confirm(self) -> None:
-        """Wait until no directory can bring back what ``write`` was told last to be over: one of
-        them says so, or all have lost what they said before.
+        """Wait until no directory can bring back what the last ``write`` invalidated: one of them
+        holds the new content, or all have lost the old one.
 
         Raises:
-            KVHearthError: ``ssd_unusable`` if that is not so in time.
+            KVHearthError: ``ssd_unusable`` if neither holds in time.
         """
         end = time.monotonic() + _AWAIT_S
         while not self._safe:
@@ -146,7 +150,7 @@ class SsdCatalogue:
 
 
 class _Said(NamedTuple):
-    """What a directory's file says, and whether it could be replaced."""
+    """Content of a directory's file, and whether the file could be replaced."""
 
     path: Path
     content: dict[str, Any]
@@ -158,11 +162,11 @@ class _Copy:
 
     def __init__(self, path: Path, counters: Counters) -> None:
         self.kept = b""
-        """What the file was last told to say."""
+        """Content that the file was last asked to hold."""
         self.removed = False
-        """It could not be written, and is not there any more."""
+        """True if the file could not be written and no longer exists."""
         self.failed = False
-        """It could not be written, nor removed: it may say what is over."""
+        """True if the file could neither be written nor removed: it may hold invalidated epochs."""
         self._path = path
         self._counters = counters
         self._changed = threading.Condition()
@@ -172,12 +176,12 @@ class _Copy:
 
     @property
     def stands(self) -> bool:
-        """It says what it was last told to, for good."""
+        """Whether the file durably holds the content last requested."""
         with self._changed:
             return self._settled() and not (self.removed or self.failed)
 
     def put(self, data: bytes, whole: bytes) -> None:
-        """Have the file replaced; the newest content wins."""
+        """Request that the file be replaced; the newest content wins."""
         with self._changed:
             self.kept = data
             self._wanted = whole
@@ -189,7 +193,7 @@ class _Copy:
             self._thread.start()
 
     def wait(self, end: float) -> None:
-        """Until it is written, or the time is over."""
+        """Wait until the content is written or the time is over."""
         with self._changed:
             self._changed.wait_for(self._settled, max(0.0, end - time.monotonic()))
 
@@ -211,7 +215,7 @@ class _Copy:
             again = None if self._try(whole, tell=first) else whole
 
     def _try(self, whole: bytes, *, tell: bool) -> bool:
-        """Replace the file; what is left of it where that fails is removed, for its epochs may be
+        """Replace the file. If that fails, remove what is left of it, because its epochs may be
         old.
         """
         removed = failed = False
@@ -233,10 +237,10 @@ class _Copy:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace a file for good: a power cut must not bring the old one back.
+    """Replace a file durably: a power cut must not bring the old one back.
 
-    It has its name before it is flushed, which may take long: the death of the process alone costs
-    nothing then, and one that a power cut left half written is not believed.
+    The rename comes before the flush, which may take long. The death of the process alone then
+    costs nothing, and a file that a power cut left half written is rejected.
     """
     if 2 * len(data) > RESERVE_BYTES:
         raise OSError(f"{len(data)} bytes of namespaces are too many")
@@ -254,7 +258,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file for good; false if that is not certain."""
+    """Remove a file durably; return False if that is not certain."""
     try:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -279,7 +283,7 @@ def _content(path: Path) -> dict[str, Any] | None:
     whole = isinstance(content, dict) and content.get("format") == _FORMAT
     if not whole or not isinstance(content.get("number"), int):
         return None
-    # One flipped bit in an epoch, and blocks of other weights would be believed.
+    # With one flipped bit in an epoch, blocks of other weights would be trusted.
     if content.pop("check", None) != _check(content):
         _log.error("the namespaces beside the SSD tier are damaged", path=str(path))
         return None

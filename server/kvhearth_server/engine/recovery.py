@@ -1,5 +1,5 @@
-"""The durable catalogue's content: namespaces with their contracts and epochs, groups with their
-members.
+"""Writes and restores the durable catalogue: namespaces with their contracts and epochs, groups
+with their members.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EPOCH_MAX = 0xFFFF_FFFF
 def catalogue_content(
     state: CoreState, sessions: Sessions, boot_id: str, lineage: str
 ) -> dict[str, Any]:
-    """What a successor must know, as JSON."""
+    """Return the state that a successor needs, as JSON values."""
     records = {session.number: session for session in sessions}
     return {
         "complete": True,
@@ -72,7 +72,7 @@ def _member(member: Member, record: Session) -> list[Any]:
 
 
 def restore_lineage(content: dict[str, Any]) -> str:
-    """The id of the cold start that the catalogue descends from.
+    """Return the id of the cold start that the catalogue descends from.
 
     Raises:
         KVHearthError: ``arena_unusable`` if the catalogue has none.
@@ -84,7 +84,7 @@ def restore_lineage(content: dict[str, Any]) -> str:
 
 
 def check_namespaces(content: dict[str, Any]) -> None:
-    """Refuse a content from which namespaces cannot be restored, before any is.
+    """Check that namespaces can be restored from a content, before any of them is.
 
     Raises:
         KVHearthError: ``arena_unusable``.
@@ -109,7 +109,8 @@ def check_namespaces(content: dict[str, Any]) -> None:
 
 
 def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
-    """Namespaces of a catalogue; those of tenants that the settings no longer name are left out.
+    """Restore the namespaces of a catalogue, except those of tenants that the settings no longer
+    name.
 
     Raises:
         KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
@@ -128,8 +129,8 @@ def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
 def restore_groups(
     state: CoreState, content: dict[str, Any]
 ) -> tuple[dict[int, Group], list[Session]]:
-    """Groups of a catalogue as ended ones, and a ghost session for each member that may still
-    write.
+    """Restore the groups of a catalogue as ended ones, with a ghost session for each member that
+    may still write.
 
     Raises:
         KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
@@ -185,12 +186,14 @@ def _damaged(error: Exception) -> KVHearthError:
 
 
 ORPHANED_LOADS_S = 60.0
-"""Without all of its directories nobody can see whether a dead daemon's reads have ended."""
+"""Wait for a dead daemon's reads to end; without all of its directories, nothing shows whether they
+have.
+"""
 _log = get_logger("kvhearth.engine")
 
 
 def take_over(engine: Engine) -> None:
-    """Fill a fresh core with what an earlier run left, if the arena is one that it left."""
+    """Fill a fresh core from an arena that an earlier run left; start cold if there is none."""
     old = engine.arena.catalogue
     state = engine.core.state
     if old is None or engine.journal is None:
@@ -204,7 +207,8 @@ def take_over(engine: Engine) -> None:
     if 0 in found.held or set(found.held) - set(groups):
         _unknown_holders(engine, found.held, groups, ghosts)
     adopt(state, found, groups)
-    # A call, so that what is dropped becomes free in the journal also where no group is left.
+    # Run as an engine call, so that dropped slots become free in the journal even where no group is
+    # left.
     engine.call(engine.core.promotions.adopt, found.orphaned_loads)
     for ghost in ghosts:
         engine.sessions.add(ghost)
@@ -217,16 +221,16 @@ def take_over(engine: Engine) -> None:
 
 
 def quiet_at(engine: Engine) -> float:
-    """When slots that a dead daemon was loading into may be used, if the locks on the files allow
-    it: later where it had other directories.
+    """Return the time from which slots that a dead daemon was loading into may be reused, if the
+    file locks allow it; later if it had other directories.
     """
     here = {str(path.parent) for path in engine.ssd_catalogue.paths}
     return engine.started_at + ORPHANED_LOADS_S if set(loading_from(engine)) - here else 0.0
 
 
 def loading_from(engine: Engine) -> list[str]:
-    """Directories from which blocks may be on their way into the arena: this run's, and those of
-    an earlier one that left slots behind.
+    """Return the directories from which loads into the arena may be under way: this run's, and
+    those of an earlier run that left slots behind.
     """
     old = engine.arena.catalogue or {}
     left = old.get("ssd_dirs", ()) if len(engine.core.promotions.orphaned_loads) else ()
@@ -234,12 +238,12 @@ def loading_from(engine: Engine) -> list[str]:
 
 
 def _start_cold(engine: Engine) -> None:
-    """There is nothing to take over in the arena; the SSD tier's blocks are of use if their epochs
-    are known.
+    """Start without an arena to take over; the SSD tier's blocks are usable if their epochs are
+    known.
     """
     state = engine.core.state
     if engine.tier is not None:
-        # Above the numbers that an earlier run gave to blocks that the tier may still have.
+        # Start above the numbers that an earlier run gave to blocks that the tier may still have.
         state.sequence = int(time.time()) << 16
     lower_tier = engine.ssd_catalogue.read()
     try:
@@ -249,8 +253,8 @@ def _start_cold(engine: Engine) -> None:
         _log.error("the namespaces beside the SSD tier are damaged", error=str(error))
         lower_tier = None
     if lower_tier is None:
-        # Epochs of an earlier run are forgotten, and so must not come again: an engine that
-        # still runs with old weights would share with one that has new ones.
+        # Epochs of an earlier run are forgotten and must not recur: an engine that still runs with
+        # old weights would share blocks with one that has new weights.
         state.namespaces.epoch_floor = int(time.time())
         return
     engine.lineage = restore_lineage(lower_tier)
@@ -261,8 +265,8 @@ def _start_cold(engine: Engine) -> None:
 def _unknown_holders(
     engine: Engine, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
 ) -> None:
-    """Slots whose writer the catalogue does not name wait for everybody who still maps the
-    arena.
+    """Make slots whose writer the catalogue does not name wait for every process that still maps
+    the arena.
     """
     state = engine.core.state
     orphaned_loads = [slots for number, slots in held.items() if number not in groups]

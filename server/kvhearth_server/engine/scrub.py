@@ -1,8 +1,7 @@
-"""The scrub: reads everything that is stored again and again, slowly, and verifies it.
+"""The scrub: reads all stored blocks again and again, slowly, and verifies them.
 
-Bytes that rot where nobody reads them are found while another copy may still be there. What does
-not match is removed and counted by those who verify; this module only says what is next, and keeps
-to its rate.
+It finds bytes that rot unread while another copy may still exist. The verifiers remove and count
+blocks that do not match; this module only picks the next blocks and keeps to its rate.
 """
 
 from __future__ import annotations
@@ -23,19 +22,23 @@ from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Outcome
 DRAM, SSD = "dram", "ssd"
 
 _PORTION_BYTES = 4 << 20
-"""Read at once: a fraction of a millisecond of the thread that others' checksums wait for."""
+"""Upper bound on the bytes of one read: a fraction of a millisecond of the thread that others'
+checksums wait for.
+"""
 _PORTION_BLOCKS = 1024
-"""However small they are: naming them costs the loop a microsecond each."""
+"""Upper bound on the blocks of one read, however small: naming each costs the loop a
+microsecond.
+"""
 
 _SEGMENT_PART = 64
-"""What is read from SSD needs slots: at most this part of a segment is taken for it."""
+"""Fraction (1/64) of a segment whose slots reads from SSD may occupy at most."""
 
 _ROUND_S = 1.0
-"""A round takes no less, however little there is."""
+"""Shortest duration of a round, however little there is to read."""
 
 _KEYS_A_STEP = 256
 _LOAD_S = 30.0
-"""A device that holds on to a read longer than this keeps its slots, and the scrub goes on."""
+"""Longest wait for a read; one that takes longer keeps its slots, and the scrub goes on."""
 _AGAIN_S = 0.25
 _TRIES = 4
 _SLABS_A_TURN = 256
@@ -44,14 +47,14 @@ Verify = Callable[[list[I64], str], Awaitable[int]]
 
 
 class Pace:
-    """Lets through so many bytes a second on average, without saving up for a burst."""
+    """Limits the average bytes per second, without saving up for a burst."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._rate = bytes_per_s
         self._due = 0.0
 
     async def spend(self, size: int) -> None:
-        """Wait until ``size`` more bytes, which were read just now, are paid for."""
+        """Wait until the rate allows for ``size`` more bytes, which were read just now."""
         now = asyncio.get_running_loop().time()
         self._due = max(self._due, now) + size / self._rate
         await asyncio.sleep(self._due - now)
@@ -61,9 +64,9 @@ class Scrub:
     """The scrub of all tiers.
 
     Args:
-        engine: whose blocks are read.
+        engine: owner of the blocks.
         verify: ``Background.verify_blocks``.
-        bytes_per_s: of each tier; more than zero.
+        bytes_per_s: rate for each tier; more than zero.
     """
 
     def __init__(self, engine: Engine, verify: Verify, bytes_per_s: int) -> None:
@@ -117,7 +120,7 @@ class Scrub:
         self._engine.scrub_progress[DRAM] = 1.0
 
     def _portions(self, slab: int) -> Iterator[I64]:
-        """Heads of the blocks that begin in a slab and may be served, as they are now."""
+        """Yield the current heads of blocks that begin in a slab and may be served, in portions."""
         table = self._engine.core.state.table
         segment = int(table.slab_segment[slab])
         rows = self._engine.core.state.pools[segment].slots_in(slab)
@@ -130,7 +133,7 @@ class Scrub:
                 yield heads[start : start + step]
 
     def _begin_blocks(self, rows: slice | I64) -> Bools:
-        """At which slots a block begins that may be served, as they are now."""
+        """Return at which slots a servable block begins now."""
         table = self._engine.core.state.table
         return np.asarray((table.state[rows] == State.SUMMED) & (table.head[rows] == 0))
 
@@ -174,8 +177,10 @@ class Scrub:
     def _request_promotion(
         self, tiering: Tiering, family: BlockSpec, keys: list[bytes]
     ) -> PromotionRequest | None:
-        """What the tier calls ``family``, as the core calls it; None for what nobody can ask for:
-        blocks of an older epoch, or of a namespace that is gone.
+        """Translate keys of the tier's ``family`` into a promotion request of the core.
+
+        Returns None for blocks that no lookup can name: those of an older epoch or of a dropped
+        namespace.
         """
         for namespace in self._engine.core.state.namespaces:
             specs = namespace.contract.groups
@@ -185,7 +190,7 @@ class Scrub:
         return None
 
     async def _ssd_portion(self, tiering: Tiering, request: PromotionRequest) -> int:
-        """Read and verify blocks of the tier; how many were read to the end."""
+        """Read and verify blocks of the tier; return how many were read to the end."""
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def told(parts: list[tuple[Outcome, I64]]) -> None:
@@ -198,7 +203,7 @@ class Scrub:
                 break
             await asyncio.sleep(_AGAIN_S)
         else:
-            return 0  # no room now, or they are on their way up and verified by that
+            return 0  # no room now, or they are being promoted and verified by that
         try:
             async with asyncio.timeout(_LOAD_S):
                 return await ended

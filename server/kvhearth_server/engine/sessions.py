@@ -1,4 +1,4 @@
-"""Sessions as the shell knows them: tokens, peers, lock bytes, and who may still be writing."""
+"""Session records of the engine: tokens, peers, lock bytes, and sessions that may still write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhearth.errors import KVHearthError, Reason
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of an attach connection, by the kernel's word.
+    """Process at the other end of an attach socket, as identified by the kernel.
 
     ``pid`` is 0 for a peer in another PID namespace; ``pidfd`` is -1 where the kernel gives none.
     """
@@ -29,8 +29,9 @@ class Peer:
 class Session:
     """One attached process, or one that left and is not drained yet.
 
-    ``lock_byte`` is -1 if it mapped nothing. ``boot_id`` is of the daemon run that it
-    attached to; ``ghost``: that was an earlier one. ``keys_max``: blocks that a call may name.
+    ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
+    attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
+    that a call may name.
     """
 
     number: int
@@ -47,7 +48,7 @@ class Session:
     keys_max: int = 0
 
     def exited(self) -> bool | None:
-        """Has the process ended? None if nobody can tell."""
+        """Return whether the process has ended, or None if that cannot be determined."""
         if self.peer.pidfd < 0:
             return None
         poller = select.poll()
@@ -55,7 +56,7 @@ class Session:
         return bool(poller.poll(0))
 
     def close(self) -> None:
-        """Close what the record holds."""
+        """Close the descriptor that the record holds."""
         if self.peer.pidfd >= 0:
             os.close(self.peer.pidfd)
             self.peer = Peer(self.peer.uid, self.peer.pid, -1)
@@ -69,13 +70,13 @@ class Sessions:
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[str, Session] = {}
         self.on_left: Callable[[int], None] = lambda number: None
-        """Told the number of each session that leaves."""
+        """Callback that receives the number of each session that leaves."""
         self.someone_left = asyncio.Event()
-        """Set when a session leaves, for whoever waits to see it drained."""
+        """Set when a session leaves; wakes the task that waits for it to drain."""
 
     @property
     def next_number(self) -> int:
-        """Number that the next session gets; never used twice, across restarts too."""
+        """Number of the next session; never used twice, not even across restarts."""
         return self._next
 
     def __iter__(self) -> Iterator[Session]:
@@ -85,11 +86,13 @@ class Sessions:
         return len(self._by_number)
 
     def number_from(self, first: int) -> None:
-        """Start at an earlier run's next number, so that no old session passes for a new one."""
+        """Continue from an earlier run's next number, so that no old session passes for a new
+        one.
+        """
         self._next = max(self._next, first)
 
     def issue(self) -> tuple[int, str]:
-        """A number and a secret token for a session about to attach."""
+        """Return a number and a secret token for a session that is about to attach."""
         number = self._next
         self._next += 1
         return number, secrets.token_hex(32)
@@ -102,11 +105,11 @@ class Sessions:
             self._by_token[session.token] = session
 
     def find(self, number: int) -> Session | None:
-        """The record of a number."""
+        """Return the session with this number, or None."""
         return self._by_number.get(number)
 
     def authenticate(self, token: str, boot_id: str) -> Session:
-        """The attached session of a token.
+        """Return the attached session of a token.
 
         Raises:
             KVHearthError: ``unknown_token``, with the boot id so that the client sees a restart.
@@ -119,7 +122,9 @@ class Sessions:
         return session
 
     def leave(self, session: Session) -> None:
-        """Its life line closed: the token is void, the record stays until drained."""
+        """Mark a session as gone, as its attach socket closed. Its token is void; the record stays
+        until it is drained.
+        """
         session.gone = True
         self.someone_left.set()
         self.on_left(session.number)
@@ -131,10 +136,10 @@ class Sessions:
         self.forget(session)
 
     def forget(self, session: Session) -> None:
-        """Undo ``add``; what the session holds stays the caller's."""
+        """Undo ``add``. The caller still owns what the session holds."""
         self._by_token.pop(session.token, None)
         self._by_number.pop(session.number, None)
 
     def lock_bytes(self, segment: int) -> set[int]:
-        """Lock bytes of a segment that belong to a record."""
+        """Return the lock bytes of a segment that belong to a record."""
         return {s.lock_byte for s in self if s.segment == segment and s.lock_byte >= 0}

@@ -1,4 +1,6 @@
-"""Long work of operators on the loop, in portions: whoever waits is served between two of them."""
+"""Constant-time snapshot of the daemon's state, for metrics and status pages; and the operators'
+long work (evict, forget, check) in portions, so that the loop serves requests in between.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from kvhearth_server.observability.timings import CallTimings, Histogram
 from kvhearth_server.tiers.ssd.stats import SsdFigures
 
 EVICTED_MAX = 128
-"""Blocks of a portion; some 10 microseconds each."""
+"""Blocks of one portion; each takes some 10 microseconds."""
 COPIES_MAX = 128
-"""Copies on SSD of a portion: each costs some microseconds in three indexes."""
+"""Copies on SSD of one portion; each costs some microseconds in three indexes."""
 WRITTEN_S = 2.0
-"""Longest wait for blocks that are being written: they are held, so that nothing can evict them."""
+"""Longest wait for blocks that are being written; they are held, so nothing can evict them."""
 _LOOK_S = 0.005
 
 Where = Literal["memory", "ssd", "all"]
@@ -28,14 +30,14 @@ Where = Literal["memory", "ssd", "all"]
 
 @dataclass(frozen=True)
 class Removed:
-    """Blocks that an operator's eviction removed, by tier."""
+    """Numbers of blocks that an operator's eviction removed, by tier."""
 
     memory: int = 0
     ssd: int = 0
 
 
 async def check_books(engine: Engine) -> str:
-    """Recount everything; what disagrees, or an empty string."""
+    """Recount everything; return the disagreement found, or an empty string."""
     try:
         for _ in engine.core.book_portions():
             await asyncio.sleep(0)
@@ -49,14 +51,14 @@ async def evict(
 ) -> Removed:
     """Remove a namespace's blocks, coldest first, until it uses ``keep_bytes`` at most.
 
-    Blocks that are leased or pinned stay. What is removed from SSD stays so across restarts.
+    Leased and pinned blocks stay. Blocks removed from SSD stay removed across restarts.
 
     Args:
         where: by default everywhere if ``keep_bytes`` is 0, else in memory.
 
     Raises:
         KVHearthError: ``unknown_namespace``; ``bad_message`` if SSD is to keep some blocks;
-            ``ssd_unusable`` if no drive takes note of the removal.
+            ``ssd_unusable`` if no drive records the removal.
     """
     namespace = engine.core.named(digest)
     where = where or ("memory" if keep_bytes else "all")
@@ -77,10 +79,10 @@ async def evict(
 
 
 async def _drop_copies(engine: Engine, digest: bytes) -> int:
-    """Drop a namespace's copies on SSD, some at a time; returns how many there were."""
+    """Drop a namespace's copies on SSD in portions; return how many there were."""
     tiering, namespace = engine.tiering, engine.core.state.namespaces.find(digest)
     if tiering is None or namespace is None:
-        return 0  # without blocks and engines it made place for another one meanwhile
+        return 0  # empty and unused, the namespace made place for another one meanwhile
     name = tiering.name(namespace)
     engine.call(engine.core.drop_copies, digest)
     dropped = 0
@@ -95,15 +97,15 @@ async def _drop_copies(engine: Engine, digest: bytes) -> int:
 
 
 async def forget(engine: Engine, digest: bytes, expected: int | None) -> int:
-    """Make all blocks of a namespace invalid at once: its weights have changed; returns the new
+    """Invalidate all blocks of a namespace at once because its weights have changed; return the new
     weights epoch.
 
     Args:
-        expected: refuse unless this is the current epoch; None forgets whatever it is.
+        expected: refuse unless this is the current epoch; None accepts any.
 
     Raises:
-        KVHearthError: ``unknown_namespace``, ``stale_epoch``; ``ssd_unusable`` if no drive takes
-            note of the new epoch, which holds all the same until a restart.
+        KVHearthError: ``unknown_namespace``, ``stale_epoch``; ``ssd_unusable`` if no drive records
+            the new epoch, which still holds until a restart.
     """
     epoch = engine.call(engine.core.bump_namespace, digest, expected)
     if engine.ssd_catalogue.paths:
@@ -112,8 +114,8 @@ async def forget(engine: Engine, digest: bytes, expected: int | None) -> int:
 
 
 async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:
-    """As ``Core.evict``, but no more blocks than the namespace had when it began: stores that come
-    in meanwhile do not keep it going.
+    """Evict in portions as ``Core.evict`` does, but no more blocks than the namespace had at the
+    start: stores that arrive meanwhile do not keep it going.
     """
     namespace = engine.core.state.namespaces.find(digest)
     left = namespace.blocks if namespace else 0
@@ -130,21 +132,23 @@ async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:
         evicted += gone
         left -= max(gone, 1)
         if left <= 0 or (gone < portion and not engine.core.evictor.cut_short):
-            break  # at once: what is left now was held, and who looks now sees by whom
+            break  # at once: the rest was held, and a look now shows by which engines
         await asyncio.sleep(0)
     return evicted
 
 
 NAMESPACES_SHOWN_MAX = 32
-"""Most namespaces that are told apart; the others are one together."""
+"""Upper bound on namespaces listed separately; the others are summed up as one."""
 
 OTHER = "other"
 
 
 @dataclass(frozen=True)
 class SegmentNow:
-    """One tenant's memory. ``free_bytes`` of it nobody uses; ``evictable_bytes`` hold blocks that
-    nobody leases or pins; no slot size has ``unassigned_bytes`` yet.
+    """One tenant's memory.
+
+    ``free_bytes`` are unused; ``evictable_bytes`` hold blocks without lease or pin;
+    ``unassigned_bytes`` have no slot size yet.
     """
 
     tenant: str
@@ -174,9 +178,9 @@ class SsdNow:
     """The SSD tier.
 
     Attributes:
-        tier: what it says of itself.
-        demoting_blocks: those that wait to be written, or are being written.
-        promoting_blocks: those that are being loaded.
+        tier: figures that the tier reports.
+        demoting_blocks: blocks that are queued or being written.
+        promoting_blocks: blocks that are being loaded.
     """
 
     tier: SsdFigures
@@ -186,8 +190,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment. ``ssd`` is None without such a tier. The last five are the daemon's own objects,
-    to be read at once.
+    """State of the daemon at one moment. ``ssd`` is None without such a tier. The last five fields
+    are the daemon's own objects, to be read at once.
     """
 
     version: str
@@ -214,12 +218,12 @@ class Snapshot:
     eviction_ages: Histogram
 
     def count(self, name: str) -> int:
-        """One counter, all its label values together."""
+        """Return one counter, summed over its label values."""
         return sum(count for (each, _), count in self.counts.items() if each == name)
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """The engine now; call on its loop."""
+    """Take a snapshot of the engine; call on its loop."""
     state, now = engine.core.state, engine.now()
     groups = list(state.groups)
     # Leases are in the order in which they were granted.
@@ -252,7 +256,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def take_ssd(engine: Engine) -> SsdNow | None:
-    """The SSD tier now; call on the loop."""
+    """Take a snapshot of the SSD tier; call on the loop."""
     if engine.tier is None:
         return None
     tiering = engine.tiering
@@ -288,7 +292,9 @@ def _segments(engine: Engine) -> list[SegmentNow]:
 
 
 def _namespaces(engine: Engine) -> list[NamespaceNow]:
-    """The oldest ones by name, so that none changes between its own name and the others'."""
+    """Return the oldest namespaces by name and the rest as one, so that none moves between its own
+    name and the others'.
+    """
     spaces = sorted(engine.core.state.namespaces, key=lambda space: space.number)
     shown, others = spaces[:NAMESPACES_SHOWN_MAX], spaces[NAMESPACES_SHOWN_MAX:]
     found = [NamespaceNow(s.digest.hex()[:12], s.blocks, s.used_bytes) for s in shown]

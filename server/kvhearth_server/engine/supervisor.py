@@ -1,4 +1,4 @@
-"""Background tasks that may not die: a failure is logged, counted, and the task starts again."""
+"""Keeps background tasks alive: logs and counts a failure, then starts the task again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Supervisor:
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     async def stop(self) -> None:
-        """Cancel everything and wait for it."""
+        """Cancel all tasks and wait for them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

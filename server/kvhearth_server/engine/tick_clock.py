@@ -1,4 +1,4 @@
-"""From the core's logical time to seconds: how long ago something of a given tick was."""
+"""Converts the core's logical time into ages in seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SAMPLES_MAX = 4096
 
 
 class TickClock:
-    """Samples of (tick, seconds), noted about once a second; coarser where they are old.
+    """Samples of (tick, seconds), noted about once a second; older samples are sparser.
 
     An age is too high by at most the time between two samples.
     """
@@ -22,7 +22,7 @@ class TickClock:
         self._count = 1
 
     def note(self, tick: int, now: float) -> None:
-        """At ``now`` the logical time is ``tick``."""
+        """Note that the logical time at ``now`` is ``tick``."""
         last = self._count - 1
         if tick < self._ticks[last]:  # it has wrapped
             self._count = 1
@@ -38,7 +38,9 @@ class TickClock:
         self._ticks[last], self._times[last] = tick, now
 
     def ages_s(self, ticks: U32, now: float) -> npt.NDArray[np.float64]:
-        """Seconds since each tick; of tick 0, and of one before the samples, since the first."""
+        """Return the seconds since each tick; for tick 0 and ticks before the samples, since the
+        first sample.
+        """
         known = self._ticks[: self._count]
         before = np.searchsorted(known, ticks.astype(np.int64)) - 1
         ages: npt.NDArray[np.float64] = np.maximum(now - self._times[np.maximum(before, 0)], 0.0)

@@ -1,1 +1,1 @@
-"""Logs and counters."""
+"""Logs, counters and metrics."""

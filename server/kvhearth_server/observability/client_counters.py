@@ -1,4 +1,4 @@
-"""What clients count and tell with their heartbeats, summed over all of them."""
+"""Counters that clients report with their heartbeats, summed over all clients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 
 NAMES_MAX = 128
-"""Most names that are summed; what comes later, or is no short word, is passed over."""
+"""Upper bound on the names that are summed; later names, and any that are no short word, are
+ignored.
+"""
 
 _ENDED_MAX = 256
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 
 class Reported:
-    """Sums that only rise: a session's counters are added by what they rose since its last word.
+    """Monotonic sums of the clients' counters: each report adds a counter's rise since the
+    session's last one.
 
     A client counts since its own start, so a session that follows another one of the same client
-    goes on where that stood.
+    continues from that one's counts.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,7 @@ class Reported:
         self._ended: OrderedDict[int, dict[str, int]] = OrderedDict()
 
     def note(self, session: int, counters: Mapping[str, int]) -> None:
-        """A heartbeat of ``session``; ``counters`` are bounded in number by the caller."""
+        """Add a heartbeat of ``session``; the caller bounds the number of ``counters``."""
         last = self._last.setdefault(session, {})
         for name, value in counters.items():
             rise = value - last.get(name, 0)
@@ -35,13 +38,15 @@ class Reported:
                 last[name] = value
 
     def follow(self, session: int, previous: int) -> None:
-        """``session`` is the same client's as ``previous``, which has ended."""
+        """Continue the counts of ``previous``, an ended session of the same client, in
+        ``session``.
+        """
         stood = self._last.get(previous) or self._ended.get(previous)
         if stood is not None:
             self._last[session] = dict(stood)
 
     def forget(self, session: int) -> None:
-        """The session is gone; what it added stays."""
+        """Forget a session; its contribution stays."""
         stood = self._last.pop(session, None)
         if stood is not None:
             self._ended[session] = stood

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from kvhearth.errors import Reason
 
 LABEL_VALUES_MAX = 32
-"""Most values of one counter's free label; what comes later is counted under ``OTHER``."""
+"""Upper bound on the values of one counter's free label; later values are counted under
+``OTHER``.
+"""
 
 OTHER = "other"
 
@@ -26,11 +28,11 @@ class Counter:
     """One line of the table.
 
     Args:
-        help: what one count means.
+        help: the event that one count stands for.
         label: the label's name; empty for a counter without.
         values: the only values of the label; empty for any short lower-case word.
-        usual: where any word may come, those that metrics show from the start, as zero: the rise
-            from a series that was not there is none, and an alert would miss the first event.
+        usual: for a free label, the values that metrics show from the start, as zero: a series that
+            appears with its first event shows no rise, and an alert would miss that event.
     """
 
     help: str
@@ -40,7 +42,7 @@ class Counter:
 
     @property
     def shown(self) -> frozenset[str]:
-        """The label's values that metrics show before anything was counted under them."""
+        """Label values that metrics show before anything was counted under them."""
         return self.values or self.usual
 
 
@@ -167,7 +169,7 @@ TABLE: Mapping[str, Counter] = {
 
 
 class Counters:
-    """The counts. Any thread may add, hence the lock."""
+    """Values of all counters. Any thread may add, hence the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -207,7 +209,7 @@ class Counters:
             self._counts[key] = self._counts.get(key, 0) + n
 
     def add_all(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """As ``add``, of many by name and label value."""
+        """Add many counts by name and label value; see ``add``."""
         strange = []
         with self._lock:
             known = self._counts
@@ -230,7 +232,9 @@ class Counters:
         return label
 
     def get(self, name: str, label: str | None = None) -> int:
-        """The count of one counter: of one label value, or (``None``) of all of them together."""
+        """Return the count of one counter: of one label value, or (``None``) of all of them
+        together.
+        """
         with self._lock:
             return sum(
                 count
@@ -239,12 +243,14 @@ class Counters:
             )
 
     def values(self) -> dict[tuple[str, str], int]:
-        """All counters by name and label value (empty for a counter without)."""
+        """Return all counters by name and label value (empty for a counter without)."""
         with self._lock:
             return dict(self._counts)
 
     def snapshot(self) -> dict[str, int]:
-        """All counts by ``name`` or ``name{label value}``; a label not seen yet is missing."""
+        """Return all counts by ``name`` or ``name{label value}``; a label not seen yet is
+        missing.
+        """
         with self._lock:
             counts = sorted(self._counts.items())
         return {f"{name}{{{label}}}" if label else name: count for (name, label), count in counts}

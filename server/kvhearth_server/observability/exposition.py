@@ -1,4 +1,4 @@
-"""The table of metrics as what Prometheus scrapes, and as the page that people read."""
+"""Formats the table of metrics as Prometheus's scrape and as the documentation page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Exposition:
         ProcessCollector(registry=self._registry)
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """The metrics, and their content type as an ``Accept`` header asks for it."""
+        """Return the metrics, and their content type as an ``Accept`` header asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -54,7 +54,7 @@ class _Table(Collector):
 
 
 def family_of(metric: Metric, now: Snapshot) -> BlockSpec:
-    """One metric with its samples."""
+    """Return one metric with its samples."""
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
         for labels, value in metric.read(now):
@@ -70,7 +70,7 @@ def family_of(metric: Metric, now: Snapshot) -> BlockSpec:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """(upper bound, how many are at most that), as Prometheus wants them."""
+    """Return (upper bound, how many are at most that), the form that Prometheus wants."""
     buckets, total = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         total += count
@@ -79,7 +79,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def metrics_page() -> str:
-    """``docs/metrics.md``."""
+    """Return the text of ``docs/metrics.md``."""
     lines = [
         _DOC_HEAD,
         "| metric | type | labels | unit | what it is | what for |",

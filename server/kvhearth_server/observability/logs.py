@@ -1,4 +1,4 @@
-"""Logs that a flood of bad input cannot flood."""
+"""Structured logging, throttled so that a flood of bad input cannot flood the log."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS_MAX = 64
 
 
 class Throttle:
-    """Lets some events of each kind through in an interval, and counts those that it holds back.
+    """Admits some events of each kind per interval, and counts those that it holds back.
 
-    Not for several threads at once. Beyond ``KINDS_MAX`` kinds all further ones are one.
+    Not thread-safe. Beyond ``KINDS_MAX`` kinds all further ones are one.
 
     Args:
-        interval_s: how long an interval is, from its first event, in seconds.
-        clock: seconds that only rise.
-        burst: events of a kind that are let through in an interval.
+        interval_s: length of an interval, from its first event, in seconds.
+        clock: monotonic seconds.
+        burst: events of a kind that are admitted in an interval.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Throttle:
         self._held_back: dict[str, int] = {}
 
     def admit(self, kind: str) -> int | None:
-        """How many of this kind were held back since the last that was let through; None if this
-        one is held back, too.
+        """Return how many of this kind were held back since the last admitted one; None if this one
+        is held back too.
         """
         if kind not in self._next and len(self._next) >= KINDS_MAX:
             kind = ""
@@ -58,11 +58,12 @@ class Throttle:
 
 
 class LimitedLog:
-    """A logger for what peers can cause: so many lines of each kind in an interval.
+    """A logger for events that peers can cause: a limited number of lines of each kind per
+    interval.
 
     Args:
-        log: of ``get_logger``.
-        throttle: what decides; by default one line a second.
+        log: a logger from ``get_logger``.
+        throttle: decides; by default one line a second.
     """
 
     def __init__(self, log: Any, throttle: Throttle | None = None) -> None:
@@ -73,13 +74,13 @@ class LimitedLog:
         """Log ``event`` unless it is held back; ``suppressed`` tells how many before it were.
 
         Args:
-            kind: what is counted together: an event and a reason.
+            kind: events counted together: an event and a reason.
         """
         if (told := self._admitted(kind, fields)) is not None:
             self._log.warning(event, **told)
 
     def info(self, event: str, *, kind: str, **fields: object) -> None:
-        """As ``warning``, for what is in order."""
+        """Log a normal event at level info, under the same limits as ``warning``."""
         if (told := self._admitted(kind, fields)) is not None:
             self._log.info(event, **told)
 
@@ -91,14 +92,16 @@ class LimitedLog:
 
 
 class LimitedRecords(logging.Filter):
-    """The same for warnings of the standard library's logging, by their text; errors all pass."""
+    """Limits warnings of the standard library's logging likewise, by their text; errors all
+    pass.
+    """
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         super().__init__()
         self._throttle = Throttle() if throttle is None else throttle
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is logged."""
+        """Return whether ``record`` is logged."""
         if record.levelno > logging.WARNING:
             return True
         suppressed = self._throttle.admit(str(record.msg))
@@ -157,7 +160,7 @@ def configure(level: Level = "info", form: Form = "auto", stream: TextIO | None 
 
 
 def redirect(stream: TextIO) -> TextIO | None:
-    """Write to ``stream`` from now on; where it was written before, None before ``configure``."""
+    """Write to ``stream`` from now on; return the previous stream, None before ``configure``."""
     for handler in logging.getLogger().handlers:
         if handler.get_name() == _HANDLER_NAME and isinstance(handler, logging.StreamHandler):
             before: TextIO | None = handler.setStream(stream)
@@ -175,7 +178,8 @@ def _renderers(json_lines: bool, *, colors: bool) -> list[Processor]:
 
 
 def get_logger(name: str) -> Any:
-    """A logger with ``debug/info/warning/error/exception(event, **fields)`` and ``bind(**fields)``.
+    """Return a logger with ``debug/info/warning/error/exception(event, **fields)`` and
+    ``bind(**fields)``.
 
     Args:
         name: dotted, starting with ``kvhearth.``; may be called before ``configure``.
@@ -186,10 +190,10 @@ def get_logger(name: str) -> Any:
 class StartBar:
     """A context in which ``note`` draws; silent when stderr is no terminal.
 
-    While it is drawn the log goes through it, so that no line of the log ends up inside of a bar.
+    While a bar is drawn the log is written through it, so that no log line ends up inside the bar.
 
     Args:
-        doing: the word before what is counted, such as ``populating``.
+        doing: the verb before the counted things, such as ``populating``.
     """
 
     def __init__(self, doing: str) -> None:
@@ -206,7 +210,7 @@ class StartBar:
         return self
 
     def note(self, what: str, done: int, total: int) -> None:
-        """Of ``what``, ``done`` of ``total`` are there."""
+        """Show that ``done`` of ``total`` of ``what`` are there."""
         if not self._shown:
             return
         if what not in self._tasks:

@@ -1,4 +1,4 @@
-"""Tell systemd how we are (sd_notify): one datagram to the socket that it names."""
+"""Reports the daemon's state to systemd (sd_notify): one datagram to the socket that it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _log = get_logger("kvhearth.notify")
 
 
 def notify(state: str) -> bool:
-    """Send a state to ``$NOTIFY_SOCKET``; False if there is none, or nobody takes it."""
+    """Send a state to ``$NOTIFY_SOCKET``; return False if there is none or no process receives
+    it.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -33,7 +35,8 @@ def notify(state: str) -> bool:
 
 
 def watchdog_s() -> float:
-    """How often systemd wants to hear of us, halved as it advises; 0 for never.
+    """Return the interval at which systemd expects a sign of life, halved as it advises; 0 for
+    never.
 
     A variable that was meant for another process (``WATCHDOG_PID``) does not count.
     """
@@ -45,7 +48,7 @@ def watchdog_s() -> float:
 
 
 async def keep_watchdog(pause_s: float) -> None:
-    """Say that we live until cancelled; runs on the loop, so a loop that hangs falls silent."""
+    """Report that we live until cancelled; runs on the loop, so a loop that hangs falls silent."""
     while True:
         notify(WATCHDOG)
         await asyncio.sleep(pause_s)

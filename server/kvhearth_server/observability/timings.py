@@ -1,4 +1,4 @@
-"""How long calls take and how they end, counted where they are answered."""
+"""Durations and outcomes of calls, counted where they are answered."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CallTimings:
         self.seconds: dict[str, Histogram] = {}
 
     def observe(self, method: str, code: str, seconds: float) -> None:
-        """One call of ``method`` ended as ``code`` after ``seconds``."""
+        """Count a call of ``method`` that ended as ``code`` after ``seconds``."""
         self.ended[method, code] += 1
         histogram = self.seconds.get(method)
         if histogram is None:

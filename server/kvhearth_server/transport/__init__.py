@@ -1,1 +1,1 @@
-"""The doors: attach socket and gRPC."""
+"""Server ends of the transports: attach socket, calls socket, gRPC and HTTP."""

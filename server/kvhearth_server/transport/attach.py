@@ -1,4 +1,6 @@
-"""The attach socket: identity, contract, descriptors, token; and each session's life line."""
+"""The attach socket: checks identity and contract, hands out descriptors and a token, and ends the
+session when the connection closes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """uid, pid (0 across PID namespaces) and, from Linux 6.5 on, a pidfd of the peer."""
+    """Return the peer's uid, its pid (0 across PID namespaces) and, from Linux 6.5 on, its
+    pidfd.
+    """
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     pidfd = -1
@@ -40,14 +44,14 @@ def peer_of(connection: socket.socket) -> Peer:
 
 @dataclass(frozen=True)
 class Tenancy:
-    """Which user belongs to which tenant; ``uids`` empty admits nobody."""
+    """A tenant and its users; with empty ``uids`` it admits no user."""
 
     name: str
     uids: tuple[int, ...]
 
 
 def tenant_of(uid: int, tenancies: Sequence[Tenancy]) -> str:
-    """The tenant of a user id.
+    """Return the tenant of a user id.
 
     Raises:
         KVHearthError: ``peer_not_allowed`` naming the uid and the setting.
@@ -70,15 +74,15 @@ _REFUSE_S = 1.0
 _log = get_logger("kvhearth.attach")
 _refusals = LimitedLog(_log)
 _LINES_A_SECOND = 64
-"""Of each event of engines: a large engine's ranks all attach at once."""
+"""Log lines per second for each event of engines; a large engine's ranks all attach at once."""
 _DIGITS_SHOWN = 12
 
 
 class AttachServer:
     """Serves one listening socket; every connection is a task of its own.
 
-    A peer that connects and stays silent costs a place among ``_HANDSHAKES_MAX``, and nobody
-    waits for one: when all are taken, the user with the most of them loses his oldest.
+    A silent peer occupies one of ``_HANDSHAKES_MAX`` places, but no peer waits for a place: when
+    all are taken, the user with the most of them loses the oldest.
     """
 
     def __init__(self, engine: Engine, tenancies: Sequence[Tenancy], *, timeout_s: float) -> None:
@@ -92,8 +96,10 @@ class AttachServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self, path: Path, supervisor: Supervisor) -> None:
-        """Listen; the socket's mode lets every user connect whom the directory lets in, credentials
-        decide.
+        """Listen on the socket.
+
+        The socket's mode lets every user connect who can reach its directory; the peer's
+        credentials decide.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.setblocking(False)
@@ -104,7 +110,7 @@ class AttachServer:
         supervisor.spawn("attach", self._accept_forever)
 
     async def stop(self) -> None:
-        """Close the door and all life lines."""
+        """Close the socket and all connections."""
         self._closing = True
         if self._socket is not None:
             self._socket.close()
@@ -120,8 +126,8 @@ class AttachServer:
             try:
                 connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:
-                # Out of descriptors, most likely. Silent peers have some; failing here would leave
-                # the door shut for the supervisor's ever longer pauses.
+                # Out of descriptors, most likely. Silent peers hold some; failing here would stop
+                # accepting for the supervisor's ever longer pauses.
                 if not told:
                     _log.warning("cannot accept", error=str(error))
                 told = True
@@ -132,7 +138,7 @@ class AttachServer:
             task = loop.create_task(self._serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
-            # While peers queue up, accepting does not wait: without this nothing else would run.
+            # Accepting does not wait while peers queue up: without this nothing else would run.
             await asyncio.sleep(0)
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -154,7 +160,8 @@ class AttachServer:
                 _log.exception("attach connection failed")
             finally:
                 if attached is not None:
-                    # Without a goodbye even right after the welcome: descriptors may have arrived.
+                    # No goodbye counts as unfinished even right after the welcome: descriptors may
+                    # have arrived.
                     self._engine.leave(attached.session, finished=finished)
                     if finished:
                         self._tell(attached, peer, "engine.left")
@@ -164,7 +171,7 @@ class AttachServer:
                     os.close(peer.pidfd)
 
     def _tell(self, attached: Attached, peer: Peer, event: str) -> None:
-        """One line about an engine's process: who it is, and what became of it."""
+        """Log one line about an engine's process: its identity and the event."""
         hello, welcome = attached.hello, attached.welcome
         say = self._engines.warning if event == "engine.lost" else self._engines.info
         say(
@@ -185,8 +192,8 @@ class AttachServer:
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
-        """The session, or None after a refusal or an answer to ``health``; a slow or silent peer is
-        refused too.
+        """Return the session, or None after a refusal or an answer to ``health``; a slow or silent
+        peer is refused too.
         """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -217,11 +224,11 @@ class AttachServer:
         self._silent[deadline] = uid
 
     def _hurry(self) -> bool:
-        """End the oldest handshake of the user who has the most of them; False if there is none."""
+        """End the oldest handshake of the user who has the most; return False if there is none."""
         for uid, _ in Counter(self._silent.values()).most_common(1):
             oldest = next(deadline for deadline, its in self._silent.items() if its == uid)
             del self._silent[oldest]
-            # One that is over already has its task about to run.
+            # An expired handshake already has its task about to run.
             if not oldest.expired():
                 oldest.reschedule(asyncio.get_running_loop().time())
             return True
@@ -236,20 +243,20 @@ class AttachServer:
                 os.close(descriptor)
 
     def _health(self) -> dict[str, Any]:
-        """The answer to whether the daemon serves, for anybody who may connect."""
+        """Return the answer to a health request, which any peer that can connect may send."""
         tier = self._engine.tier
         degraded = list(tier.health().reasons) if tier else []
         return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
-        """The first frame; None if it asks for the daemon's health."""
+        """Return the first frame, or None if it asks for the daemon's health."""
         loop = asyncio.get_running_loop()
         heard = False
         while True:
             data = await loop.sock_recv(connection, _READ_BYTES)
             if not data:
                 if not heard:
-                    # Somebody who looked whether a daemon lives; there is nobody to refuse.
+                    # The peer only looked whether a daemon lives; there is no request to refuse.
                     raise ConnectionResetError("closed without a word")
                 raise KVHearthError(Reason.BAD_MESSAGE, "closed before its hello")
             heard = True
@@ -260,8 +267,8 @@ class AttachServer:
                 return None if messages[0] == HEALTH_QUESTION else Hello.from_message(messages[0])
 
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
-        """Wait for the end; True if the client said goodbye, which it does when its copies are
-        done.
+        """Wait until the connection ends; return True if the client said goodbye, as it does once
+        its copies are done.
         """
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(connection, _READ_BYTES):

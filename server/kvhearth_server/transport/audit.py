@@ -1,4 +1,4 @@
-"""The audit: one line in the log for each action of an operator, whichever door it came through."""
+"""Audit log: one line for each action of an operator, from every transport."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
 
     Args:
         door: grpc or http.
-        peer: who asks, as far as the door knows.
-        fields: what was asked for; the block may add what came of it to the dict that it gets.
+        peer: the requester, as far as the transport knows it.
+        fields: parameters of the action; the block may add results to the dict that it receives.
     """
     told = {
         name: plain_text(v, _NAME_CHARS) if isinstance(v, str) else v for name, v in fields.items()
@@ -44,5 +44,5 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
 
 
 def refused(door: str, peer: str) -> None:
-    """Log that somebody came without the admin token, once a second at most."""
+    """Log a request without the admin token, once a second at most."""
     _refusals.warning("admin.refused", kind=door, door=door, peer=peer, result="not_admin")

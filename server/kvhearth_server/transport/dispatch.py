@@ -1,6 +1,4 @@
-"""The decisions of attached engines: what each call of CacheService does, whichever door it came
-through.
-"""
+"""Handlers for attached engines: the work of each CacheService call, shared by all transports."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ _log = get_logger("kvhearth.client")
 
 
 class Caller(NamedTuple):
-    """Who is calling, and how many keys one call of its may name."""
+    """The calling session: its number, contract, namespace, group, and keys per call at most."""
 
     session: int
     contract: Contract
@@ -61,9 +59,9 @@ class Caller(NamedTuple):
 
 
 def failure(engine: Engine, error: Exception) -> KVHearthError:
-    """What the caller is told about ``error``, counted.
+    """Convert ``error`` into the error that the caller receives, and count it.
 
-    A bug becomes ``internal``: the caller learns nothing else, the log has the traceback.
+    A bug becomes ``internal``: the caller learns nothing else, and the log has the traceback.
     """
     if isinstance(error, KVHearthError):
         refusal = plain_error(error)
@@ -75,11 +73,12 @@ def failure(engine: Engine, error: Exception) -> KVHearthError:
 
 
 class Decisions:
-    """One method a call; each checks its bounds, calls the core, and builds the reply.
+    """Handlers of the calls, one method each: it checks its bounds, calls the core, and builds the
+    reply.
 
     Args:
-        engine: whose state is decided about.
-        verify: sums blocks whose bytes a reader found wrong.
+        engine: the engine that the calls read and change.
+        verify: verifies blocks whose bytes a reader found wrong.
     """
 
     def __init__(self, engine: Engine, verify: Verify) -> None:
@@ -102,10 +101,10 @@ class Decisions:
             name: getattr(cache_pb2, f"{name}Request").FromString for name in self._work
         }
         self._stored: dict[int, Ready] = {}
-        """By KV group, the reply to a commit of one new key."""
+        """Replies to a commit of one new key, by KV group."""
 
     def admit(self, token: str) -> Session:
-        """The session of a token.
+        """Return the session of a token.
 
         Raises:
             KVHearthError: ``unknown_token``.
@@ -113,8 +112,8 @@ class Decisions:
         return self._engine.authenticate(token)
 
     def parse(self, name: str, data: bytes) -> Any:
-        """The request of a call; only for callers that were admitted: parsing can cost a hundred
-        times what it cost to send.
+        """Parse the request of a call; only for admitted callers, because parsing can cost a
+        hundred times what it cost to send.
 
         Raises:
             KVHearthError: ``bad_message``.
@@ -127,10 +126,10 @@ class Decisions:
             ) from None
 
     def decide(self, name: str, request: Any, session: Session) -> Any:
-        """The reply to a request, or a coroutine that returns it.
+        """Return the reply to a request, or a coroutine that returns it.
 
         Raises:
-            KVHearthError: why not.
+            KVHearthError: the reason of a refusal.
         """
         try:
             reply = self.decide_first(name, request, session)
@@ -139,7 +138,7 @@ class Decisions:
             self._engine.settle()
 
     def decide_first(self, name: str, request: Any, session: Session) -> Any:
-        """As ``decide``, see ``Engine.call_first``; the reply may be ``Ready``."""
+        """Answer like ``decide``, but through ``Engine.call_first``; the reply may be ``Ready``."""
         group = self._engine.core.state.group_of(session.number)
         if name != "Heartbeat" and not group.members[session.number].scheduler:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
@@ -197,7 +196,9 @@ class Decisions:
     def _request_promotion(
         self, promotion_queue: list[PromotionRequest], caller: Caller, lease_id: int, *, go: bool
     ) -> int:
-        """Let blocks climb if the caller asked for it; microseconds until they could be here."""
+        """Promote blocks if the caller asked for it; return the microseconds until they could be in
+        memory.
+        """
         tiering = self._engine.tiering
         if tiering is None or not promotion_queue:
             return 0
@@ -230,7 +231,7 @@ class Decisions:
     async def _reserve_more(
         self, request: cache_pb2.ReserveRequest, caller: Caller
     ) -> cache_pb2.ReserveResponse:
-        """Evict in portions, between which others are served."""
+        """Evict in portions, and serve others in between."""
         engine, number = self._engine, request.reservation_id
         more = True
         while more:
@@ -327,8 +328,8 @@ class Decisions:
         try:
             engine.call(engine.core.reading.release, caller.session, list(request.lease_ids))
         finally:
-            # Many releases travel together: one lease that has ended already must not lose
-            # another one's report of wrong bytes, nor a bad report keep the leases.
+            # Many releases travel together: one lease that has already ended must not lose
+            # another's report of wrong bytes, nor a bad report keep the leases.
             items = slots_items(request.bad, engine.limits.keys_max)
             await self._verify(engine.core.reading.suspects(caller.session, items), "reader")
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
@@ -386,7 +387,7 @@ class Decisions:
             only_alone=request.only_alone,
         )
         reply = cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
-        # Who is alone and keeps its weights may meet its old blocks again.
+        # An engine that is alone and keeps its weights may meet its old blocks again.
         sure = request.only_alone or not engine.ssd_catalogue.paths
         return reply if sure else self._confirmed(reply)
 
@@ -413,8 +414,8 @@ def _few(count: int, what: str) -> None:
 def _lookup_one(
     engine: Engine, epoch: int, one: Asked, caller: Caller
 ) -> cache_pb2.LookupResponse | None:
-    """The reply to a lookup of one key; None, with nothing changed, if the general way must
-    look.
+    """Return the reply to a lookup of one key, or None (no side effects) if the general path must
+    decide.
     """
     if epoch != caller.namespace.epoch:
         return None
@@ -431,7 +432,7 @@ def _lookup_one(
 
 
 def _commit_one(engine: Engine, epoch: int, one: One, caller: Caller) -> bool:
-    """Commit one new key; False, with nothing changed, if the general way must look."""
+    """Commit one new key; return False (no side effects) if the general path must decide."""
     hit("commit.before")
     commit = engine.core.writing.commit_one
     if not engine.call_first(commit, caller.group, caller.namespace, epoch, one):

@@ -1,4 +1,5 @@
-"""The calls socket: decisions as frames (``kvhearth.frames``), handled where they are read.
+"""The calls socket: CacheService calls as frames (``kvhearth.frames``), handled where they are
+read.
 
 A call whose work needs no waiting costs no task: its reply is written before the next event.
 """
@@ -23,22 +24,23 @@ from kvhearth_server.transport.dispatch import Decisions, failure
 
 
 class Stream:
-    """One connection; a subclass says what to do with it. All methods are for the loop's thread.
+    """One connection; subclasses handle its events. All methods run on the loop's thread.
 
     Args:
-        connection: a non-blocking stream socket, the stream's own from now on.
-        inbox: what it reads into. Streams may share one: what came is handed over before the next
-            of them reads.
-        waiting_bytes_max: written bytes that the peer has not taken, above which it is ``full``.
+        connection: a non-blocking stream socket, owned by the stream from now on.
+        inbox: buffer to read into. Streams may share one: each hands its bytes over before the next
+            one reads.
+        waiting_bytes_max: the stream is ``full`` above this many written bytes that the peer has
+            not taken.
     """
 
     def __init__(
         self, connection: socket.socket, inbox: memoryview, waiting_bytes_max: int
     ) -> None:
         self.full = False
-        """The peer takes nothing: more should be written only after ``emptied``."""
+        """True while the peer takes nothing; more should be written only after ``emptied``."""
         self.closing = False
-        """Nothing is read any more, and nothing more can be written."""
+        """True once nothing more is read and nothing more can be written."""
         self._socket = connection
         self._inbox = inbox
         self._waiting_bytes_max = waiting_bytes_max
@@ -49,23 +51,23 @@ class Stream:
         self._loop.add_reader(connection, self._read)
 
     def received(self, data: memoryview) -> None:
-        """Some bytes have come; they are gone after this returns."""
+        """Handle received bytes; they are gone after this returns."""
         raise NotImplementedError
 
     def filled(self) -> None:
-        """The stream has become ``full``."""
+        """Handle that the stream has become ``full``."""
         raise NotImplementedError
 
     def emptied(self) -> None:
-        """It is not ``full`` any more."""
+        """Handle that the stream is no longer ``full``."""
         raise NotImplementedError
 
     def ended(self) -> None:
-        """The connection is closed, whoever closed it; called once, by the loop."""
+        """Handle the end of the connection, from either side; called once, by the loop."""
         raise NotImplementedError
 
     def write(self, data: bytes) -> None:
-        """Send as much as the peer takes now, the rest when it does."""
+        """Send as much as the peer takes now, and the rest when it takes more."""
         if self.closing:
             return
         if not self._waiting:
@@ -80,7 +82,7 @@ class Stream:
             self.filled()
 
     def read_on(self, reading: bool) -> None:
-        """Whether what the peer sends is read, or left in its own socket."""
+        """Set whether to read from the peer, or to leave its bytes in the socket."""
         if reading is self._reading or self.closing:
             return
         self._reading = reading
@@ -90,7 +92,7 @@ class Stream:
             self._loop.remove_reader(self._socket)
 
     def close(self) -> None:
-        """Read nothing more; end when the peer has taken what was written."""
+        """Stop reading; end when the peer has taken all written bytes."""
         self.read_on(False)
         self.closing = True
         if not self._waiting:
@@ -161,8 +163,8 @@ _troubles = LimitedLog(_log)
 class CallsServer:
     """Serves one listening socket; every connection belongs to one session.
 
-    A connection that does not open with a token in time is closed; of more than ``_UNOPENED_MAX``
-    the oldest is.
+    A connection that does not open with a token in time is closed. If more than ``_UNOPENED_MAX``
+    are unopened, the oldest is closed.
     """
 
     def __init__(self, engine: Engine, decisions: Decisions, *, timeout_s: float) -> None:
@@ -174,12 +176,13 @@ class CallsServer:
         self._unopened: dict[_Connection, None] = {}
         self._by_session: dict[int, set[_Connection]] = {}
         self.inbox = memoryview(bytearray(_READ_BYTES))
-        """Where all connections read into: what came is taken out before the next one reads."""
+        """Read buffer of all connections; each takes its bytes out before the next one reads."""
         engine.sessions.on_left = self._session_left
 
     def start(self, path: Path) -> None:
-        """Listen, on the running loop; the socket's mode lets every user connect whom the directory
-        lets in, the token decides.
+        """Listen on the running loop.
+
+        The socket's mode lets every user connect who can reach its directory; the token decides.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.setblocking(False)
@@ -190,7 +193,7 @@ class CallsServer:
         self._open_door()
 
     def stop(self) -> None:
-        """Close the door and all connections."""
+        """Close the socket and all connections."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -210,7 +213,7 @@ class CallsServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors, most likely; the others still have their turns.
+                # Out of descriptors, most likely; the other connections still have their turns.
                 _troubles.warning("cannot accept", kind="accept", error=str(error))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener)
@@ -224,12 +227,12 @@ class CallsServer:
         self._unopened[connection] = None
         if len(self._unopened) > _UNOPENED_MAX:
             oldest = next(iter(self._unopened))
-            # Now, not when it is lost: many may come before that.
+            # Delete it now, not when it is lost: many may come before that.
             del self._unopened[oldest]
             oldest.abort()
 
     def open(self, connection: _Connection, token: str) -> Session:
-        """A connection told its token.
+        """Open a connection with its token.
 
         Raises:
             KVHearthError: ``unknown_token``, ``too_many_sessions``.
@@ -246,7 +249,7 @@ class CallsServer:
         return session
 
     def lost(self, connection: _Connection, session: Session | None) -> None:
-        """A connection ended."""
+        """Remove a connection that ended."""
         self._connections.discard(connection)
         self._unopened.pop(connection, None)
         if session is not None:
@@ -262,7 +265,7 @@ class CallsServer:
 
 
 class _Connection(Stream):
-    """One peer: frames in, a reply for each in order."""
+    """One peer: receives frames and answers each in order."""
 
     def __init__(self, server: CallsServer, connection: socket.socket) -> None:
         super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
@@ -284,8 +287,10 @@ class _Connection(Stream):
             self._work()
 
     def _answered_alone(self, data: memoryview) -> bool:
-        """Answer one whole good call where nothing else waits, as nearly always; False: nothing is
-        done, and ``_work`` must look.
+        """Fast path: answer one complete, valid call when nothing else waits, as is nearly always
+        true.
+
+        Returns False, with nothing done, if ``_work`` must handle the data.
         """
         header = frames.HEADER
         if self._buffer or self._session is None or len(data) < header.size:
@@ -300,12 +305,12 @@ class _Connection(Stream):
         return True
 
     def filled(self) -> None:
-        """A peer that does not read its replies is asked nothing more."""
+        """Stop reading from a peer that does not read its replies."""
         self.read_on(False)
         self._flush_in_time()
 
     def emptied(self) -> None:
-        """It has read them."""
+        """Resume once the peer has read its replies."""
         if self._patience is not None:
             self._patience.cancel()
         self._work()
@@ -318,7 +323,9 @@ class _Connection(Stream):
         self._server.lost(self, self._session)
 
     def _flush_in_time(self) -> None:
-        """What a peer does not read must not be kept for as long as it lives."""
+        """Abort the connection if the peer does not read its replies in time; they must not be kept
+        for as long as it lives.
+        """
         self._patience = self._loop.call_later(self._server.timeout_s, self.abort)
 
     def _late(self) -> None:
@@ -339,7 +346,9 @@ class _Connection(Stream):
         self._loop.call_soon(self._work)
 
     def _answer_next(self) -> bool:
-        """Answer one frame; False if none is whole, one is under way, or replies pile up."""
+        """Answer one frame; return False if none is complete, a call is under way, or replies pile
+        up.
+        """
         header = frames.HEADER
         if self._task is not None or self.full or self.closing:
             return False
@@ -387,7 +396,7 @@ class _Connection(Stream):
     def _answer_first(self, name: str, number: int, body: bytes) -> None:
         began = time.perf_counter()
         try:
-            # Before parsing, and for every call: the session may have ended.
+            # Check before parsing, and for every call: the session may have ended.
             session = self._session
             if session is None or session.gone:
                 session = self._decisions.admit(self._token)
@@ -424,7 +433,7 @@ class _Connection(Stream):
         self._engine.timings.observe(name, code, time.perf_counter() - began)
 
     def _refuse_and_close(self, error: KVHearthError) -> None:
-        """For what makes the stream useless; the peer learns why."""
+        """Send an error after which the stream is unusable, and close it."""
         if error.reason is Reason.BAD_MESSAGE:
             self._engine.counters.add("attach_frames_bad")
         self._reply(frames.REFUSED, 0, encode_status(failure(self._engine, error)))

@@ -1,5 +1,5 @@
-"""Between protocol messages and the core's requests and replies: bounds and lengths are checked
-here.
+"""Converts between protocol messages and the core's requests and replies; checks bounds and
+lengths.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GROUPS_PER_CALL_MAX = 64
 _DRAM = bytes([Tier.DRAM])
 _SUM_LENGTHS = (0, CHECKSUM_BYTES)
 _YES = b"\1"
-"""A bitmap of one bit."""
+"""A bitmap of one set bit."""
 
 
 def keys_items(
     contract: Contract, groups: Sequence[types_pb2.GroupKeys], keys_max: int
 ) -> list[KeysItem]:
-    """Keys of each group; counted before they are cut apart."""
+    """Return the keys of each group; they are counted before they are split."""
     _few_groups(groups)
     blobs = [(group.group, group.keys) for group in groups]
     _few_keys(sum(len(blob) for _, blob in blobs), contract, keys_max)
@@ -40,7 +40,7 @@ def keys_items(
 def commit_items(
     contract: Contract, groups: Sequence[cache_pb2.GroupCommit], keys_max: int
 ) -> list[CommitItem]:
-    """Commits of each group."""
+    """Return the commits of each group."""
     _few_groups(groups)
     _few_keys(sum(len(group.keys) for group in groups), contract, keys_max)
     items = []
@@ -57,7 +57,9 @@ def commit_items(
 def asked_for(
     contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
 ) -> Asked | list[KeysItem]:
-    """As ``keys_items``, of a lookup; the only key of one with a lease comes alone."""
+    """Return the keys of a lookup as ``keys_items`` does; a single key with a lease becomes an
+    ``Asked``.
+    """
     groups = request.groups
     if len(groups) != 1:
         return keys_items(contract, groups, keys_max)
@@ -70,7 +72,9 @@ def asked_for(
 
 
 def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> One | None:
-    """As ``commit_items``, of one key and one slot; None if there is not just one of each."""
+    """Return a commit of exactly one key and one slot; None for any other, which ``commit_items``
+    parses.
+    """
     if len(groups) != 1:
         return None
     group = groups[0]
@@ -84,7 +88,7 @@ def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> O
 
 
 def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tuple[int, int]]:
-    """How many blocks of each group, as (group, blocks)."""
+    """Return the number of blocks of each group, as (group, blocks)."""
     total = sum(group.count for group in groups)
     _few_groups(groups)
     require(
@@ -96,7 +100,7 @@ def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tupl
 
 
 def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[SlotsItem]:
-    """Slots with generations, flat."""
+    """Return each group's slots with their generations, flat."""
     total = sum(len(group.slots) for group in groups) // 4
     require(
         len(groups) <= GROUPS_PER_CALL_MAX and total <= slots_max,
@@ -117,10 +121,10 @@ def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[
 
 
 def add_presence(groups: Any, one: Presence) -> None:
-    """Add the answer for one group to a reply's ``groups``, where it is made: a message put in
-    there is copied.
+    """Add the answer for one group to a reply's ``groups``, building it in place: adding a finished
+    message would copy it.
     """
-    if one.leased is one.present:  # all is there
+    if one.leased is one.present:  # every block is present and leased
         count = len(one.present)
         bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
         groups.add(
@@ -143,12 +147,12 @@ def add_presence(groups: Any, one: Presence) -> None:
 
 
 def add_present(groups: Any, kv_group: int, extent: bytes) -> None:
-    """As ``add_presence``, of one block that is there and leased."""
+    """Add the answer for one block that is present and leased; like ``add_presence``."""
     groups.add(group=kv_group, present=_YES, ready=_YES, tiers=_DRAM, leased=_YES, extents=extent)
 
 
 class Ready(NamedTuple):
-    """A reply that is serialized already: that it is the same again and again."""
+    """A reply serialized in advance, because the same one is sent again and again."""
 
     message: Any
     data: bytes
@@ -159,7 +163,7 @@ class Ready(NamedTuple):
 
 
 def ready_stored(boot_id: str, kv_group: int) -> Ready:
-    """The reply to a commit of one new key."""
+    """Return the reply to a commit of one new key."""
     stored = [types_pb2.GroupBitmap(group=kv_group, bits=_YES)]
     message = cache_pb2.CommitResponse(boot_id=boot_id, stored=stored)
     return Ready(message, message.SerializeToString())
@@ -168,7 +172,7 @@ def ready_stored(boot_id: str, kv_group: int) -> Ready:
 def bitmaps(
     kv_groups: Iterable[int], flags: Iterable[np.ndarray[tuple[int], np.dtype[np.bool_]]]
 ) -> list[types_pb2.GroupBitmap]:
-    """One bitmap a group."""
+    """Return one bitmap for each group."""
     return [
         types_pb2.GroupBitmap(group=group, bits=pack_bits(bits))
         for group, bits in zip(kv_groups, flags, strict=True)
@@ -221,13 +225,13 @@ DETAILS_MAX = 4
 
 
 def plain_text(text: str, bytes_max: int = TEXT_BYTES_MAX) -> str:
-    """``text`` cut to ``bytes_max`` bytes of UTF-8, half surrogate pairs written as escapes."""
+    """Cut ``text`` to ``bytes_max`` bytes of UTF-8, and write half surrogate pairs as escapes."""
     data = text[:bytes_max].encode("utf-8", "backslashreplace")
     return data[:bytes_max].decode("utf-8", "ignore")
 
 
 def plain_error(error: KVHearthError) -> KVHearthError:
-    """The same refusal with texts that fit into every frame and header."""
+    """Return the same error with texts that fit into every frame and header."""
     details = list(error.details.items())[:DETAILS_MAX]
     return KVHearthError(
         error.reason,

@@ -1,5 +1,5 @@
-"""The findings of ``kvhearth doctor``: what is checked, what it means, and the line that fixes
-it.
+"""The checks of ``kvhearth doctor``: each yields findings, their meaning, and the line that fixes
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ REGISTERED_AT_ONCE_MAX = 512 << 30
 
 
 def examine(look: Look) -> tuple[list[Finding], KVHearthError | None]:
-    """Every check, in the order of the table, and the error with which a start would end."""
+    """Run every check, in the order of the table; return the findings and the error with which a
+    start would end.
+    """
     found = {each.check: each for check in CHECKS for each in check(look)}
     errors = list(problems(look.settings, look.machine.memory, look.machine.disk_interface))
     for name, error in errors:
@@ -42,7 +44,7 @@ def examine(look: Look) -> tuple[list[Finding], KVHearthError | None]:
 
 
 def hugepages(look: Look) -> Iterator[Finding]:
-    """Enough free huge pages for the arena, in all and by NUMA node."""
+    """Check for enough free huge pages for the arena, in all and by NUMA node."""
     memory, settings = look.machine.memory, look.settings
     place = _arena_place(settings)
     page_bytes = place.page_bytes if place and place.kind is FilesystemKind.HUGETLBFS else HUGE
@@ -56,7 +58,7 @@ def hugepages(look: Look) -> Iterator[Finding]:
         yield Finding("hugepages", Grade.OK, f"none are taken: {settings.arena_dir} is on tmpfs")
     else:
         fix = pool.fix(needed, is_default=memory.default_hugepage_bytes() == page_bytes)
-        # Pages that an earlier run's files have are not free, and the arena has them already.
+        # Pages of an earlier run's files are not free, but the arena already has them.
         good = pool.free >= needed or place is not None
         yield graded(good, "hugepages", found, fix)
     for node, part in look.machine.node_pools().items():
@@ -68,7 +70,7 @@ def hugepages(look: Look) -> Iterator[Finding]:
 
 
 def memory_left(look: Look) -> Iterator[Finding]:
-    """The memory that is available, beside what the arena takes."""
+    """Check the memory that is available beside the arena."""
     wanted = room_of(arena_plan(look.settings).geometry, _arena_place(look.settings)).bytes
     left = look.machine.memory.available_bytes()
     known = "what is available is not known" if left is None else f"{size(left)} are available"
@@ -76,21 +78,25 @@ def memory_left(look: Look) -> Iterator[Finding]:
 
 
 def _arena_place(settings: Settings) -> Filesystem | None:
-    """The file system of the arena's directory; None for an anonymous arena, or no directory."""
+    """Return the file system of the arena's directory; None for an anonymous arena, or no
+    directory.
+    """
     if settings.arena_dir is None or not os.path.isdir(settings.arena_dir):
         return None
     return filesystem_kind(settings.arena_dir)
 
 
 def transparent(look: Look) -> Iterator[Finding]:
-    """Transparent huge pages for memfds: the second best, if hugetlb pages run short."""
+    """Check transparent huge pages for memfds: the second best, if hugetlb pages run short."""
     setting = look.machine.memory.shmem_thp() or "not there"
     allowed = look.machine.memory.memfd_thp_allowed()
     yield graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
 
 
 def descriptors(look: Look) -> Iterator[Finding]:
-    """Enough descriptors for the sessions and the SSD directories that the settings allow."""
+    """Check for enough descriptors for the sessions and the SSD directories that the settings
+    allow.
+    """
     limit, settings = look.machine.limit(resource.RLIMIT_NOFILE), look.settings
     wanted = needed(settings)
     found = f"{'no limit' if limit < 0 else limit}, {settings.sessions_max} sessions"
@@ -105,7 +111,7 @@ def descriptors(look: Look) -> Iterator[Finding]:
 
 
 def kernel(look: Look) -> Iterator[Finding]:
-    """Calls of newer kernels."""
+    """Check for system calls of newer kernels."""
     release = look.machine.kernel_release()
     yield graded(
         look.machine.peer_pidfd(),
@@ -123,7 +129,7 @@ def kernel(look: Look) -> Iterator[Finding]:
 
 
 def gpu_driver(look: Look) -> Iterator[Finding]:
-    """NVIDIA's driver, which engines on its GPUs need; the daemon itself needs none."""
+    """Check NVIDIA's driver, which engines on its GPUs need; the daemon itself needs none."""
     gpus = look.machine.devices.nvidia()
     fix = (
         "install the driver on the host, then restart it: apt install nvidia-driver (Debian), "
@@ -146,7 +152,7 @@ def gpu_driver(look: Look) -> Iterator[Finding]:
 
 
 def directories(look: Look) -> Iterator[Finding]:
-    """The places of sockets, HTTP and arena; ``problems`` tells what is wrong with them."""
+    """Check the places of sockets, HTTP and arena; ``problems`` names their faults."""
     yield Finding("socket_dir", Grade.OK, f"{look.settings.socket_dir}: can be used")
     yield Finding("http", Grade.OK, f"{look.settings.http}: can be used")
     arena = look.settings.arena_dir
@@ -160,7 +166,7 @@ def directories(look: Look) -> Iterator[Finding]:
 
 
 def versions(look: Look) -> Iterator[Finding]:
-    """The packages that the daemon needs."""
+    """Check the packages that the daemon needs."""
     for package in look.machine.packages():
         found = f"{package.version or 'not installed'}, at least {package.least} is needed"
         fix = f"run: pip install '{package.name}>={package.least}'"
@@ -178,4 +184,4 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     directories,
     versions,
 )
-"""What is checked. A check yields one finding or more."""
+"""The table of checks. A check yields one finding or more."""

@@ -1,4 +1,4 @@
-"""The findings of ``kvhearth doctor`` about disks: each ``--ssd-dir``, or where one could be."""
+"""The disk checks of ``kvhearth doctor``: each ``--ssd-dir``, or where one could be."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _INTERFACE_FIXES = {
 
 
 def interfaces(look: Look) -> Iterator[Finding]:
-    """How disks are asked: each interface with a read, at the depth of the settings."""
+    """Check each interface for disk I/O with a read, at the depth of the settings."""
     verdicts = look.machine.disk_interfaces(look.settings.ssd_depth)
     yield _chosen(look, verdicts)
     working = [each.name for each in verdicts if each.works]
@@ -53,7 +53,7 @@ def interfaces(look: Look) -> Iterator[Finding]:
 
 
 def places(look: Look) -> Iterator[Finding]:
-    """Each directory of the SSD tier; without one, the directory that could be one."""
+    """Check each directory of the SSD tier; without one, the directory that could be one."""
     if not look.settings.ssd_dirs:
         yield _direct(
             look,
@@ -71,7 +71,9 @@ SSD_CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (places, interface
 
 
 def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
-    """The interface that a daemon with these settings takes here, and why none that is better."""
+    """Report the interface that a daemon with these settings takes here, and why it takes no better
+    one.
+    """
     wanted, by_name = look.settings.ssd_interface, {each.name: each for each in verdicts}
     try:
         name, tried = choose(wanted, look.settings.ssd_depth, lambda name, _: by_name[name])
@@ -103,13 +105,13 @@ def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
 
 
 def _direct(look: Look, name: str, folder: Path, fix: str) -> Finding:
-    """O_DIRECT, which the SSD tier needs to be fast."""
+    """Check O_DIRECT, which the SSD tier needs to be fast."""
     problem = look.machine.direct_io(folder)
     return graded(not problem, name, f"{folder}: {problem or 'works'}", fix)
 
 
 def _filesystem(look: Look, name: str, folder: Path, fix: str) -> Finding:
-    """A file system that preallocates and writes in place, and that is not the root's."""
+    """Check for a file system that preallocates and writes in place, and that is not the root's."""
     mount = look.machine.mount_of(folder)
     if mount is None:
         return Finding(name, Grade.OK, f"{folder}: not known")
@@ -122,7 +124,7 @@ def _filesystem(look: Look, name: str, folder: Path, fix: str) -> Finding:
 
 
 def _space(look: Look, name: str, place: SsdDir, existing: Path) -> Finding:
-    """Room for the whole capacity, less what the directory has already."""
+    """Check for room for the whole capacity, less the bytes that the directory already has."""
     free, taken = look.machine.space(existing, place.path)
     missing = place.bytes - taken - free
     found = f"{size(place.bytes)} are wanted, {size(taken)} taken, {size(free)} free"
@@ -139,7 +141,7 @@ def _space(look: Look, name: str, place: SsdDir, existing: Path) -> Finding:
 
 
 def _drive(look: Look, name: str, folder: Path) -> Finding:
-    """An NVMe drive below the directory."""
+    """Check for an NVMe drive under the directory."""
     devices = look.machine.devices
     own = devices.drives_under(look.machine.device_of(folder))
     others = [each for each in devices.drives() if each.nvme and each not in own]
@@ -159,7 +161,9 @@ def _drive(look: Look, name: str, folder: Path) -> Finding:
 
 
 def _discard(look: Look, name: str, folder: Path) -> Iterator[Finding]:
-    """Whether the drive is told what is free: without it, it wears out sooner and slows down."""
+    """Check whether the drive learns which space is free: without that, it wears out sooner and
+    slows down.
+    """
     drives = look.machine.devices.drives_under(look.machine.device_of(folder))
     mount = look.machine.mount_of(folder)
     if not any(each.discards for each in drives) or mount is None:

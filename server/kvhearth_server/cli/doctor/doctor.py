@@ -1,4 +1,4 @@
-"""``kvhearth doctor``: is this machine ready, and which line fixes what is not?"""
+"""``kvhearth doctor``: checks whether this machine is ready, and names the line that fixes it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def doctor(
 ) -> None:
     """Check whether kvhearth serve starts here with the same flags, environment and file.
 
-    Each finding that is not ok comes with the line that fixes it. The last line is the verdict.
-    The exit code is the one that kvhearth serve would end with, 0 if it would serve. Run it as
-    the daemon's user, and while the daemon is stopped: a running one has its memory and sockets.
+    Each finding that is not ok comes with the line that fixes it. The last line is the verdict. The
+    exit code is the one that kvhearth serve would end with, 0 if it would serve. Run it as the
+    daemon's user, and while the daemon is stopped: a running one has its memory and sockets.
     """
     settings = load_settings(given(flags), config)
     with waiting("looking"):
@@ -65,7 +65,9 @@ def doctor(
 
 
 def _temporary() -> Path:
-    """The temporary directory; /tmp where no directory is writable, as on a read-only root."""
+    """Return the temporary directory; /tmp where no directory is writable, as on a read-only
+    root.
+    """
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:

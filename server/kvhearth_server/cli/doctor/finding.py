@@ -1,7 +1,6 @@
-"""What a check of ``kvhearth doctor`` looks at, and what it says.
+"""Inputs and findings of the checks of ``kvhearth doctor``.
 
-``fail`` is what keeps the daemon from starting with these settings, ``warn`` what costs speed or a
-feature.
+``fail`` keeps the daemon from starting with these settings; ``warn`` costs speed or a feature.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvhearth_server.config.load import Settings
 
 
 class Grade(enum.StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -24,9 +23,7 @@ class Grade(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``fix`` is a command or a setting, empty where there is nothing to
-    do.
-    """
+    """One line of the report; ``fix`` is a command or a setting, empty if nothing needs fixing."""
 
     check: str
     grade: Grade
@@ -36,10 +33,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Look:
-    """What is looked at: a machine, for a daemon with these settings.
+    """Input of the checks: a machine, for a daemon with these settings.
 
     Args:
-        folder: where direct IO is tried.
+        folder: directory in which direct IO is tried.
     """
 
     machine: Machine
@@ -48,5 +45,5 @@ class Look:
 
 
 def graded(good: object, check: str, found: str, fix: str, bad: Grade = Grade.WARN) -> Finding:
-    """``found`` is ok if it is ``good``, else ``bad`` with its fix."""
+    """Return a finding of ``found``: ok if ``good``, else ``bad`` with its fix."""
     return Finding(check, Grade.OK, found) if good else Finding(check, bad, found, fix)

@@ -1,4 +1,6 @@
-"""Drives and GPUs of this machine, as its kernel tells in /sys and /proc; nothing is opened."""
+"""Facts about this machine: drives, GPUs, mounts, limits and packages, read from /sys, /proc and
+the kernel.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from kvhearth_server.tiers.ssd.disk.probe import NAMES, Verdict, probe
 
 _SECTOR_BYTES = 512
 _NO_DRIVES = ("loop", "ram", "zram", "sr", "fd", "dm-", "md", "nbd")
-"""What is in /sys/block and is no drive, or is made of drives that are listed, too."""
+"""Prefixes of entries in /sys/block that are no drive, or are made of drives that are listed
+too.
+"""
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -28,10 +32,10 @@ _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b")
 
 @dataclass(frozen=True)
 class Drive:
-    """A whole drive; ``model`` is empty where it does not tell.
+    """A whole drive; ``model`` is empty if the drive does not report it.
 
     Attributes:
-        discards: it can be told what is free.
+        discards: it accepts discards of free space.
     """
 
     name: str
@@ -41,7 +45,7 @@ class Drive:
 
     @property
     def nvme(self) -> bool:
-        """Whether it is an NVMe one."""
+        """Whether it is an NVMe drive."""
         return self.name.startswith("nvme")
 
 
@@ -51,9 +55,9 @@ class Gpus:
 
     Args:
         driver: version of the kernel's module that is loaded; empty for none.
-        models: of the GPUs that the driver has, one each.
-        on_bus: how many of its GPUs the PCI bus has, driver or not.
-        nodes: how many of them can be opened here (``/dev/nvidia0`` and so on).
+        models: model of each GPU that the driver has.
+        on_bus: number of its GPUs on the PCI bus, with or without driver.
+        nodes: number of them that can be opened here (``/dev/nvidia0`` and so on).
     """
 
     driver: str
@@ -63,32 +67,34 @@ class Gpus:
 
     @property
     def branch(self) -> int:
-        """The driver's first number, such as 580; 0 for none."""
+        """First number of the driver's version, such as 580; 0 for none."""
         return int(self.driver.partition(".")[0] or 0)
 
 
 class Devices:
-    """The devices of a machine whose /sys, /proc and /dev are below ``root``."""
+    """The devices of a machine whose /sys, /proc and /dev are under ``root``."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def drives(self) -> list[Drive]:
-        """The drives, by name."""
+        """Return the drives, by name."""
         folder = self._root / "sys/block"
         names = sorted(entry.name for entry in folder.glob("*"))
         return [self._drive(name) for name in names if not name.startswith(_NO_DRIVES)]
 
     def drives_under(self, device: int) -> list[Drive]:
-        """The drives that hold a file system whose ``st_dev`` is ``device``; none for one in memory
-        and for one that does not tell, such as a container's overlay.
+        """Return the drives that hold a file system whose ``st_dev`` is ``device``.
+
+        There are none for a file system in memory, or for one that does not tell, such as a
+        container's overlay.
         """
         number = f"{os.major(device)}:{os.minor(device)}"
         place = self._root / "sys/dev/block" / number
         return [self._drive(name) for name in self._disks(place)] if place.exists() else []
 
     def nvidia(self) -> Gpus:
-        """Driver and GPUs of NVIDIA."""
+        """Return NVIDIA's driver and GPUs."""
         told = self._text("proc/driver/nvidia/version")
         found = _DRIVER_VERSION.search(told)
         driver = found[1] if found else self._text("sys/module/nvidia/version")
@@ -106,7 +112,9 @@ class Devices:
         return Gpus(driver, named, len(on_bus), len(nodes))
 
     def _disks(self, place: Path) -> list[str]:
-        """Names of the drives below a block device: itself, its partition's, its slaves'."""
+        """Return the names of the drives under a block device: itself, its partition's, its
+        slaves'.
+        """
         place = place.resolve()
         slaves = sorted((place / "slaves").glob("*"))
         if slaves:
@@ -128,7 +136,7 @@ class Devices:
 
 
 def _read(path: Path) -> str:
-    """A file without the blanks around it; empty if it cannot be read."""
+    """Return a file's text without surrounding blanks; empty if it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()
     return ""
@@ -142,7 +150,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?[^>]*>=\s*([0-9.]+)")
 
 @dataclass(frozen=True)
 class Installed:
-    """A package that we need: the version that is there (empty: none) and the least one."""
+    """A package that we need: the installed version (empty: none) and the least one."""
 
     name: str
     version: str
@@ -150,13 +158,13 @@ class Installed:
 
     @property
     def enough(self) -> bool:
-        """Whether it is there and new enough."""
+        """Whether it is installed and new enough."""
         return bool(self.version) and _numbers(self.version) >= _numbers(self.least)
 
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a file system is mounted, its kind, and the options of mount and file system."""
+    """Mount point of a file system, its kind, and the options of mount and file system."""
 
     point: Path
     kind: str
@@ -164,12 +172,12 @@ class Mount:
 
     @property
     def depth(self) -> int:
-        """How far below the root it is."""
+        """How far under the root it is."""
         return len(self.point.parts)
 
 
 class Machine:
-    """This machine. ``root`` is ``/`` but for tests; what is tried out is tried for real."""
+    """This machine. ``root`` is ``/`` except in tests; the trials are real."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -177,7 +185,7 @@ class Machine:
         self.devices = Devices(root)
 
     def node_pools(self) -> dict[str, HugePool]:
-        """The pool of 2 MiB pages of each NUMA node."""
+        """Return the pool of 2 MiB pages of each NUMA node."""
         found = {}
         for node in sorted((self._root / "sys/devices/system/node").glob("node[0-9]*")):
             folder = node / f"hugepages/hugepages-{_HUGE // 1024}kB"
@@ -189,15 +197,15 @@ class Machine:
         return found
 
     def limit(self, which: int) -> int:
-        """The soft limit of a resource; -1 for none."""
+        """Return the soft limit of a resource; -1 for none."""
         return resource.getrlimit(which)[0]
 
     def kernel_release(self) -> str:
-        """Such as ``6.5.0``."""
+        """Return the kernel's release, such as ``6.5.0``."""
         return platform.release()
 
     def direct_io(self, folder: Path) -> str:
-        """Write a page past the page cache in ``folder``; what went wrong, or empty."""
+        """Write a page past the page cache in ``folder``; return the error, or ""."""
         try:
             with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, 4096) as page:
                 descriptor = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
@@ -210,22 +218,24 @@ class Machine:
         return ""
 
     def device_of(self, folder: Path) -> int:
-        """``st_dev`` of the file system that holds ``folder``; 0 if there is no such folder."""
+        """Return ``st_dev`` of the file system that holds ``folder``; 0 if there is no such
+        folder.
+        """
         try:
             return folder.stat().st_dev
         except OSError:
             return 0
 
     def disk_interfaces(self, depth: int) -> list[Verdict]:
-        """Each kernel interface for disk I/O, tried with a read; best first."""
+        """Try each kernel interface for disk I/O with a read; return the verdicts, best first."""
         return [probe(name, depth) for name in NAMES]
 
     def disk_interface(self, name: str, depth: int) -> Verdict:
-        """One of the ``disk_interfaces``."""
+        """Try one of the ``disk_interfaces``."""
         return next(each for each in self.disk_interfaces(depth) if each.name == name)
 
     def mount_of(self, folder: Path) -> Mount | None:
-        """The file system that holds ``folder``; None where the kernel does not tell."""
+        """Return the file system that holds ``folder``; None where the kernel does not tell."""
         place, found = folder.resolve(), None
         try:
             lines = (self._root / "proc/self/mountinfo").read_text().splitlines()
@@ -237,15 +247,15 @@ class Machine:
             if len(words) < 6 or len(kind) < 3:
                 continue
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4]))
-            # Of several on top of each other, the last is seen.
+            # If several are mounted on top of each other, the last one is visible.
             if place.is_relative_to(point) and (found is None or len(point.parts) >= found.depth):
                 options = frozenset((*words[5].split(","), *kind[2].split(",")))
                 found = Mount(point, kind[0], options)
         return found
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:
-        """Bytes that are free for this user on the file system of ``existing``, and bytes that the
-        files of ``folder`` have already.
+        """Return the bytes that are free for this user on the file system of ``existing``, and the
+        bytes that the files of ``folder`` already have.
         """
         found = os.statvfs(existing)
         taken = 0
@@ -254,13 +264,13 @@ class Machine:
         return found.f_bavail * found.f_frsize, taken
 
     def trims_weekly(self) -> bool:
-        """Whether systemd tells drives what is free, by its timer."""
+        """Return whether systemd's timer discards free space on drives."""
         wants = "systemd/system/timers.target.wants/fstrim.timer"
         places = (self._root / "etc" / wants, self._root / "usr/lib" / wants)
         return any(place.is_symlink() or place.exists() for place in places)
 
     def peer_pidfd(self) -> bool:
-        """Whether the kernel tells the end of the process at the other end of a socket."""
+        """Return whether the kernel gives a pidfd of the process at the other end of a socket."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
@@ -271,7 +281,7 @@ class Machine:
         return True
 
     def populate(self) -> bool:
-        """Whether pages can be had with an answer instead of a signal (MADV_POPULATE_WRITE)."""
+        """Return whether a lack of pages is an error instead of a signal (MADV_POPULATE_WRITE)."""
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
             try:
                 page.madvise(_MADV_POPULATE_WRITE)
@@ -280,7 +290,7 @@ class Machine:
         return True
 
     def packages(self) -> list[Installed]:
-        """What this distribution needs for the daemon."""
+        """Return the packages that the daemon needs."""
         found = []
         for requirement in importlib.metadata.requires("kvhearth") or ():
             wanted, _, marker = requirement.partition(";")

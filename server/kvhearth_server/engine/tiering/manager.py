@@ -1,4 +1,4 @@
-"""What is wrong with the slower tier, in the log: once when it begins, once when it is over."""
+"""Connects the SSD tier to the core: write-back, promotion, repair, and a log of degradations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvhearth_server.tiers.ssd.health import Kind
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 LOOK_S = 0.25
-"""Between two looks at the least."""
+"""Shortest time between two looks, in seconds."""
 
 OVER_S = 5.0
-"""What comes and goes faster than this is one degradation: a drive of which each second write fails
-must not fill the log.
+"""Time after which a degradation counts as over. One that comes and goes faster is a single
+degradation: a drive on which every second write fails must not fill the log.
 """
 
 _log = get_logger("kvhearth.ssd")
@@ -41,12 +41,12 @@ class _Told:
 
 
 class DegradedLog:
-    """Looks at what is wrong now, and logs what began or is over.
+    """Logs each degradation of the tier once when it begins and once when it is over.
 
     Args:
-        found: what is wrong, each with a sentence; see ``SsdStatus.by_kind``.
-        log: of ``get_logger``.
-        clock: seconds that only rise.
+        found: returns the current degradations, each with a sentence; see ``SsdStatus.by_kind``.
+        log: a logger from ``get_logger``.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DegradedLog:
         self._told: dict[Kind, _Told] = {}
 
     def look(self) -> None:
-        """Look, if it is time; call it again and again."""
+        """Look for degradations if it is time; meant to be called often."""
         now = self._clock()
         if now < self._next_at:
             return
@@ -89,13 +89,14 @@ def _fields(kind: Kind) -> dict[str, str]:
 
 
 class Tiering:
-    """One slower tier under the core.
+    """One lower tier under the core.
 
     Args:
-        core: its offers are written, its climbs are loaded.
-        tier: where to and where from.
-        lineage: of the epochs (docs/adr/0008): what another lineage stored is never found.
-        call: does a call of the core and what it asks for.
+        core: the core whose offered blocks are written and whose promotion requests are loaded.
+        tier: the tier to write to and load from.
+        lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
+            are never found.
+        call: makes a call of the core and applies its actions.
         now: seconds.
     """
 
@@ -116,38 +117,42 @@ class Tiering:
         self._writeback = WritebackLoop(core, tier, self._names, call, now)
         self._turning = False
         self.orphaned_loads_after = 0.0
-        """When drives of an earlier run that are not this one's are certainly quiet, too."""
+        """Time at which even an earlier run's drives that are not this run's are certainly
+        quiet.
+        """
         self.wake: Callable[[], None] = lambda: None
-        """Called when there is something for ``turn`` to do."""
+        """Called when ``turn`` has something to do."""
         core.state.writeback_queue.on = True
         core.state.lower_tier = self
 
     # -- what lookups ask --------------------------------------------------------------------------
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
-        """Which keys could be loaded; see ``core.below.Below``."""
+        """Return which keys could be loaded; see ``core.lower_tier.LowerTier``."""
         return self.tier.look_up(self.family(namespace, kv_group), keys).present
 
     def eta_us(self, promotion_queue: Iterable[PromotionRequest]) -> int:
-        """Until all wished blocks could be here, in microseconds; 0 for no wishes."""
+        """Return the microseconds until all requested blocks could be in memory; 0 without
+        requests.
+        """
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         if not loads:
             return 0
         return max(1, round(self.tier.status.estimate_s(loads, self._promoter.records) * 1e6))
 
     def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:
-        """What the tier calls the blocks of a KV group."""
+        """Return the tier's name for the blocks of a KV group."""
         return self._names.family(namespace, kv_group)
 
     # -- dropping ----------------------------------------------------------------------------------
 
     def name(self, namespace: Namespace) -> bytes:
-        """What the tier calls a namespace now; ``Core.drop_copies`` gives it another name."""
+        """Return the tier's current name for a namespace; ``Core.drop_copies`` changes it."""
         return self._names.name(namespace)
 
     def forget_copies(self, namespace: Namespace, name: bytes, count: int) -> int:
         """Forget up to ``count`` copies that the tier has under an earlier name of a namespace;
-        returns how many.
+        return how many it forgot.
         """
         found = self.tier.forget_namespace(name, count)
         if found is None:
@@ -161,27 +166,31 @@ class Tiering:
     def promote(
         self, promotion_queue: Iterable[PromotionRequest], group: int = 0, lease_id: int = 0
     ) -> None:
-        """Let blocks climb, for a lookup of a group (0: for nobody in particular)."""
+        """Promote blocks for a lookup of a group (group 0: for no particular requester)."""
         self._promoter.ask(promotion_queue, (group, lease_id))
         if self._promoter.waiting:
             self.wake()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
-        """The requests behind these lookups went away."""
+        """Cancel the promotion requests of lookups that went away."""
         self._promoter.cancel(group, lease_ids)
 
     def group_ended(self, group: int) -> None:
-        """Nobody of this group waits for anything any more."""
+        """Cancel all promotion requests of a group."""
         self._promoter.group_ended(group)
 
     def verify_lower_tier(self, request: PromotionRequest, ended: Ended) -> bool:
-        """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
-        row of what was read. False if there is no room for it now.
+        """Read blocks of the tier and check them, keeping none; ``ended`` receives the outcomes by
+        row.
+
+        Returns False if there is no room for it now.
         """
         return self._promoter.verify(request, ended)
 
     def repair(self, heads: I64) -> Callable[[], None]:
-        """For blocks that are about to be removed as wrong: what brings them back from below."""
+        """Return a function that promotes good copies of blocks which are about to be removed as
+        corrupt.
+        """
         state, promotion_queue = self._core.state, list[PromotionRequest]()
         table = state.table
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
@@ -211,7 +220,7 @@ class Tiering:
     # -- a turn ------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Everything that is due."""
+        """Do all work that is due."""
         self._turning = True
         try:
             self._turn()
@@ -221,12 +230,14 @@ class Tiering:
             self.wake()
 
     def nudge(self) -> None:
-        """The core was called: there may be something to write."""
+        """Wake the loop if the last call of the core left something to write."""
         if self._core.state.writeback_queue.waiting and not self._turning and self.pause_s() <= 0:
             self.wake()
 
     def pause_s(self) -> float:
-        """Until a turn has something to write; infinity for not before something else happens."""
+        """Return the seconds until a turn has something to write; infinity if only another event
+        can change that.
+        """
         return self._writeback.due_at - self._now()
 
     def _turn(self) -> None:
@@ -241,28 +252,30 @@ class Tiering:
         self._writeback.begin()
 
     def _orphaned_loads_are_over(self) -> bool:
-        """No request of a dead daemon can still be under way."""
+        """Return whether no request of a dead daemon can still be under way."""
         status = self.tier.status
         locked = status.locked_files or status.unusable_places
         return not locked and self._now() >= self.orphaned_loads_after
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing is under way."""
+        """Whether nothing is queued and nothing is under way."""
         return self._promoter.idle and not self._writeback.blocks
 
     @property
     def writing(self) -> int:
-        """Blocks that wait to be written or are being written."""
+        """Number of blocks that are queued or being written."""
         return self._writeback.blocks
 
     @property
     def promoting(self) -> int:
-        """Blocks that are being loaded."""
+        """Number of blocks that are being loaded."""
         return len(self._core.promotions)
 
     def _evicted(self, evicted: Evicted) -> None:
-        """The tier let blocks go: to make room, or because it could not read them right."""
+        """Record blocks that the tier dropped, to make room or because it could not read them
+        correctly.
+        """
         namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
         if evicted.cause == "checksum":
             self._promoter.found_wrong(namespace, evicted.group, keys)
@@ -272,7 +285,9 @@ class Tiering:
 
 
 _TURN_S = 0.1
-"""Between two turns at the latest: what is stuck, or may be tried again, is only seen in a turn."""
+"""Longest time between two turns: only a turn notices a stuck request or one that may be
+retried.
+"""
 _FLUSH_S = 0.01
 
 
@@ -299,7 +314,7 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
 
 
 async def written(tiering: Tiering) -> None:
-    """Wait until everything that was offered is written or was refused."""
+    """Wait until every offered block is written or refused."""
     while tiering.writing:
         tiering.wake()
         await asyncio.sleep(_FLUSH_S)

@@ -1,4 +1,4 @@
-"""What the tier calls the core's blocks and slots."""
+"""Translates the core's namespaces and slots into the tier's names and places."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _NAMES_MAX = 1 << 14
 
 
 class TierNames:
-    """Families for namespaces and back, places for slots.
+    """Maps namespaces to families and back, and slots to places.
 
     Args:
-        core: whose namespaces and slots.
-        lineage: of the epochs (docs/adr/0008): what another lineage stored is never found.
+        core: the core that has the namespaces and slots.
+        lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
+            are never found.
     """
 
     def __init__(self, core: Core, lineage: str) -> None:
@@ -31,7 +32,7 @@ class TierNames:
         self._numbers: dict[bytes, int] = {}
 
     def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> BlockSpec:
-        """What the tier calls the blocks of a KV group, of the current epoch if none is given."""
+        """Return the tier's name for the blocks of a KV group, by default of the current epoch."""
         spec: GroupSpec = namespace.contract.groups[kv_group]
         name = self.name(namespace)
         if len(self._numbers) >= _NAMES_MAX + len(self._core.state.namespaces):
@@ -41,20 +42,22 @@ class TierNames:
         return BlockSpec(name, kv_group, shown, spec.page_bytes, spec.shards)
 
     def namespace(self, name: bytes) -> Namespace | None:
-        """The namespace that the tier knows as ``name``, if it is still there."""
+        """Return the namespace that the tier knows as ``name``, or None if it is gone."""
         namespaces = self._core.state.namespaces
         number = self._numbers.get(name, -1)
         found = namespaces.get(number) if number in namespaces else None
-        # A forgotten namespace's number may be another one's by now.
+        # A forgotten namespace's number may belong to another one by now.
         return found if found is not None and self.name(found) == name else None
 
     def name(self, namespace: Namespace) -> bytes:
-        """What the tier calls a namespace, until its copies are dropped."""
+        """Return the tier's name for a namespace, valid until its copies are dropped."""
         drops = str(namespace.tier_epoch or "").encode()
         return hashlib.sha256(self._lineage + namespace.digest + drops).digest()
 
     def places(self, slots: I64, length: int) -> Records:
-        """Where slots (n, shards) are in the arena: ``PLACE_DTYPE`` of the same shape."""
+        """Return the places of slots (n, shards) in the arena: ``PLACE_DTYPE`` of the same
+        shape.
+        """
         extents = self._core.state.table.extents(flat(slots), length)
         places = np.zeros(slots.shape, PLACE_DTYPE)
         places["region"] = extents["segment"].reshape(slots.shape)
@@ -62,7 +65,7 @@ class TierNames:
         return places
 
     def tell_lost(self, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str) -> None:
-        """Of keys that the tier has no longer, those that are in memory neither are gone."""
+        """Publish as removed those keys lost by the tier that are not in memory either."""
         state = self._core.state
         heads = state.index.find(namespace.number, kv_group, keys)
         gone = [key for key, head in zip(keys, heads.tolist(), strict=True) if head < 0]

@@ -1,4 +1,6 @@
-"""Blocks on their way up: who asked for them, what is being loaded, what becomes of it."""
+"""Promotes blocks from the tier: queues requests by requester, loads them, and handles the
+outcomes.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 
 
 class PromotionQueue:
-    """Oldest first, and each block once for each asker: who asks again while it waits, as engines
-    do, must not fill the queue and be served over and over before all others.
+    """Promotion requests, oldest first, with each block once per requester.
+
+    A requester that asks again while it waits, as engines do, must not fill the queue and be served
+    over and over before all others.
     """
 
     def __init__(self) -> None:
@@ -44,7 +48,9 @@ class PromotionQueue:
         return len(self._queue)
 
     def fresh(self, request: PromotionRequest, requester: Requester) -> PromotionRequest | None:
-        """What of a wish does not wait for this asker yet, each block once; None for nothing."""
+        """Return the part of a request that does not wait for this requester yet, each block once;
+        None if nothing is left.
+        """
         named, names = self._named.get(requester) or set(), _names(request)
         if named.isdisjoint(names) and len(set(names)) == len(names):
             return request
@@ -55,12 +61,14 @@ class PromotionQueue:
         return some(request, np.array(list(new.values()), np.int64)) if new else None
 
     def add(self, request: PromotionRequest, requester: Requester) -> None:
-        """At the end of the queue."""
+        """Append a request to the queue."""
         self._named.setdefault(requester, set()).update(_names(request))
         self.put_back(request, requester)
 
     def take(self) -> tuple[PromotionRequest, Requester]:
-        """The first, of which the caller says what becomes: ``put_back`` or ``done``."""
+        """Remove and return the first request; the caller must then call ``put_back`` or
+        ``done``.
+        """
         request, requester = self._queue.popleft()
         self._count(request, -1)
         return request, requester
@@ -68,12 +76,12 @@ class PromotionQueue:
     def put_back(
         self, request: PromotionRequest, requester: Requester, *, first: bool = False
     ) -> None:
-        """It waits on."""
+        """Return a taken request to the queue."""
         (self._queue.appendleft if first else self._queue.append)((request, requester))
         self._count(request, 1)
 
     def done(self, request: PromotionRequest, requester: Requester) -> None:
-        """It waits no longer."""
+        """Forget a taken request; it no longer waits."""
         named = self._named.get(requester)
         if named is not None:
             named.difference_update(_names(request))
@@ -81,7 +89,7 @@ class PromotionQueue:
                 del self._named[requester]
 
     def drop(self, requesters: set[Requester]) -> None:
-        """These do not wait any more."""
+        """Remove all requests of these requesters."""
         found = requesters & self._named.keys()
         if not found:
             return
@@ -94,7 +102,7 @@ class PromotionQueue:
                 self.put_back(request, requester)
 
     def requesters_of(self, group: int) -> set[Requester]:
-        """Who of a group waits."""
+        """Return a group's requesters that have requests in the queue."""
         return {requester for requester in self._named if requester[0] == group}
 
     def _count(self, request: PromotionRequest, sign: int) -> None:
@@ -103,7 +111,7 @@ class PromotionQueue:
 
 
 def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
-    """Rows of a wish."""
+    """Return the given rows of a request."""
     keys = [request.keys[row] for row in rows.tolist()]
     parents = [request.parents[row] for row in rows.tolist()]
     return PromotionRequest(request.namespace, request.kv_group, request.spec, keys, parents)
@@ -112,7 +120,7 @@ def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
 def split(
     request: PromotionRequest, count: int
 ) -> tuple[PromotionRequest, PromotionRequest | None]:
-    """The first ``count`` blocks, and the others if there are any."""
+    """Split off the first ``count`` blocks; the second part is None if there are no more."""
     if len(request.keys) <= count:
         return request, None
     parts = [
@@ -167,26 +175,26 @@ class Promoter:
 
     @property
     def waiting(self) -> int:
-        """Blocks whose load has not begun."""
+        """Number of blocks whose load has not begun."""
         return self._requested.blocks
 
     @property
     def records(self) -> int:
-        """The same in the tier's measure: a block has one of each shard."""
+        """Number of the tier's records whose load has not begun; a block has one for each shard."""
         return self._requested.records
 
     @property
     def due(self) -> bool:
-        """Whether a turn could begin a load, though nothing else happens."""
+        """Whether a turn could begin a load without any other event."""
         return bool(self._requested) and not self._stalled
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing is under way."""
+        """Whether nothing is queued and nothing is under way."""
         return not (self._loads or self._requested)
 
     def ask(self, promotion_queue: Iterable[PromotionRequest], requester: Requester) -> None:
-        """Let blocks climb, some at once."""
+        """Queue promotion requests, and begin to load at once if the queue was empty."""
         before = len(self._requested)
         for request in promotion_queue:
             new = self._requested.fresh(request, requester)
@@ -200,14 +208,14 @@ class Promoter:
             self.begin()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
-        """The requests behind these lookups went away."""
+        """Cancel the promotion requests of lookups that went away."""
         gone = {(group, lease_id) for lease_id in lease_ids}
         self._requested.drop(gone)
         for requester in gone:
             self._stop(self._core.promotions.drop_requester(requester))
 
     def group_ended(self, group: int) -> None:
-        """Nobody of this group waits for anything any more."""
+        """Cancel all promotion requests of a group."""
         self._requested.drop(self._requested.requesters_of(group))
         self._stop(self._core.promotions.forget_group(group))
 
@@ -220,8 +228,10 @@ class Promoter:
                 self._core.state.count("prefetch_cancelled", len(load.promotion.request.keys))
 
     def begin(self) -> None:
-        """Begin to load wished blocks, so many as a turn may. What finds no room waits for the
-        loads that take it; what is behind it may find some.
+        """Begin to load requested blocks, up to a turn's limit.
+
+        A request that finds no room waits for the loads that occupy it; requests behind it may find
+        some.
         """
         left, self._stalled = self._slots_max, True
         for _ in range(min(len(self._requested), _LOOKS_PER_TURN)):
@@ -250,8 +260,9 @@ class Promoter:
         keep: bool = True,
         ended: Ended | None = None,
     ) -> bool:
-        """Load one batch; False if nothing is to be loaded, or there is no room for it. ``_lack``
-        is what there was too little of.
+        """Load one batch; return False if there is nothing to load or no room for it.
+
+        Sets ``_lack`` to the resource that ran short, or "".
         """
         promotion: Promotion | None = self._call(
             self._core.promotions.begin,
@@ -282,13 +293,15 @@ class Promoter:
         return True
 
     def verify(self, request: PromotionRequest, ended: Ended) -> bool:
-        """Read blocks of the tier and check them, keeping none; ``ended`` is told the outcomes by
-        row of what was read. False if there is no room for it now.
+        """Read blocks of the tier and check them, keeping none; ``ended`` receives the outcomes by
+        row.
+
+        Returns False if there is no room for it now.
         """
         return self._load(request, VERIFIER, keep=False, ended=ended)
 
     def completed(self, completion: Completion) -> bool:
-        """Take an end of a load; false if it is none."""
+        """Handle the completion of a load; return False if it belongs to no load."""
         load = self._loads.get(completion.ticket)
         if load is None:
             return False
@@ -320,8 +333,10 @@ class Promoter:
             load.ended(completion.parts)
 
     def _look_again(self, load: _Load, completion: Completion) -> None:
-        """Blocks that did not come: the tier may have dropped them, and somebody may have asked
-        after they were called off, or while they were only looked at.
+        """Handle blocks that did not arrive.
+
+        The tier may have dropped them. A requester may also have asked for them after they were
+        cancelled, or while they were only being verified.
         """
         request = load.promotion.request
         for outcome, rows in completion.parts:
@@ -347,8 +362,8 @@ class Promoter:
             self._requested.add(new, requester)
 
     def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
-        """The tier's copies of these were wrong, and it forgot them; nobody knows a namespace that
-        is None.
+        """Handle keys whose copies in the tier were corrupt and that it forgot; ``namespace`` is
+        None if it is unknown.
         """
         self._core.state.count("checksum_failures", len(keys), "ssd")
         _log.error("the slower tier's bytes do not match their checksum", blocks=len(keys))
@@ -357,7 +372,7 @@ class Promoter:
             self._names.tell_lost(namespace, kv_group, keys, "checksum")
 
     def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
-        """The tier's copies of these were wrong: write those again that are still here."""
+        """Write back again the blocks in memory whose copies in the tier were corrupt."""
         state = self._core.state
         here = self._core.writeback.lost(namespace, kv_group, keys)
         heads = state.index.find(namespace.number, kv_group, keys)[here]

@@ -1,4 +1,4 @@
-"""Blocks on their way down: written while they stay in memory."""
+"""Writes blocks back to the tier while they stay in memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 PATIENCE_S = 2.0
 """If the tier makes no progress for this long while room is wanted, pending writes are given up."""
 READ_BACK_PATIENCE_S = 60.0
-"""The same while the log is read back. A store can do nothing but wait then, and a healthy drive
-that engines load their weights from may take long for one read; the kernel itself aborts a read
-after 30 s.
+"""The same limit while the log is read back.
+
+A store can only wait then, and a healthy drive that engines load their weights from may take long
+for one read; the kernel itself aborts a read after 30 s.
 """
 _TURN_S_MAX = 0.5
 """Most that one turn adds to the wait: a process that was stopped made no progress either."""
@@ -31,13 +32,15 @@ _SLOTS_PER_TURN = 256
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _WRITE_BYTES_MAX = 256 << 20
 _WRITE_FRACTION_MAX = 0.125
-"""Of the smallest segment, at most so much is being written at once."""
+"""Upper bound on the bytes being written at once, as a fraction of the smallest segment."""
 _PORTIONS = 2
-"""A portion makes room for the next when the whole of it is written: the drive needs two. More and
-smaller ones cost more of the processor, most of it to wake up.
+"""Number of portions being written at once.
+
+A portion makes room for the next only when it is written completely, so the drive needs two. More
+and smaller ones would cost more processor time, most of it to wake up.
 """
 _AGAIN = frozenset({"full", "queue", "recovering", "draining"})
-"""Why a store was refused that may be taken soon."""
+"""Reasons for refusing a store that may soon be accepted."""
 _log = get_logger("kvhearth.tiering")
 
 
@@ -62,7 +65,7 @@ class WritebackLoop:
         self._waited_s, self._turn_at = 0.0, now()
         self._open_at = 0.0
         self._again_at = 0.0
-        # Half of what the tier takes at once, or a portion would wait until it is idle.
+        # Half of the tier's write queue, or a portion would wait until the tier is idle.
         self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_writes // 2))
         geometry = core.state.table.geometry
         smallest = min(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
@@ -72,19 +75,21 @@ class WritebackLoop:
 
     @property
     def blocks(self) -> int:
-        """That wait or are being written."""
+        """Number of blocks queued or being written."""
         under_way = sum(len(portion.keys) for portion in self._stores.values())
         return under_way + self._core.state.writeback_queue.waiting
 
     @property
     def due_at(self) -> float:
-        """When a turn has something to write; infinity for not before something else happens."""
+        """Time at which a turn has something to write; infinity if only another event can change
+        that.
+        """
         writeback_queue = self._core.state.writeback_queue
         full = self._core.writeback.payload_bytes >= self._write_bytes
         return self._again_at if writeback_queue.waiting and not full else math.inf
 
     def completed(self, completion: Completion) -> bool:
-        """Take an end of a store; false if it is none."""
+        """Handle the completion of a store; return False if it belongs to no store."""
         portion = self._stores.get(completion.ticket)
         if portion is None:
             return False
@@ -94,13 +99,13 @@ class WritebackLoop:
         return True
 
     def begin(self) -> None:
-        """Write what waits, as far as the tier takes it, but no more than fits into a turn."""
+        """Write queued blocks, as far as the tier accepts them and they fit into a turn."""
         writeback_queue, now = self._core.state.writeback_queue, self._now()
         if writeback_queue.closed and now >= self._open_at:
             writeback_queue.closed = ""
         left, recovering = self._slots_max, self._tier.status.recovering
         if recovering and not writeback_queue.under_pressure:
-            # What waits may lie in a part of the log that is not read back yet.
+            # Queued blocks may lie in a part of the log that is not read back yet.
             self._again_at = now + _PAUSE_MAX_S
         while writeback_queue.waiting and left > 0 and now >= self._again_at:
             portion = self._portion(left)
@@ -123,7 +128,7 @@ class WritebackLoop:
         self._wait(now)
 
     def _wait(self, now: float) -> None:
-        """Give up what waits if the tier makes no progress for too long while room is wanted."""
+        """Give up queued blocks if the tier makes no progress for too long while room is wanted."""
         writeback_queue = self._core.state.writeback_queue
         turn_s, self._turn_at = min(now - self._turn_at, _TURN_S_MAX), now
         writeback_queue.under_pressure = (
@@ -140,7 +145,7 @@ class WritebackLoop:
             self._close("slow", PATIENCE_S, now)
 
     def _portion(self, slots_max: int) -> Portion | None:
-        """What is to be written next, if more may be written now."""
+        """Return the next portion to write, or None if no more may be written now."""
         room = self._write_bytes - self._core.writeback.payload_bytes
         if room <= 0:
             return None
@@ -156,8 +161,8 @@ class WritebackLoop:
             self._close(why.reason, max(why.retry_after_s, 1.0), now)
 
     def _close(self, reason: str, pause_s: float, now: float) -> None:
-        """What waits, and what comes until the tier is asked again, is not saved: it may be
-        evicted.
+        """Stop write-back for ``pause_s``; queued and new blocks become evictable without a
+        copy.
         """
         state = self._core.state
         state.writeback_queue.closed = reason
@@ -211,8 +216,8 @@ class WritebackLoop:
         self._look_again(portion)
 
     def _look_again(self, portion: Portion) -> None:
-        """What was written may be gone again by now, or an older block of a key may have been
-        written after a younger one: saved is only what can be found.
+        """Keep as saved only the keys that the tier can find: a written block may be gone again, or
+        an older block of a key may have been written after a newer one.
         """
         family = self._names.family(portion.namespace, portion.kv_group)
         absent = np.flatnonzero(~self._tier.look_up(family, portion.keys).present)

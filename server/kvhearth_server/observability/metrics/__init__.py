@@ -1,6 +1,6 @@
-"""Every metric of the daemon, in one table: name, kind, labels, unit, what it is and what for.
+"""Every metric of the daemon, in one table: name, kind, labels, unit, meaning and use.
 
-They are read off a snapshot when somebody scrapes; nothing here runs beside a request.
+They are read off a snapshot at each scrape; nothing here runs beside a request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a metric is, and how values are read off a snapshot."""
+"""Definition of a metric, and readers that take its values off a snapshot."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Metric:
 
     Args:
         name: as it is scraped.
-        kind: what Prometheus calls its type.
+        kind: Prometheus's name of its type.
         unit: of one value.
-        help: what it is.
-        use: what somebody looks at it for.
+        help: its meaning.
+        use: the question that it answers.
         read: its samples in a snapshot.
         labels: names of its labels, each with few values.
     """
@@ -42,17 +42,19 @@ class Metric:
 
 
 def one(get: Callable[[Snapshot], Value]) -> Read:
-    """One sample without labels."""
+    """Return a reader of one sample without labels."""
     return lambda now: [((), get(now))]
 
 
 def counted(name: str) -> Read:
-    """A counter of the daemon, all its label values together."""
+    """Return a reader of a counter of the daemon, all its label values together."""
     return lambda now: [((), now.count(name))]
 
 
 def by_label(name: str) -> Read:
-    """A labelled counter of the daemon; the values of its label that are known show as zero."""
+    """Return a reader of a labelled counter of the daemon; the values of its label that are known
+    show as zero.
+    """
     shown = counters.TABLE[name].shown
 
     def read(now: Snapshot) -> Samples:
@@ -63,30 +65,30 @@ def by_label(name: str) -> Read:
 
 
 def outcomes(names: Mapping[str, str]) -> Read:
-    """Counters of the daemon by what they stand for: outcome to name."""
+    """Return a reader of several counters of the daemon, each as one outcome: outcome to name."""
     return lambda now: [((outcome,), now.count(name)) for outcome, name in names.items()]
 
 
 def of_segments(get: Callable[[SegmentNow], float]) -> Read:
-    """One sample a tenant."""
+    """Return a reader of one sample for each tenant."""
     return lambda now: [((each.tenant,), get(each)) for each in now.segments]
 
 
 def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
-    """One sample a namespace that is shown."""
+    """Return a reader of one sample for each namespace that is shown."""
     return lambda now: [((each.name,), get(each)) for each in now.namespaces]
 
 
 def reported(names: Mapping[str, str]) -> Read:
-    """Clients' counters by what they stand for: label value to name."""
+    """Return a reader of several counters of the clients: label value to name."""
     return lambda now: [((label,), now.reported.get(name, 0)) for label, name in names.items()]
 
 
 def of_ssd(read: Callable[[SsdNow], Samples]) -> Read:
-    """Samples of the SSD tier; none where there is no such tier."""
+    """Return a reader of the SSD tier's samples; none where there is no such tier."""
     return lambda now: [] if now.ssd is None else read(now.ssd)
 
 
 def if_ssd(read: Read) -> Read:
-    """The same where there is an SSD tier; no samples elsewhere."""
+    """Return ``read`` where there is an SSD tier; no samples elsewhere."""
     return lambda now: [] if now.ssd is None else read(now)

@@ -1,4 +1,4 @@
-"""The metrics of the daemon as a service: readers, sessions, calls, and what clients tell."""
+"""The metrics of the daemon as a service: readers, sessions, calls, and clients' reports."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _count(name: str) -> Read:
 
 
 def _counts(names: Mapping[str, str]) -> Read:
-    """Counters of the tier by label value."""
+    """Return a reader of the tier's counters by label value."""
     return of_ssd(lambda now: [((word,), now.tier.count(name)) for word, name in names.items()])
 
 

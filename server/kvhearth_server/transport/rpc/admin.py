@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks."""
+"""AdminService: gRPC calls for operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IN_MEMORY_TOO = "this is a copy: the block is served from memory"
 
 
 def leases_reply(engine: Engine) -> admin_pb2.ListLeasesResponse:
-    """What each group's readers hold now."""
+    """Return the leases that each group's readers hold now."""
     state = engine.core.state
     digests = {space.number: space.digest.hex() for space in state.namespaces}
     return admin_pb2.ListLeasesResponse(
@@ -48,7 +48,7 @@ def leases_reply(engine: Engine) -> admin_pb2.ListLeasesResponse:
 
 
 def ssd_stats(engine: Engine) -> admin_pb2.SsdStats | None:
-    """The SSD tier in numbers; None without one."""
+    """Return statistics of the SSD tier; None without one."""
     now = take_ssd(engine)
     if now is None:
         return None
@@ -83,7 +83,7 @@ def ssd_stats(engine: Engine) -> admin_pb2.SsdStats | None:
 
 
 def key_reply(engine: Engine, key: bytes) -> admin_pb2.ExplainKeyResponse:
-    """Where a key is.
+    """Return the places of a key.
 
     Raises:
         KVHearthError: ``bad_keys`` if nothing of this length can be a key.
@@ -118,7 +118,7 @@ def key_reply(engine: Engine, key: bytes) -> admin_pb2.ExplainKeyResponse:
 
 
 def _on_ssd(engine: Engine, key: bytes) -> list[admin_pb2.KeyPlace]:
-    """The key's blocks on SSD, in every namespace and KV group."""
+    """Return the key's blocks on SSD, in every namespace and KV group."""
     if engine.tiering is None:
         return []
     state, found = engine.core.state, []
@@ -164,8 +164,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._admin_token = admin_token
 
     def admit(self, context: Context) -> None:
-        """Raises:
-        KVHearthError: ``not_admin``.
+        """Refuse a caller without admin rights.
+
+        Raises:
+            KVHearthError: ``not_admin``.
         """
         given = metadata_value(context, ADMIN_TOKEN_KEY)
         if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
@@ -231,7 +233,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _sessions(self) -> admin_pb2.ListSessionsResponse:
         engine, state = self._engine, self._engine.core.state
-        # A group that has ended may outlive its namespace, which was empty and made place.
+        # An ended group may outlive its namespace, which was empty and made place for another one.
         digests = {space.number: space.digest.hex() for space in state.namespaces}
         infos = []
         for group in state.groups:
@@ -347,8 +349,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 def _digest(request: admin_pb2.EvictRequest | admin_pb2.ForgetNamespaceRequest) -> bytes:
-    """Raises:
-    KVHearthError: ``unknown_namespace``.
+    """Return the namespace digest of a request.
+
+    Raises:
+        KVHearthError: ``unknown_namespace``.
     """
     try:
         return bytes.fromhex(request.namespace)

@@ -1,4 +1,4 @@
-"""Errors become gRPC statuses in one place, and every refusal is counted."""
+"""Converts errors into gRPC statuses in one place, and counts every refusal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ Context = Any
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _MESSAGE_BYTES_MAX = 512
-"""Of gRPC's own message. It may triple on the wire, and a peer drops an answer with more than 8 KiB
-of such headers; the details carry the text too.
+"""Upper bound on the bytes of gRPC's own message.
+
+It may triple on the wire, and a peer drops an answer with more than 8 KiB of such headers; the
+details carry the text too.
 """
 
 
 def metadata_value(context: Context, name: str) -> str:
-    """One value of the call's metadata, or empty."""
+    """Return one value of the call's metadata, or ""."""
     pairs: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
     for key, value in pairs:
         if key == name and isinstance(value, str):
@@ -57,16 +59,16 @@ _STREAMS_MAX = 32
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
-    """Admits a caller before his message is parsed, and refuses bytes that are no message.
+    """Admits a caller before its message is parsed, and refuses bytes that are no message.
 
-    Parsing comes second because it can cost a hundred times what it cost to send: millions of
-    empty parts fit into one message, and nobody else is served meanwhile. Left to gRPC, bytes that
-    do not parse end as UNKNOWN with the name of a Python exception, uncounted.
+    Parsing comes second because it can cost a hundred times what it cost to send: millions of empty
+    parts fit into one message, and no other call is served meanwhile. gRPC itself would end a call
+    whose bytes do not parse as UNKNOWN with the name of a Python exception, uncounted.
 
     Args:
-        engine: where refusals are counted.
-        admit: by service name, what raises a ``KVHearthError`` unless the context's caller may
-            call; a service that is not named is open to everybody.
+        engine: the engine that counts refusals.
+        admit: by service name, a function that raises a ``KVHearthError`` unless the context's
+            caller may call; services not named are open to every caller.
     """
 
     def __init__(self, engine: Engine, admit: Mapping[str, Callable[[Context], object]]) -> None:
@@ -78,7 +80,9 @@ class MessageGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """The handler of a call, each method's wrapped once; None where there is no such method."""
+        """Return the handler of a call, wrapping each method's once; None if there is no such
+        method.
+        """
         method = handler_call_details.method
         wrapped = self._handlers.get(method)
         if wrapped is None:
@@ -95,8 +99,8 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _bounded(self, handler: Any) -> Any:
-        """Streams (health's Watch, reflection) need no token and may never end: a few at a time, so
-        that they cannot take the places of decisions.
+        """Limit concurrent streams (health's Watch, reflection): they need no token and may never
+        end, so they must not take the places of calls.
         """
         inner = handler.unary_stream or handler.stream_stream
 

@@ -1,4 +1,4 @@
-"""CacheService: decisions over gRPC, for clients in other languages and for tracing."""
+"""CacheService over gRPC, for clients in other languages and for tracing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOKEN_KEY = "kvhearth-token"
 
 
 class CacheService:
-    """The gRPC face of ``Decisions``."""
+    """Serves ``Decisions`` over gRPC."""
 
     def __init__(self, engine: Engine, decisions: Decisions) -> None:
         self._engine = engine
         self._decisions = decisions
 
     def admit(self, context: Context) -> Session:
-        """The session of the caller's token.
+        """Return the session of the caller's token.
 
         Raises:
             KVHearthError: ``unknown_token``.
@@ -60,11 +60,13 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _SERVICES = (SERVICE, _ADMIN)
 
 _CONCURRENT_RPCS_MAX = 2048
-"""More are refused by gRPC itself; each client has a handful under way."""
+"""Upper bound on concurrent calls; gRPC itself refuses more. Each client has a handful under
+way.
+"""
 
 
 class RpcServer:
-    """Serves decisions. Start on the loop; ``stop`` lets calls in flight end within a grace."""
+    """The gRPC server. Start it on the loop; ``stop`` lets calls in flight end within a grace."""
 
     def __init__(self, engine: Engine, decisions: Decisions, admin_token: str) -> None:
         self._health = health.aio.HealthServicer()
@@ -89,9 +91,9 @@ class RpcServer:
         )
 
     async def start(self, path: Path) -> None:
-        """Listen on a unix socket and say that we serve.
+        """Listen on a unix socket and report that we serve.
 
-        As with the attach socket every user may connect whom the directory lets in: a tenant's
+        Every user may connect who can reach its directory, as at the attach socket: a tenant's
         engines run as other users than the daemon. The token decides.
         """
         self._server.add_insecure_port(f"unix:{path}")
@@ -104,9 +106,9 @@ class RpcServer:
         self._telling = asyncio.get_running_loop().create_task(self.not_serving())
 
     async def not_serving(self) -> None:
-        """Tell probes and balancers, before the end."""
+        """Report to probes and load balancers that we no longer serve, before the end."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """End; calls in flight have ``grace_s``."""
+        """Stop; calls in flight have ``grace_s``."""
         await self._server.stop(grace_s)

@@ -1,1 +1,1 @@
-"""HTTP for probes, scrapers and operators; decisions and bytes never come this way."""
+"""HTTP for probes, scrapers and operators; it never carries engines' calls or blocks' bytes."""

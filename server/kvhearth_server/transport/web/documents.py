@@ -1,4 +1,4 @@
-"""The documents that HTTP answers with; OpenAPI describes them."""
+"""Documents of the HTTP answers, as OpenAPI describes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvhearth_server.tiers.ssd.stats import SsdFigures
 
 
 class Version(BaseModel):
-    """What runs here."""
+    """Versions of the running daemon."""
 
     version: str
     protocol: int
@@ -76,7 +76,7 @@ class SsdStats(BaseModel):
 
 
 class Stats(BaseModel):
-    """The daemon in numbers; counters since its start, by name."""
+    """Statistics of the daemon; counters since its start, by name."""
 
     version: str
     boot_id: str
@@ -113,14 +113,14 @@ class Session(BaseModel):
 
 
 class Sessions(BaseModel):
-    """All of them."""
+    """All sessions."""
 
     boot_id: str
     sessions: list[Session]
 
 
 class Namespace(BaseModel):
-    """One tenant's contract, and what is stored under it."""
+    """One tenant's contract, and the blocks stored under it."""
 
     namespace: str = Field(description="Digest, 64 hex digits.")
     tenant: str
@@ -132,14 +132,14 @@ class Namespace(BaseModel):
 
 
 class Namespaces(BaseModel):
-    """All of them."""
+    """All namespaces."""
 
     boot_id: str
     namespaces: list[Namespace]
 
 
 class LeaseHolder(BaseModel):
-    """What one group's readers hold; slots and bytes count once for each lease on them."""
+    """Leases of one group's readers; slots and bytes count once for each lease on them."""
 
     tenant: str
     engine_id: str
@@ -166,7 +166,7 @@ class Config(BaseModel):
 
 
 class EvictRequest(BaseModel, extra="forbid"):
-    """How much to keep."""
+    """Size to keep, and where to evict."""
 
     keep_bytes: int = Field(0, ge=0, le=2**63 - 1, description="Keep this many bytes at most.")
     tier: Literal["memory", "ssd", "all"] | None = Field(
@@ -176,7 +176,7 @@ class EvictRequest(BaseModel, extra="forbid"):
 
 
 class Evicted(BaseModel):
-    """What was removed."""
+    """Blocks that were removed."""
 
     boot_id: str
     evicted_blocks: int = Field(description="From memory.")
@@ -184,7 +184,7 @@ class Evicted(BaseModel):
 
 
 class BumpRequest(BaseModel, extra="forbid"):
-    """Which epoch is meant."""
+    """The weights epoch that is expected."""
 
     expected_epoch: int | None = Field(
         None, ge=1, le=2**63 - 1, description="Refuse unless this is the current one."
@@ -192,14 +192,14 @@ class BumpRequest(BaseModel, extra="forbid"):
 
 
 class Bumped(BaseModel):
-    """The epoch from now on."""
+    """The weights epoch from now on."""
 
     boot_id: str
     epoch: int
 
 
 class Drained(BaseModel):
-    """No stores and attaches are taken any more."""
+    """The daemon accepts no more stores and attaches."""
 
     boot_id: str
     draining: bool
@@ -219,12 +219,12 @@ _MASK = "***"
 
 
 def version(engine: Engine) -> Version:
-    """What runs here."""
+    """Return the versions of the running daemon."""
     return Version(version=__version__, protocol=PROTOCOL_VERSION, boot_id=engine.boot_id)
 
 
 def stats(engine: Engine) -> Stats:
-    """The daemon in numbers."""
+    """Return statistics of the daemon."""
     now = take_snapshot(engine)
     return Stats(
         version=now.version,
@@ -271,7 +271,7 @@ def _ssd(now: SsdNow | None) -> SsdStats | None:
 
 
 def sessions(engine: Engine) -> Sessions:
-    """Every member of every group."""
+    """Return every member of every group."""
     state = engine.core.state
     digests = _digests(engine)
     found = []
@@ -296,7 +296,7 @@ def sessions(engine: Engine) -> Sessions:
 
 
 def namespaces(engine: Engine) -> Namespaces:
-    """Every namespace with its contract."""
+    """Return every namespace with its contract."""
     found = [
         Namespace(
             namespace=space.digest.hex(),
@@ -313,7 +313,7 @@ def namespaces(engine: Engine) -> Namespaces:
 
 
 def leases(engine: Engine) -> Leases:
-    """What each group's readers hold."""
+    """Return the leases that each group's readers hold."""
     digests = _digests(engine)
     found = [
         LeaseHolder(
@@ -332,7 +332,7 @@ def leases(engine: Engine) -> Leases:
 
 
 def masked(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON, with what is named like a secret left out."""
+    """Return the settings as JSON, with values of secret-like names left out."""
     values = settings.model_dump(mode="json")
     return {
         name: _MASK if value and _SECRET.search(name) else value for name, value in values.items()
@@ -340,7 +340,7 @@ def masked(settings: Settings) -> dict[str, Any]:
 
 
 def stacks() -> str:
-    """Where every thread and every task of the loop is now."""
+    """Return the current stack of every thread and of every task of the loop."""
     parts = []
     for number, frame in sys._current_frames().items():
         parts.append(f"thread {number}\n" + "".join(traceback.format_stack(frame)))

@@ -22,7 +22,7 @@ _log = get_logger("kvhearth.http")
 
 
 class Problem(BaseModel):
-    """An error as RFC 9457 has it."""
+    """An error in the form of RFC 9457."""
 
     type: str = Field(description="urn:kvhearth:reason: and the reason.")
     title: str = Field(description="The HTTP status in words.")
@@ -35,7 +35,9 @@ class Problem(BaseModel):
 def problem_of(
     error: KVHearthError, *, status: int | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The response for a domain error; ``status`` where HTTP has a more fitting one."""
+    """Return the response for a domain error; ``status`` overrides the default where HTTP has a
+    more fitting one.
+    """
     plain = plain_error(error)
     code = status or plain.status.http
     problem = Problem(
@@ -50,7 +52,7 @@ def problem_of(
 
 
 def install(app: FastAPI, engine: Engine) -> None:
-    """Let every error of ``app`` end as a problem document, and count it."""
+    """Make every error of ``app`` end as a problem document, and count it."""
 
     def refuse(error: KVHearthError, **how: Any) -> JSONResponse:
         engine.counters.add("refusals", 1, str(error.reason))

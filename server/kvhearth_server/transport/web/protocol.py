@@ -1,7 +1,7 @@
-"""A connection that speaks HTTP: how many there may be, how slow a peer may be, what it is told.
+"""HTTP connections: how many are open at once, how slow a peer may be, and errors before routing.
 
-What uvicorn answers by itself, in plain text and uncounted, is a problem document here, and counted
-like every other refusal.
+Errors that uvicorn would answer by itself, in plain text and uncounted, are problem documents here
+and counted like every other refusal.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvhearth_server.transport.web.problems import problem_of
 
 CONNECTIONS_MAX = 256
 HEAD_S = 10.0
-"""In what time a request's line and headers must be here, from its first byte."""
+"""Time allowed for a request's line and headers, from its first byte."""
 READ_S = 10.0
-"""In what time a peer must have read what waits for it."""
+"""Time allowed for a peer to read its waiting bytes."""
 
 REFUSED = "refused"
-"""In a request's state: the connection has refused it already."""
+"""Key in a request's state: the connection has already refused it."""
 
 Refused = Callable[[Reason], None]
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection; ``tick`` is to be called about once a second.
+    """One connection; ``tick`` must be called about once a second.
 
-    The peer that takes a place beyond ``CONNECTIONS_MAX`` ends the connection that has waited
-    longest for a request; only if all have one under way is it refused itself.
+    A peer that exceeds ``CONNECTIONS_MAX`` ends the connection that has waited longest for a
+    request. It is itself refused only if all connections have a request under way.
     """
 
     def __init__(self, *args: Any, refused: Refused, **named: Any) -> None:
@@ -45,13 +45,13 @@ class BoundedProtocol(H11Protocol):
         self._unread_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A peer connects."""
+        """Handle a peer that connects."""
         super().connection_made(transport)
         if self._open_count() > CONNECTIONS_MAX:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the peer."""
+        """Handle bytes from the peer."""
         if self.waiting and not self._begun:
             self._begun = True
             if self._served:
@@ -60,7 +60,9 @@ class BoundedProtocol(H11Protocol):
         self._begun = self._begun and self.waiting
 
     def on_response_complete(self) -> None:
-        """The peer has its answer; what it has sent since is the next request."""
+        """Note that the peer has its answer; any bytes that it has sent since are the next
+        request.
+        """
         self._served = True
         self._waiting_since = self.loop.time()
         super().on_response_complete()
@@ -73,11 +75,13 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def waiting_since(self) -> float:
-        """Since when, by the loop's clock; of a request that has begun from its first byte."""
+        """Time, by the loop's clock, since which the connection waits; for a request that has
+        begun, the time of its first byte.
+        """
         return self._waiting_since
 
     def tick(self, now: float) -> None:
-        """End what has lasted too long; ``now`` by the loop's clock."""
+        """End requests and replies that have taken too long; ``now`` is by the loop's clock."""
         if not self.transport.get_write_buffer_size():
             self._unread_since = None
         elif self._unread_since is None:
@@ -86,13 +90,13 @@ class BoundedProtocol(H11Protocol):
             self._refused(Reason.DEADLINE)
             self.transport.abort()
             return
-        # Between two requests the keep-alive time counts, as long as nothing of the next is here.
+        # The keep-alive time applies between two requests, until the next one begins.
         idle = self._served and not self._begun
         if self.waiting and not idle and now - self._waiting_since > HEAD_S:
             self.give_up()
 
     def give_up(self) -> None:
-        """End a connection that waits for a request; a peer that has sent a part of one is told."""
+        """End a connection that waits for a request; tell a peer that has sent a part of one."""
         if not self._begun:
             self._refused(Reason.DEADLINE)
             self.transport.abort()
@@ -103,17 +107,18 @@ class BoundedProtocol(H11Protocol):
         self._refuse(KVHearthError(Reason.DEADLINE, told), HTTPStatus.REQUEST_TIMEOUT)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP."""
+        """Refuse bytes that are not HTTP."""
         self._refuse(KVHearthError(Reason.BAD_MESSAGE, msg), HTTPStatus.BAD_REQUEST)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: the request is answered as if it had not asked for an upgrade."""
+        """Do nothing: the request is answered as if it had not asked for an upgrade."""
 
     def _refuse(self, error: KVHearthError, status: HTTPStatus) -> None:
         self._refused(error.reason)
         cycle: RequestResponseCycle | None = self.cycle  # declared without the None it starts with
         if cycle is not None and not cycle.response_complete:
-            # Its body is what is refused: the application neither answers nor counts it again.
+            # The connection refuses the body: the application must neither answer nor count it
+            # again.
             cycle.scope["state"][REFUSED] = cycle.disconnected = True
             cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -145,10 +150,12 @@ class BoundedProtocol(H11Protocol):
 
 
 def protocol_of(refused: Refused) -> type[H11Protocol]:
-    """The class of connections that tell ``refused`` the reason of each refusal."""
+    """Return the class of connections that report the reason of each refusal to ``refused``."""
 
     class Protocol(BoundedProtocol):
-        """Bound to its counter: uvicorn makes the connections and passes what it knows."""
+        """Connection bound to its counter: uvicorn makes the connections and passes its own
+        arguments.
+        """
 
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, refused=refused, **named)

@@ -32,9 +32,11 @@ BODY_S = 10.0
 
 
 class Bounds:
-    """Refuses bodies that are too long, those that are too slow, and, on a loopback address,
-    those that were meant for another host: a page in a browser here may not read from us by giving
-    its own name our address (DNS rebinding).
+    """Refuses bodies that are too long or too slow and, on a loopback address, requests for another
+    host.
+
+    A page in a local browser must not read from the daemon by pointing its own name at our address
+    (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, engine: Engine, *, any_host: bool) -> None:
@@ -43,7 +45,7 @@ class Bounds:
         self._any_host = any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application around another one."""
+        """Handle a request as an ASGI application around another one."""
         if scope["type"] != "http":
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -60,7 +62,7 @@ class Bounds:
             await self._refuse(scope, receive, send, slow, 408)
             return
         if body is None:
-            # What a request that stops halfway asks for is not known: it is not done.
+            # A request whose body stops halfway is not carried out: what it asks for is unknown.
             if not scope.get("state", {}).get(REFUSED):
                 self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
             return
@@ -73,7 +75,7 @@ class Bounds:
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
-        if scope["method"] == "HEAD":  # uvicorn leaves the body out, as it knows what was asked
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out, as it knows the method
             scope = {**scope, "method": "GET"}
         await self._app(scope, replay, send)
 
@@ -86,7 +88,9 @@ class Bounds:
 
 
 async def _whole_body(receive: Receive) -> bytes | None:
-    """The body, or as much of it as shows that it is too long; None if the peer goes before."""
+    """Return the body, or just enough of it to show that it is too long; None if the peer leaves
+    first.
+    """
     body = bytearray()
     while len(body) <= BODY_BYTES_MAX:
         message = await receive()
@@ -99,7 +103,7 @@ async def _whole_body(receive: Receive) -> bytes | None:
 
 
 def _bare(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
@@ -120,18 +124,18 @@ Caller = Annotated[str, Depends(_caller)]
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of refusals."""
+    """Return OpenAPI's description of refusals."""
     content = {CONTENT_TYPE: {"schema": {"$ref": f"#/components/schemas/{Problem.__name__}"}}}
     return {status: {"description": "Refused.", "content": content} for status in statuses}
 
 
 def state_routes(engine: Engine) -> APIRouter:
-    """What anybody may read who reaches the address."""
+    """Build the routes for state that any client may read who reaches the address."""
     router = APIRouter(prefix="/v1", tags=["state"])
 
     @router.get("/stats")
     async def stats() -> models.Stats:
-        """The daemon in numbers."""
+        """Statistics of the daemon."""
         return views.stats(engine)
 
     @router.get("/sessions")
@@ -141,19 +145,19 @@ def state_routes(engine: Engine) -> APIRouter:
 
     @router.get("/namespaces")
     async def namespaces() -> models.Namespaces:
-        """Tenants' contracts, and what is stored under them."""
+        """Tenants' contracts, and the blocks stored under them."""
         return views.namespaces(engine)
 
     @router.get("/leases")
     async def leases() -> models.Leases:
-        """What readers hold, by group."""
+        """Leases of readers, by group."""
         return views.leases(engine)
 
     return router
 
 
 def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRouter:
-    """What needs the admin token: actions, settings, debugging."""
+    """Build the routes that need the admin token: actions, settings, debugging."""
 
     async def admitted(given: Credentials, caller: Caller) -> None:
         token = given.credentials if given else ""
@@ -178,7 +182,7 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
     async def evict(
         ns: Digest, caller: Caller, request: models.EvictRequest | None = None
     ) -> models.Evicted:
-        """Remove blocks of a namespace, coldest first: all that nobody holds, or down to a size."""
+        """Remove blocks of a namespace, coldest first: all that are not held, or down to a size."""
         keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
         asked = {"namespace": ns, "keep_bytes": keep_bytes, "tier": tier}
         with audited("evict", "http", caller, **asked) as told:
@@ -192,7 +196,7 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
     async def bump_epoch(
         ns: Digest, caller: Caller, request: models.BumpRequest | None = None
     ) -> models.Bumped:
-        """Make all blocks of a namespace invalid at once: its weights have changed."""
+        """Make all blocks of a namespace invalid at once because its weights have changed."""
         expected = request.expected_epoch if request else None
         with audited("forget", "http", caller, namespace=ns) as told:
             epoch = told["epoch"] = await portions.forget(engine, bytes.fromhex(ns), expected)
@@ -200,20 +204,20 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
 
     @router.post("/v1/admin:drain")
     async def drain(caller: Caller) -> models.Drained:
-        """Take no stores and attaches any more, as before a shutdown."""
+        """Accept no more stores and attaches, as before a shutdown."""
         with audited("drain", "http", caller):
             engine.drain()
         return models.Drained(boot_id=boot_id, draining=True)
 
     @router.get("/debug/books")
     async def books() -> models.Books:
-        """Recount everything, some at a time: the daemon answers others in between."""
+        """Recount everything in portions: the daemon serves other requests in between."""
         error = await portions.check_books(engine)
         return models.Books(boot_id=boot_id, balanced=not error, error=error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)
     async def stacks() -> str:
-        """Where every thread and task is."""
+        """Current stack of every thread and task."""
         return views.stacks()
 
     return router
@@ -223,7 +227,7 @@ Verbose = Annotated[str | None, Query(description="List every check.", max_lengt
 
 
 def probe_routes(engine: Engine) -> APIRouter:
-    """Routes that anybody may read who reaches the address."""
+    """Build the probe routes that any client may read who reaches the address."""
     router = APIRouter(tags=["probes"])
     exposition = Exposition(lambda: take_snapshot(engine))
 
@@ -233,8 +237,8 @@ def probe_routes(engine: Engine) -> APIRouter:
         return "ok\n"
 
     async def ready(verbose: Verbose = None) -> PlainTextResponse:
-        """200 while stores and attaches are taken, else 503; ``verbose`` lists the checks, the
-        memory that there is, and how the SSD tier is.
+        """200 while stores and attaches are accepted, else 503; ``verbose`` lists the checks, each
+        tenant's memory, and the state of the SSD tier.
         """
         checks = readiness(engine)
         good = all(checks.values())
@@ -259,7 +263,7 @@ def probe_routes(engine: Engine) -> APIRouter:
         responses={200: {"content": {"application/openmetrics-text": {}}}},
     )
     async def metrics(request: Request) -> Response:
-        """What Prometheus scrapes."""
+        """Metrics for Prometheus."""
         body, content_type = exposition.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
@@ -272,7 +276,7 @@ def probe_routes(engine: Engine) -> APIRouter:
 
 
 def readiness(engine: Engine) -> dict[str, bool]:
-    """What must hold to be ready, by name."""
+    """Return the conditions of readiness, by name."""
     return {
         "arena": all(segment.fd >= 0 for segment in engine.arena.segments),
         "not-draining": not engine.draining,
@@ -280,7 +284,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
 
 
 def memory_lines(engine: Engine) -> list[str]:
-    """Each tenant's memory and the pages that it is on: small ones are slow, but no failure."""
+    """Return each tenant's memory and its page size: small pages are slow, but no failure."""
     segments = take_snapshot(engine).segments
     return [
         f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
@@ -289,7 +293,7 @@ def memory_lines(engine: Engine) -> list[str]:
 
 
 def ssd_lines(engine: Engine) -> list[str]:
-    """How the SSD tier is, and what is not as it should be: the daemon serves all the same."""
+    """Return the SSD tier's state and its degradations, with which the daemon still serves."""
     now = take_ssd(engine)
     if now is None:
         return []
@@ -308,7 +312,7 @@ API_VERSION = "1"
 
 
 def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
-    """The application over an engine; all of it runs on the engine's loop."""
+    """Build the application over an engine; all of it runs on the engine's loop."""
     app = FastAPI(
         title="KVHearth",
         version=API_VERSION,
@@ -328,7 +332,9 @@ def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI of ``app``: FastAPI's, with our problem documents in the place of its own errors."""
+    """Return the OpenAPI description of ``app``: FastAPI's, with our problem documents in place of
+    its own errors.
+    """
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found["components"]["schemas"]

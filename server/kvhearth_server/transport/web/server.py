@@ -1,4 +1,6 @@
-"""uvicorn on the daemon's own loop: a socket that is ours, no signals, bounded idle connections."""
+"""Runs uvicorn on the daemon's own loop: with our own socket, no signals, bounded idle
+connections.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _LIMITED = LimitedRecords()
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address.
+    """Return a socket that listens at an address.
 
     Raises:
         KVHearthError: ``socket_unusable``: another process has it, or it is not this host's.
@@ -68,7 +70,7 @@ class Listener:
         self._task: asyncio.Task[None] | None = None
 
     def bind(self) -> str:
-        """Take the address, which with port 0 is only known then; returns it as ``HOST:PORT``.
+        """Bind the address and return it as ``HOST:PORT``; with port 0 it is only known then.
 
         Raises:
             KVHearthError: as ``listening``.
@@ -105,7 +107,7 @@ class Listener:
             await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """End; requests under way have a moment."""
+        """Stop; requests under way have a moment to finish."""
         if self._server is not None and self._task is not None:
             self._server.end.set()
             with contextlib.suppress(TimeoutError):
@@ -123,11 +125,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: SIGTERM and SIGINT are the daemon's."""
+        """Do nothing: SIGTERM and SIGINT belong to the daemon."""
         yield
 
     async def main_loop(self) -> None:
-        """Until ``end``; a tick keeps the date header right and ends slow connections."""
+        """Run until ``end``; a tick keeps the date header right and ends slow connections."""
         loop = asyncio.get_running_loop()
         while not self.end.is_set():
             await self.on_tick(0)
@@ -144,10 +146,10 @@ def _text(host: str, port: int) -> str:
 
 
 class WebServer:
-    """The application at the address of the settings, which must name one.
+    """Serves the application at the address of the settings, which must name one.
 
-    The address is taken at once, so that a daemon that cannot have it ends before it serves
-    anything; requests are answered from ``start`` on.
+    It binds the address at once, so that a daemon that cannot have it ends before it serves
+    anything; it answers requests from ``start`` on.
 
     Raises:
         KVHearthError: ``socket_unusable``.
@@ -167,5 +169,5 @@ class WebServer:
         await self._listener.start(self._app)
 
     async def stop(self) -> None:
-        """End; requests under way have a moment."""
+        """Stop; requests under way have a moment to finish."""
         await self._listener.stop()
