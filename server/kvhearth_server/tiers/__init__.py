@@ -1,2 +1,3 @@
-"""Storage tiers for KV blocks that memory has no room for: one protocol, several implementations.
+"""Storage tiers for KV blocks that memory has no room for: one protocol, several
+implementations.
 """

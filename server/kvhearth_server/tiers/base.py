@@ -283,7 +283,8 @@ class Tier(Protocol):
         """Return the facts of blocks without reading them; this does not count as a use."""
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        """Stop serving these keys and return how many were present. Running loads are not affected.
+        """Stop serving these keys and return how many were present. Running loads are not
+        affected.
         """
 
     def take_evicted(self) -> list[Evicted]:

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class DirectoryHealth:
-    """One directory's state.
+    """State of one directory.
 
     A failed write stops writing for a pause that doubles each time; a success ends it. Reads are
     always tried: each is verified, and a miss costs little.

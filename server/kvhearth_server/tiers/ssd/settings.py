@@ -12,7 +12,8 @@ SEGMENTS_MAX = 1024
 """Most segment files of a directory. Each one keeps a descriptor open permanently."""
 
 SEGMENTS_LEAST = 4
-"""Fewest segment files: the open one, the next one, and two to choose from when room must be made.
+"""Fewest segment files: the open one, the next one, and two to choose from when room must be
+made.
 """
 
 NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces.json", "namespaces.new"
@@ -67,7 +68,8 @@ def capacity_least(segment_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """One directory and the capacity it may use. Several directories should be on different drives.
+    """One directory and the capacity it may use. Several directories should be on different
+    drives.
     """
 
     path: Path

@@ -41,13 +41,14 @@ class DirectoryError(Exception):
 
 @dataclass
 class Ownership:
-    """A directory that is locked.
+    """A locked directory.
 
     Attributes:
-        lock: the file that is there now, or the directory itself where none can be made.
-        older: what was replaced; its lock is kept, for somebody may have opened it just before.
-        doubts: why the file was not believed.
-        told: what was done about it, for people.
+        lock: the current file, or the directory itself where no file can be made.
+        older: replaced files. Their locks are kept, because another daemon may have opened one
+            just before.
+        pending_aborts: reasons for not believing the file.
+        told: repairs that were made, for people.
     """
 
     lock: OpenFile
