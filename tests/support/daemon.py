@@ -178,7 +178,7 @@ class Daemon:
             data = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return bool(struct.unpack("3i", data)[0] == pid)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- log and statistics ------------------------------------------------------------------------
 
     @property
     def log_path(self) -> Path:

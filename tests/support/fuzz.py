@@ -37,7 +37,7 @@ IDLE_CONNECTIONS = 8
 """Most idle connections that a client keeps."""
 
 DELAY_S = float(os.environ.get("KVHEARTH_FUZZ_DELAY_S", "30"))
-"""Time in which a well-behaved engine stores or loads four blocks meanwhile. That takes
+"""Time in which a well-behaved engine stores or loads four blocks meanwhile. It takes
 milliseconds on an idle machine; the bound is for a shared one. Each of its calls must be answered
 within the client's own deadline.
 """

@@ -368,7 +368,7 @@ class MachineBase(RuleBasedStateMachine):
                 found[number, kv_group, each] = block
         return found
 
-    # -- what must hold ---------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Read the events: the model learns of evictions from them, and judges them."""

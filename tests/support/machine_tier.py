@@ -103,7 +103,7 @@ class TierMachine(RuleBasedStateMachine):
         self.seats[seat] = self.rig.attach(made, tenant=tenant, engine_id=f"e{seat}")
         self.leases[seat], self.asked[seat] = set(), set()
 
-    # -- what engines do ---------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     @rule(seat=seats, named=new_keys, group=st.integers(0, 1), summed=st.booleans())
     def store(self, seat: int, named: list[bytes], group: int, summed: bool) -> None:
@@ -227,7 +227,7 @@ class TierMachine(RuleBasedStateMachine):
             self.may_lose = True
             self.rig.call(self.rig.core.evict, space.digest, keep)
 
-    # -- what the tier does ------------------------------------------------------------------------
+    # -- the tier ----------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.1, 3.0]), count=st.integers(1, 3))
     def turn(self, seconds: float, count: int) -> None:
@@ -327,7 +327,7 @@ class TierMachine(RuleBasedStateMachine):
         assert rig.call(remove, np.array([head]), table.generation[[head]], "scrub")
         bring_back()
 
-    # -- what must hold ----------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def holds(self) -> None:

@@ -74,7 +74,7 @@ class Failed:
 Outcome = Done | Throttled | Missing | Corrupt | Failed
 
 
-# -- what goes in ----------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class StoreBatch(LoadBatch):
             raise ValueError("sequences and parents must have one number a block")
 
 
-# -- what comes out --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Completion:
     final: bool = True
 
     def rows(self, kind: type[Outcome]) -> I64:
-        """Rows whose outcome is of ``kind``, in order."""
+        """Return the rows whose outcome has type ``kind``, in order."""
         found = [rows for outcome, rows in self.parts if isinstance(outcome, kind)]
         return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
 

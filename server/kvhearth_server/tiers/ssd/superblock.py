@@ -36,7 +36,7 @@ _WITNESSES = 64
 
 
 class DirectoryError(Exception):
-    """The directory cannot be used at all; the text says why and what helps."""
+    """The directory cannot be used at all; the text gives the reason and a remedy."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> O
     return lock
 
 
-# -- what segments say -----------------------------------------------------------------------------
+# -- witnesses -------------------------------------------------------------------------------------
 
 
 def _said_by(files: Files, segments: Iterable[Path]) -> DirectoryHead | None:

@@ -291,7 +291,7 @@ class SsdTier:
         # Reclaiming begins only when recovery knows every stored block.
         return Throttled("recovering", 0.1) if self.status.recovering else Throttled("full", 0.02)
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- lookup, removal, status -------------------------------------------------------------------
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))

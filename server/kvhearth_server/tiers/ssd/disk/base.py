@@ -24,7 +24,7 @@ class Request(NamedTuple):
     Attributes:
         op: ``SYNC`` flushes the file's data (as ``fdatasync``) and has no pieces.
         fd: an open file.
-        offset: begin of the request in the file, bytes.
+        offset: start of the request in the file, bytes.
         pieces: (address, bytes) of the memory, in file order; at most ``PIECES_MAX``.
         tag: the caller's number of the request, returned with its result.
 
