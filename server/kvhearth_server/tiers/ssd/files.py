@@ -1,5 +1,6 @@
-"""File system operations of the SSD tier: opening, locking, allocating, measuring. All of them may
-wait for the disk, so none is called on the loop once the tier runs.
+"""File system operations of the SSD tier: opening, locking, allocating, measuring.
+
+All of them may wait for the disk, so none is called on the loop once the tier runs.
 """
 
 from __future__ import annotations
