@@ -1,10 +1,10 @@
-"""What the vLLM connector's halves cost: one step at 64 running requests, and planning a large
-copy. Prints one JSON object.
+"""Measures the vLLM connector's halves: one step at 64 running requests, and planning a large copy.
+Prints one JSON object.
 
     python tests/bench/connector.py
 
-A daemon of its own, the real halves, no vLLM. Medians in microseconds; the machine is whatever it
-is, so compare within one run.
+Uses a daemon of its own and the real halves, without vLLM. Results are medians in microseconds;
+compare them only within one run, because machines differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ PROMPT_TOKENS = 480
 
 
 def step_us(engine: FakeEngine) -> dict[str, float]:
-    """The scheduler's part of decode steps, of steps in which nothing is stored and of all."""
+    """Return the scheduler's time for decode steps: for steps that store nothing, and for all
+    steps.
+    """
     requests = [
         engine.add(f"r{number}", f"bench {number}", 2 * PROMPT_TOKENS) for number in range(RUNNING)
     ]
@@ -69,9 +71,9 @@ def step_us(engine: FakeEngine) -> dict[str, float]:
 
 
 def plan_us(engine: FakeEngine) -> float:
-    """A worker's planning of one load of 10,000 fragments, 32 layers of each block: which extents,
-    checked against the arena and the generations, cut into runs. Blocks lie scattered, so that no
-    two make one run; the layers of one are one strided copy.
+    """Return a worker's time to plan one load of 10,000 fragments, 32 layers of each block: select
+    the extents, check them against the arena and the generations, cut them into runs. Blocks are
+    scattered, so that no two form one run; the layers of one block are one strided copy.
     """
     worker = engine.workers[0]
     client = worker._client

@@ -1,8 +1,9 @@
-"""What the heart reaches, in ratios within one run: `make bench-heart`.
+"""Measures the client's copies and the daemon's restart, in ratios within one run: `make
+bench-heart`.
 
 Starts its own daemons. The copy part stores batches of 128 blocks of 2 MiB through the real client
 and compares each with a plain copy of as many bytes between distinct 2 MiB blocks right before it.
-The restart part commits a million blocks of 4 KiB, looks at the daemon's memory, kills it with
+The restart part commits a million blocks of 4 KiB, measures the daemon's memory, kills it with
 SIGKILL and starts it again on the same arena.
 """
 
@@ -45,7 +46,7 @@ CONSOLE = Console(stderr=True)
 
 
 class Served:
-    """A daemon process and the log lines that it wrote."""
+    """A daemon process and its log lines."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.log_path = folder / "log"
@@ -58,7 +59,7 @@ class Served:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ready(self, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Wait for the line that says ready; adds ``seconds`` since the start."""
+        """Wait for the "ready" log line and return it; adds ``seconds`` since the start."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.process.poll() is None:
             for line in self.log_path.read_text().splitlines():
@@ -68,13 +69,13 @@ class Served:
         raise SystemExit(f"the daemon did not come up:\n{self.log_path.read_text()[-2000:]}")
 
     def anonymous_bytes(self) -> int:
-        """Private memory of the daemon; the mapped arena is not in it."""
+        """Return the daemon's private memory, which excludes the mapped arena."""
         text = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
         line = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
         return int(line.split()[1]) * 1024
 
     def end(self, *, kill: bool = False) -> None:
-        """Stop it."""
+        """Stop the daemon."""
         if self.process.poll() is None:
             self.process.kill() if kill else self.process.terminate()
             self.process.wait(30)
@@ -82,7 +83,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(folder: Path, *flags: str) -> Iterator[Served]:
-    """A daemon that is ended at the end."""
+    """Start a daemon and stop it at the end."""
     daemon = Served(folder, *flags)
     try:
         yield daemon
@@ -92,7 +93,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def attached(url: str, contract: Contract) -> Iterator[KVClient]:
-    """A client that is ready."""
+    """Attach a client and wait until it is ready."""
     client = connect(url, contract, engine_id="bench")
     try:
         if not client.wait_ready(60):
@@ -103,13 +104,13 @@ def attached(url: str, contract: Contract) -> Iterator[KVClient]:
 
 
 def contract(page_bytes: int) -> Contract:
-    """One full-attention group whose shards have ``page_bytes``."""
+    """Return a contract of one full-attention group whose shards have ``page_bytes``."""
     spec = GroupSpec(GroupKind.FULL, 16, page_bytes)
     return Contract("bench", "none", "uint8", (spec,))
 
 
 def huge_blocks(count: int) -> U8:
-    """Distinct 2 MiB blocks, on huge pages if there are enough; shape (count, PAGE_BYTES)."""
+    """Return distinct 2 MiB blocks, on huge pages if enough are free; shape (count, PAGE_BYTES)."""
     size = count * PAGE_BYTES
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x40000)
@@ -121,7 +122,7 @@ def huge_blocks(count: int) -> U8:
 
 
 def plain_copy(source: U8, target: U8) -> float:
-    """Seconds to copy a batch block by block."""
+    """Return the seconds to copy a batch block by block."""
     start = time.perf_counter()
     for index in range(BATCH):
         np.copyto(target[index], source[index])
@@ -131,7 +132,9 @@ def plain_copy(source: U8, target: U8) -> float:
 def stored(
     client: KVClient, copier: HostCopier, pages: np.ndarray, *, sums: bool
 ) -> tuple[float, list[bytes]]:
-    """Seconds of copy and commit of a batch; slots are reserved ahead, as an engine's stock is."""
+    """Return the seconds to copy and commit a batch; slots are reserved ahead, as an engine's pool
+    is.
+    """
     keys = [secrets.token_bytes(32) for _ in range(BATCH)]
     slots = client.reserve({0: BATCH})
     extents = slots.groups[0]
@@ -150,7 +153,7 @@ def stored(
 
 
 def loaded(client: KVClient, copier: HostCopier, keys: list[bytes], pages: np.ndarray) -> float:
-    """Seconds of lookup, copy and verification of a batch."""
+    """Return the seconds to look up, copy and verify a batch."""
     start = time.perf_counter()
     found = client.lookup({0: keys})
     done = copier.load_now(
@@ -164,7 +167,7 @@ def loaded(client: KVClient, copier: HostCopier, keys: list[bytes], pages: np.nd
 
 
 def copy_part(folder: Path, rounds: int) -> dict[str, Any]:
-    """Ratios of the client's copies to plain copies, alternating in one run."""
+    """Return the ratios of the client's copies to plain copies, alternating in one run."""
     memory = "1GiB"
     with served(folder, "--memory", memory, "--stock-fraction-max", "0.3") as daemon:
         pages_kind = daemon.ready()["pages"]
@@ -173,7 +176,7 @@ def copy_part(folder: Path, rounds: int) -> dict[str, Any]:
             source, target = huge_blocks(BATCH), huge_blocks(BATCH)
             plain = HostCopier(PagedKV([source]), client.arena, sums=False, verify=False)
             summing = HostCopier(PagedKV([source]), client.arena)
-            # In random order, as a busy engine's pages are: nothing to join into longer copies.
+            # Random order, as a busy engine's pages are: no neighbours to join into longer copies.
             pages = np.random.default_rng(2).permutation(BATCH).astype(np.int64)
             times: dict[str, list[float]] = {"memcpy": [], "store": [], "sealed": [], "load": []}
             for number in track(range(rounds + 2), "copies", console=CONSOLE, transient=True):
@@ -206,7 +209,7 @@ def copy_part(folder: Path, rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def arena_folder() -> Iterator[Path]:
-    """A directory on hugetlbfs if this user may mount one, else on tmpfs."""
+    """Return a directory on hugetlbfs if this user may mount one, else on tmpfs."""
     with tempfile.TemporaryDirectory(prefix="kvh-", dir="/dev/shm") as name:
         mounted = subprocess.run(
             ["mount", "-t", "hugetlbfs", "none", name], capture_output=True, check=False
@@ -219,7 +222,7 @@ def arena_folder() -> Iterator[Path]:
 
 
 def restart_part(folder: Path, blocks: int) -> dict[str, Any]:
-    """Memory per block, and what a restart on a full arena takes."""
+    """Return the memory per block, and the time of a restart on a full arena."""
     memory_bytes = -(-blocks * SMALL_BYTES // (64 * MIB)) * 64 * MIB
     with arena_folder() as arena:
         flags = ["--memory", str(memory_bytes), "--arena-dir", str(arena)]
@@ -244,7 +247,7 @@ def restart_part(folder: Path, blocks: int) -> dict[str, Any]:
 
 
 def fill(client: KVClient, blocks: int) -> None:
-    """Commit so many blocks; their bytes are zeros, as a new arena's are."""
+    """Commit ``blocks`` blocks; their bytes are zeros, like those of a new arena."""
     parent, step = b"", 4096
     digest = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
     checksums = np.tile(digest, (step, 1, 1))
@@ -269,7 +272,7 @@ TARGETS = {
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What ``copiers.base.Copier`` promises, asked of every copier."""
+"""Contract tests of ``copiers.base.Copier``, run against every copier."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = [
 
 
 class Rig:
-    """One copier with its pages and its arena, and a handle to hold its copies back."""
+    """One copier with its pages and its arena, and means to hold its copies back."""
 
     def __init__(
         self, kind: str, layout: str = "single", gap_bytes: int = 0, **options: Any
@@ -60,7 +60,7 @@ class Rig:
         self._go = threading.Event()
         self._go.set()
         self.device = FakeDevice()
-        # The engine captures graphs all the while: no call of the copier's may break one.
+        # The engine captures graphs all the time: no call of the copier may break a capture.
         self.device.cuda.capturing = True
         self.copier = self._copier(options)
 
@@ -101,7 +101,7 @@ class Rig:
         return list(self._base(3, PAGES, 33))
 
     def fill(self, seed: int) -> None:
-        """Random bytes into all pages, the gaps between strided ones included."""
+        """Fill all pages with random bytes, including the gaps between strided ones."""
         random = np.random.default_rng(seed)
         for base in self.bases:
             if isinstance(base, np.ndarray):
@@ -115,19 +115,19 @@ class Rig:
                 view.copy_(torch.from_numpy(noise))
 
     def page(self, page: int) -> bytes:
-        """The shard in a page, read without the code under test."""
+        """Return the shard in a page, read without the code under test."""
         return b"".join(_bytes_of(tensor[page]) for tensor in self.tensors)
 
     def pages(self) -> list[bytes]:
-        """All shards."""
+        """Return all shards."""
         return [self.page(page) for page in range(PAGES)]
 
     def extents(self, slots: list[int]) -> Records:
-        """Extents as the daemon would grant them."""
+        """Return extents as the daemon would grant them."""
         return self.arena.extents(slots, self.kv.page_bytes)
 
     def slot(self, slot: int) -> bytes:
-        """The block in a slot."""
+        """Return the block in a slot."""
         return self.arena.slot(slot)[: self.kv.page_bytes].tobytes()
 
     def store(self, pages: list[int], extents: Records, boot_id: str = BOOT) -> Done:
@@ -147,7 +147,7 @@ class Rig:
         return done
 
     def checksums(self, slots: list[int]) -> np.ndarray:
-        """What the daemon would have as checksums."""
+        """Return the checksums that the daemon would have."""
         sums = b"".join(xxhash.xxh3_128_digest(self.slot(slot)) for slot in slots)
         return np.frombuffer(sums, np.uint8).reshape(-1, 16)
 
@@ -252,7 +252,7 @@ class TestCopierContract:
         rig.close()
         rig.arena = FakeArena(rig.kv.page_bytes, 4, segments=3)
         rig.copier = rig._copier({})
-        slots = [0, 5, 10, 3]  # the first three lie one step apart, each in its own segment
+        slots = [0, 5, 10, 3]  # the first three are one step apart, each in a segment of its own
         before = rig.pages()
         assert rig.store([0, 1, 2, 3], rig.extents(slots)).ok.all()
         assert [rig.slot(slot) for slot in slots] == before[:4]

@@ -1,4 +1,4 @@
-"""What every eviction policy promises; see ``EvictionPolicy``."""
+"""Contract tests of ``EvictionPolicy``, run against every policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def marks_of(slots: I64) -> U32:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Two policies over the same arrays against two sets."""
+    """Two policies over the same arrays, compared with two sets."""
 
     def __init__(self, name: str, slot_count: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 class EvictionContract:
-    """Inherit and name the policy."""
+    """Tests of one policy: inherit and set ``name``."""
 
     name: ClassVar[str]
 

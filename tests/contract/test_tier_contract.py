@@ -1,4 +1,4 @@
-"""What ``tiers.base.Tier`` promises, asked of every tier, over every disk interface."""
+"""Contract tests of ``tiers.base.Tier``, run against every tier over every disk interface."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KINDS = [
 
 
 def make_ssd(kind: str, folder: Path, arena: Arena) -> SsdTier:
-    """The tier of a kind, its log read back."""
+    """Make a tier of the given kind, its log recovered."""
     what = kind.removeprefix("ssd-")
     interface = what if what in NAMES else "auto"
     if interface != "auto" and not (verdict := probe(interface)).works:
@@ -75,7 +75,7 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
 
 def drive(tier: Counting, arena: Arena) -> Iterator[Desk]:
     desk = Desk(tier, arena)
-    # The first segment file is being made: until then stores are put off.
+    # Stores are refused until the first segment file exists.
     other = family(namespace=bytes(32), length=1)
     desk.store_all([0], other)
     assert tier.forget(other.namespace, 0, [key_of(0)]) == 1

@@ -1,4 +1,4 @@
-"""Writes what is generated from the code and checked in: ``make golden``."""
+"""Writes the checked-in files that are generated from the code: ``make golden``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ END = "<!-- End of the generated part. -->\n"
 
 
 def openapi() -> dict[str, Any]:
-    """The description of the HTTP application, which needs no daemon for it."""
+    """Return the description of the HTTP application, which needs no daemon."""
     engine = cast("Any", SimpleNamespace(boot_id="", counters=Counters()))
     return describe(make_app(engine, Settings(), ""))
 
 
 def modules_section() -> str:
-    """One line for every package and module, from the first sentence of its docstring."""
+    """Return a line for every package and module, from the first paragraph of its docstring."""
     return "\n".join(line for root in PACKAGES for line in _package(ROOT / root)) + "\n"
 
 
 def architecture() -> str:
-    """ARCHITECTURE.md with the list of modules as the code gives it."""
+    """Return ARCHITECTURE.md with the list of modules regenerated."""
     before, _, rest = MAP.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + modules_section() + "\n" + END + rest.partition(END)[2]
 
@@ -60,7 +60,7 @@ def _summary(path: Path) -> str:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all generated files."""
     OPENAPI.write_text(json.dumps(openapi(), indent=2, sort_keys=True) + "\n")
     METRICS.write_text(metrics_page())
     MAP.write_text(architecture())

@@ -1,5 +1,5 @@
-"""The on-disk format's pages as they must be written; ``python tests/golden/ssd_format.py`` writes
-the golden files anew, which only a new version of the format may need.
+"""Expected pages of the on-disk format. ``python tests/golden/ssd_format.py`` rewrites the golden
+files, which only a new version of the format may need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD = SegmentHead(0x0123_4567_89AB_CDEF, 7, 256 << 20, 1_700_000_000)
 
 
 def records() -> Records:
-    """Two shards of one block."""
+    """Return the headers of two shards of one block."""
     rows = np.zeros(2, RECORD_DTYPE)
     rows["magic"], rows["version"] = RECORD_MAGIC, VERSION
     rows["group"], rows["key_bytes"] = 2, 32
@@ -45,7 +45,7 @@ def records() -> Records:
 
 
 def pages() -> dict[str, bytes]:
-    """Each golden file's bytes; trailing zeros are left out."""
+    """Return each golden file's bytes without trailing zeros."""
     footer = np.zeros(footer_pages(2) * 4096, np.uint8)
     write_footer(footer, HEAD, [records()], 35)
     lines = footer.tobytes()
@@ -59,7 +59,7 @@ def pages() -> dict[str, bytes]:
 
 
 def golden(name: str) -> bytes:
-    """What was written down."""
+    """Return the content of a golden file."""
     return bytes.fromhex((FOLDER / f"{name}.hex").read_text().strip())
 
 

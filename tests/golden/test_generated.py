@@ -1,4 +1,4 @@
-"""What is generated and checked in is what the code gives; ``make golden`` writes it anew."""
+"""Checked-in generated files match the code; ``make golden`` rewrites them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ STALE = "run: make golden"
 
 
 def promise(schema: Any) -> Any:
-    """What of a schema clients rely on; words and FastAPI's own habits are left out."""
+    """Reduce a schema to the parts that clients rely on; texts and FastAPI's own habits are left
+    out.
+    """
     if isinstance(schema, list):
         return [promise(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     passed_over = {"title", "description", "summary", "default"}
     named = {name: promise(value) for name, value in schema.items() if name not in passed_over}
-    if "properties" in schema:  # there a field may be called title
+    if "properties" in schema:  # in "properties" a field may be called title
         named["properties"] = {name: promise(one) for name, one in schema["properties"].items()}
     return named
 

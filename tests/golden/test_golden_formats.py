@@ -1,4 +1,4 @@
-"""Formats that outlive a version: what they were when they were written down is what they are."""
+"""Golden tests of formats that outlive a version: they must not change."""
 
 from __future__ import annotations
 

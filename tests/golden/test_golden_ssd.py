@@ -1,4 +1,6 @@
-"""The SSD tier's files outlive a version: what they were is what they are, and is still read."""
+"""Golden tests of the SSD tier's files: the format must not change, and old files must stay
+readable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA copier and the arena's registration on a real device."""
+"""Tests of the CUDA copier and the arena's registration on a real device."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_arena_is_registered_from_the_attach_on(torch: Any, daemon: Any) -> N
 
 
 def _verified(torch: Any, copier: Any, arena: FakeArena, pages: int) -> bool:
-    """Store the first pages, load them with their checksums into the next ones."""
+    """Store the first pages and load them with their checksums into the next ones."""
     import xxhash
 
     slots = list(range(pages))
@@ -171,7 +171,7 @@ def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any)
     copier = CudaCopier(PagedKV([kv_cache]), arena, piece_bytes=HUGEPAGE_BYTES)
     ones, graph = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
     with ThreadPoolExecutor(1) as threads:
-        # Once before: the libraries that a thread loads at its first copy are not what is tested.
+        # A first run outside the capture loads the libraries that a thread loads at its first copy.
         assert threads.submit(_verified, torch, copier, arena, 8).result(DEADLINE_S)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="global"):
@@ -281,7 +281,9 @@ def test_no_thread_makes_a_context_on_another_gpu(torch: Any) -> None:
 
 
 def test_staging_memory_waits_for_what_was_freed_on_the_engines_stream(torch: Any) -> None:
-    """Memory that the engine frees while its kernels still read it is not the copier's yet."""
+    """Memory that the engine frees while its kernels still read it must not become the copier's
+    yet.
+    """
     from kvhearth.copiers.cuda import CudaCopier
 
     arena, staging_bytes = FakeArena(1 << 20, 16), 16 << 20

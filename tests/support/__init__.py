@@ -1,1 +1,1 @@
-"""support."""
+"""Helpers of the tests: fakes, rigs, models, and processes that tests control."""

@@ -1,4 +1,4 @@
-"""A memfd mapping that looks like the daemon's arena; tests move generations and end its life."""
+"""A memfd mapping that looks like the daemon's arena; tests bump generations and end its life."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, Records
 
 GUARD_BYTE = 0xA5
-"""What every byte of the arena is before anything is stored."""
+"""Initial value of every byte of the arena."""
 
 
 class _Watched(np.ndarray):
-    """Bytes that tell when a part of them is looked at."""
+    """Bytes that report each access to a part of them."""
 
     looked: Callable[[], None] | None = None
 
@@ -27,13 +27,13 @@ class _Watched(np.ndarray):
 
 
 class FakeArena:
-    """Segments of ``slot_count`` slots of ``slot_bytes`` each; slot numbers run through the
+    """Segments of ``slot_count`` slots of ``slot_bytes`` each; slots are numbered across the
     segments.
 
-    ``switch_alive(False)`` is the daemon's death. ``on_alive`` is called at each question whether
-    the daemon lives: a copier asks before it starts and after its last copy, so a test can change
-    the world in between. ``on_look`` is called when a part of a segment is taken with numpy, as the
-    CUDA copier does for a checksum.
+    ``switch_alive(False)`` simulates the daemon's death. ``on_alive`` is called at each check of
+    whether the daemon lives: a copier checks before it starts and after its last copy, so a test
+    can change the world in between. ``on_look`` is called when numpy takes a part of a segment, as
+    the CUDA copier does for a checksum.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class FakeArena:
         self._alive = alive
 
     def bump(self, slot: int) -> None:
-        """The slot leaves use."""
+        """Bump the generation of a slot, as when it is freed."""
         self._generations[slot] += 1
 
     def extents(self, slots: Sequence[int], length: int | None = None) -> Records:
-        """Extents of ``slots`` as the daemon would grant them now."""
+        """Return extents of ``slots`` as the daemon would grant them now."""
         records = np.zeros(len(slots), EXTENT_DTYPE)
         records["slot"] = slots
         records["segment"] = np.asarray(slots) // self.slot_count
@@ -92,7 +92,7 @@ class FakeArena:
         return records
 
     def slot(self, slot: int) -> np.ndarray:
-        """The bytes of one slot."""
+        """Return the bytes of one slot."""
         start = (slot % self.slot_count) * self.slot_bytes
         return self._views[slot // self.slot_count][start : start + self.slot_bytes]
 
@@ -102,7 +102,7 @@ class FakeArena:
 
 
 def summed(extents: Records, checksums: np.ndarray, flags: int = FLAG_SUMMED) -> Records:
-    """The extents as a lookup returns them: with the checksums of a store."""
+    """Return the extents as a lookup returns them: with the checksums of a store."""
     records = extents.copy()
     records["flags"] = flags
     records["checksum"] = np.ascontiguousarray(checksums).view("V16").reshape(-1)

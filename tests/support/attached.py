@@ -11,7 +11,7 @@ from kvhearth.client import KVClient, connect
 from support.fake_daemon import FakeDaemon, running, small_contract
 
 OPTIONS = "lookup_ms=8000&call_ms=8000&attach_ms=8000&heartbeat_ms=50"
-"""Deadlines that no call comes near which is not held up on purpose."""
+"""Deadlines that calls exceed only if a test delays them."""
 
 
 def url_of(directory: Path, options: str = OPTIONS) -> str:

@@ -1,6 +1,6 @@
-"""A core with attached engines, and short names for what its tests do all the time.
+"""A core with attached engines, and short names for the operations that its tests use most.
 
-Every call recounts the books, so a test that forgets to look at them still fails where they break.
+Every call runs ``check_books``, so a test that forgets to do so still fails where the books break.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLAB_BYTES = 64 * 1024
 KEY_BYTES = 32
 
 no_deadline = settings(deadline=None)
-"""For random examples on machines that others use, too."""
+"""For random examples on shared machines."""
 
 
 def key(number: int, width: int = KEY_BYTES) -> bytes:
@@ -74,24 +74,24 @@ def contract(*groups: GroupSpec, **changes: Any) -> Contract:
 
 
 def refused(reason: Reason) -> Any:
-    """A context in which a ``KVHearthError`` of that reason must be raised."""
+    """Return a context in which a ``KVHearthError`` of that reason must be raised."""
     return pytest.raises(KVHearthError, match=rf"^{reason}: ")
 
 
 def items(named: list[bytes], kv_group: int = 0) -> list[KeysItem]:
-    """Keys of one group, as calls take them."""
+    """Return keys of one group in the form that calls take."""
     return [KeysItem(kv_group, named)]
 
 
 def sums_of(slots: I64) -> U8:
-    """Checksums that name their slots, (n, shards, 16)."""
+    """Return checksums that name their slots, (n, shards, 16)."""
     words = np.zeros((*slots.shape, 2), np.uint64)
     words[..., 0] = slots
     return words.view(np.uint8).reshape(*slots.shape, 16)
 
 
 class Rig:
-    """A core, and what the transport and the clients would do with it."""
+    """A core, and operations that the transport and the clients would perform on it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Rig:
         self.geometry = Geometry.of(
             [(tenant, slabs * slab_bytes) for tenant in tenants], slab_bytes, slot_bytes_min
         )
-        # Roomy bounds, so that a test meets only the one that it sets.
+        # Wide bounds, so that a test meets only the bound that it sets.
         bounds = {"stock_fraction_max": 1.0, "held_fraction_max": 1.0, **limits}
         self.core = Core(self.geometry, Limits(**bounds))
         self.members: dict[int, list[int]] = {}
@@ -118,7 +118,7 @@ class Rig:
         return self.core.state
 
     def check(self) -> None:
-        """The books balance."""
+        """Check that the books balance."""
         self.core.check_books()
 
     def join(self, made: Contract, **changes: Any) -> int:
@@ -150,13 +150,13 @@ class Rig:
         return first
 
     def leave(self, session: int, *, finished: bool = True) -> None:
-        """A whole engine leaves, its scheduler first."""
+        """Detach a whole engine, its scheduler first."""
         for member in self.members[session]:
             self.core.membership.leave(member, finished=finished)
             self.check()
 
     def remove_bad(self, head: int, source: str) -> int:
-        """Remove a block as one whose bytes are wrong; how many were removed."""
+        """Remove a block as one whose bytes are wrong. Return how many were removed."""
         heads = np.array([head], np.int64)
         return self.core.reading.remove_bad(heads, self.state.table.generation[heads], source)
 
@@ -181,7 +181,9 @@ class Rig:
             self.check()
 
     def take(self, session: int, count: int, kv_group: int = 0) -> tuple[I64, U32]:
-        """Slots and generations of exactly ``count`` reserved blocks, (count, shards) each."""
+        """Return slots and generations of exactly ``count`` reserved blocks, (count, shards)
+        each.
+        """
         reserved = self.reserve(session, count, kv_group)
         assert reserved.short is None, f"a store was refused: {reserved.short}"
         (part,) = reserved.handed
@@ -198,12 +200,12 @@ class Rig:
         parent: bytes = b"",
         summed: bool = True,
     ) -> CommitItem:
-        """A part of a commit."""
+        """Return one item of a commit."""
         sums = sums_of(slots) if summed else None
         return CommitItem(kv_group, named, slots, generations, sums, parent)
 
     def commit(self, session: int, *parts: CommitItem) -> list[Bools]:
-        """Commit."""
+        """Commit the items."""
         try:
             return self.core.writing.commit(session, self.epoch(session), list(parts))
         finally:
@@ -262,7 +264,7 @@ class Rig:
         ttl_s: float = 10.0,
         now: float = 0.0,
     ) -> list[bool]:
-        """Pin keys of one group; which of them are there."""
+        """Pin keys of one group. Return which of them are present."""
         asked, epoch = items(named, kv_group), self.epoch(session)
         try:
             (flags,) = self.core.pinning.pin(session, epoch, pin_id, asked, ttl_s=ttl_s, now=now)
@@ -271,16 +273,16 @@ class Rig:
         return [bool(flag) for flag in flags]
 
     def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
-        """Which keys are there; marks nothing as used."""
+        """Return which keys are present; marks nothing as used."""
         asked = items(named, kv_group)
         (one,), _ = self.core.reading.presence(session, self.epoch(session), asked)
         return [bool(flag) for flag in one.present]
 
     def head(self, session: int, named: bytes, kv_group: int = 0) -> int:
-        """The head slot of a key; -1 if it is not there."""
+        """Return the head slot of a key; -1 if it is absent."""
         number = self.group(session).namespace
         return int(self.state.index.find(number, kv_group, [named])[0])
 
     def slots_in(self, state: State) -> int:
-        """How many slots are in a state (slots of unassigned slabs count as free)."""
+        """Return how many slots are in a state (slots of unassigned slabs count as free)."""
         return int((self.state.table.state == state).sum())

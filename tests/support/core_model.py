@@ -1,7 +1,7 @@
-"""The other side of the comparison: plain objects that say what a core must do.
+"""Model of the core for differential tests: plain objects that specify what a core must do.
 
-Memory is modelled too. It is cut into units of the smallest slot, and a unit holds whatever was
-written to it last, so that two extents that overlap, in whichever slot sizes, are found out.
+The model includes memory. It is divided into units of the smallest slot, and a unit holds the token
+last written to it, so that overlapping extents are detected, in whichever slot sizes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.slot_table import Geometry
 
 Token = tuple[Any, ...]
-"""Content of one shard; no two writes have the same."""
+"""Content of one shard, different for every write."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard lies: bytes ``[offset, offset + length)`` of a segment."""
+    """Bytes ``[offset, offset + length)`` of a segment, where a shard lies."""
 
     segment: int
     offset: int
@@ -51,25 +51,25 @@ class Memory:
         return range(place.offset // self._unit, -(-(place.offset + place.length) // self._unit))
 
     def write(self, place: Place, token: Token) -> None:
-        """Fill a place."""
+        """Write a token to a place."""
         units = self._segments[place.segment]
         for index, unit in enumerate(self._units(place)):
             units[unit] = (*token, index)
 
     def holds(self, place: Place, token: Token) -> bool:
-        """Whether a place holds exactly this."""
+        """Whether a place holds exactly this token."""
         units = self._segments[place.segment]
         return all(units[unit] == (*token, i) for i, unit in enumerate(self._units(place)))
 
     def checksum(self, place: Place) -> bytes:
-        """The checksum of what is there now, 16 bytes."""
+        """Return the checksum of a place's current content, 16 bytes."""
         content = [self._segments[place.segment][unit] for unit in self._units(place)]
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 
 @dataclass(eq=False, repr=False)
 class Held:
-    """One block's worth of slots that a client was handed and has not given back.
+    """Slots of one block that a client was handed and has not given back.
 
     ``writers`` are the sessions that may write to it at any time, until they are drained or the
     client has reported it.
@@ -90,7 +90,7 @@ class Held:
 
 @dataclass(eq=False, repr=False)
 class Block:
-    """One block that was committed, and is neither evicted nor replaced."""
+    """One committed block that is neither evicted nor replaced."""
 
     namespace: int
     kv_group: int
@@ -112,7 +112,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Served:
-    """An extent that a reader was given, with what it must read while its generation stands."""
+    """An extent that a reader was given, with the token that it must read while its generation
+    stands.
+    """
 
     boot: int
     slot: int
@@ -123,7 +125,7 @@ class Served:
 
 @dataclass
 class Model:
-    """What must be true."""
+    """Expected state of the core."""
 
     blocks: dict[tuple[int, int, bytes], Block] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
@@ -132,31 +134,31 @@ class Model:
     pins: dict[tuple[int, int], tuple[float, list[Block]]] = field(default_factory=dict)
 
     def drop_lease(self, group: int, lease_id: int) -> None:
-        """A lease ended."""
+        """End a lease."""
         for block in self.leases.pop((group, lease_id)):
             block.leases -= 1
 
     def drop_pin(self, name: tuple[int, int]) -> None:
-        """A pin ended."""
+        """End a pin."""
         for block in self.pins.pop(name)[1]:
             block.pins -= 1
 
     def end_group(self, group: int) -> None:
-        """A group ended: its leases, and what it could give back."""
+        """End a group: its leases end, and the slots that it held are in doubt."""
         for owner, lease_id in [name for name in self.leases if name[0] == group]:
             self.drop_lease(owner, lease_id)
         for held in self.held:
             held.in_doubt |= held.group == group
 
     def quiet(self, sessions: Iterable[int]) -> None:
-        """These sessions do not write any more."""
+        """Record that these sessions do not write any more."""
         done = set(sessions)
         for held in self.held:
             held.writers -= done
 
 
 def longest_hit(groups: Sequence[tuple[GroupSpec, Sequence[bool]]]) -> int:
-    """The longest hit in tokens, by trying them all, token by token."""
+    """Return the longest hit in tokens by trying every length, token by token."""
     limit = min((len(ready) * spec.block_tokens for spec, ready in groups), default=0)
     return next(
         (n for n in range(limit, 0, -1) if all(_restorable(s, ready, n) for s, ready in groups)), 0
@@ -164,7 +166,7 @@ def longest_hit(groups: Sequence[tuple[GroupSpec, Sequence[bool]]]) -> int:
 
 
 def needed_blocks(spec: GroupSpec, hit_tokens: int) -> set[int]:
-    """Blocks that a group must load to go on right after ``hit_tokens`` tokens."""
+    """Return the blocks that a group must load to continue right after ``hit_tokens`` tokens."""
     size = spec.block_tokens
     if not hit_tokens:
         return set()
@@ -184,7 +186,7 @@ def _restorable(spec: GroupSpec, ready: Sequence[bool], hit_tokens: int) -> bool
 
 
 def fingerprint(core: Core) -> str:
-    """A digest of everything that a refused call must leave as it was."""
+    """Return a digest of all state that a refused call must not change."""
     state, table = core.state, core.state.table
     digest = hashlib.blake2b()
     for column in vars(table).values():

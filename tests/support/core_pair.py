@@ -1,4 +1,4 @@
-"""The same core twice, one of them without its short ways: both answer and end up the same."""
+"""Differential test of the core: a core with fast paths against one without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.core_kit import Rig, key
 
 
 def plain(value: Any) -> Any:
-    """What can be compared with ``==``."""
+    """Convert a value to a form that can be compared with ``==``."""
     if isinstance(value, BindOne | SumOne):
         value = value.whole()
     if isinstance(value, np.ndarray):
@@ -28,12 +28,13 @@ def plain(value: Any) -> Any:
 
 
 class Pair:
-    """Steps are tuples: the name of a method, and its arguments after the core.
+    """Runs steps on both cores. A step is a tuple: the name of a method, and its arguments after
+    the core.
 
     Args:
         made: the contract of the engine on both.
         key_count: keys are numbered below this.
-        rig: what both cores are made of, see ``Rig``.
+        rig: options of both cores, see ``Rig``.
     """
 
     def __init__(self, made: Contract, key_count: int, slabs: int, **rig: Any) -> None:
@@ -47,7 +48,7 @@ class Pair:
         self.long.core.reading._wholes.lookup = lambda *args: None  # type: ignore[method-assign]
 
     def do(self, step: tuple[Any, ...]) -> None:
-        """Both do it, and answer and end up the same."""
+        """Run a step on both cores, and compare answers and resulting states."""
         answers = []
         for rig in (self.short, self.long):
             try:
@@ -98,7 +99,7 @@ class Pair:
         return rig.core.bump_epoch(self.session, rig.epoch(self.session), only_alone=False)
 
     def picture(self, rig: Rig) -> Any:
-        """All that either of them knows."""
+        """Return the whole state of a core."""
         state, group = rig.state, rig.group(self.session)
         arrays = {
             name: array.tobytes()

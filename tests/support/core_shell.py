@@ -1,7 +1,7 @@
-"""A real engine over memory that only pretends: a journal in an array, a catalogue in a string.
+"""A real engine over fake memory: a journal in an array, a catalogue in a string.
 
-What a test does to it is what a crash does: the engine object is dropped at any moment, and a new
-one adopts what stands in the journal and the catalogue.
+Tests can crash it: the engine object is dropped at any moment, and a new one adopts the content of
+the journal and the catalogue.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvhearth_server.observability.counters import Counters
 
 
 class Crash(BaseException):
-    """The daemon dies here; nothing may catch it but the test."""
+    """Simulated death of the daemon; only the test may catch it."""
 
 
 class FakeFile:
-    """A mapped file: what ``Journal`` needs of a segment."""
+    """A mapped file, as far as ``Journal`` uses a segment."""
 
     def __init__(self, size: int) -> None:
         self.view = np.zeros(size, np.uint8)
@@ -42,7 +42,7 @@ class FakeFile:
         self.path = Path("journal")
 
     def close(self) -> None:
-        """Nothing to unmap."""
+        """Do nothing: there is nothing to unmap."""
 
 
 @dataclass
@@ -64,13 +64,13 @@ class FakeSegment:
         return index in self.held
 
     def lock_client_byte(self, index: int) -> int:
-        """A descriptor of any kind; the lock is in ``held``."""
+        """Lock a byte in ``held``. Return a descriptor, which can be any."""
         self.held.add(index)
         return os.open(os.devnull, os.O_RDONLY)
 
 
 class FakeGenerations:
-    """A fresh array at each start, as the daemon's memfd is."""
+    """A fresh array at each start, like the daemon's memfd."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -86,7 +86,7 @@ class FakePlan:
 
 
 class FakeArena:
-    """What survives the daemon: segments, journal, catalogue."""
+    """State that survives the daemon: segments, journal, catalogue."""
 
     durable = True
 
@@ -98,16 +98,16 @@ class FakeArena:
         self.reopen()
 
     def reopen(self) -> None:
-        """As after a new start of the daemon."""
+        """Reset the state that a restart of the daemon resets."""
         self.generations = FakeGenerations(self.plan.geometry.slot_count)
         self.catalogue: dict[str, Any] | None = json.loads(self.text) if self.text else None
 
     def journal(self, table: SlotTable) -> Journal:
-        """The journal over a core's table."""
+        """Return a journal over a core's table."""
         return Journal(self.file, self.plan.geometry, table)  # type: ignore[arg-type]
 
     def write_catalogue(self, content: dict[str, Any]) -> None:
-        """Whole or not at all."""
+        """Write the catalogue atomically."""
         journal_module.hit("catalogue.before")
         self.text = json.dumps(content)
         journal_module.hit("catalogue.after")
@@ -125,7 +125,7 @@ class FakeEngine(Engine):
 
 
 class Shell:
-    """An engine that can be killed and started again; ``now`` is its clock."""
+    """An engine that can be killed and restarted; ``now`` is its clock."""
 
     def __init__(self, geometry: Geometry, limits: Limits) -> None:
         self.arena = FakeArena(geometry)
@@ -145,13 +145,13 @@ class Shell:
         )
 
     def restart(self) -> Engine:
-        """Kill the daemon where it stands, and start another one on what it left."""
+        """Kill the daemon at once, and start another one on the state that it left."""
         self.arena.reopen()
         self.engine = self._start()
         return self.engine
 
     def attach(self, contract: Contract, tenant: str, **hello: Any) -> Attached:
-        """Attach a process; the descriptors are closed, as the socket's end does."""
+        """Attach a process; the descriptors are closed, as at the end of the socket."""
         values: dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "engine_id": "e",
@@ -165,7 +165,7 @@ class Shell:
 
 @contextlib.contextmanager
 def fault_hook(hook: Callable[[str], None]) -> Iterator[None]:
-    """Call ``hook`` at each of the journal's fault points, instead of what kills the process."""
+    """Call ``hook`` at each of the journal's fault points, instead of killing the process."""
     real = journal_module.hit
     journal_module.hit = hook
     try:

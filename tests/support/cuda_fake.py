@@ -1,8 +1,8 @@
 """Scripted stand-ins for CUDA.
 
-``FakeCuda`` is the runtime as all threads of a process share it: which GPU each thread is on, which
-GPUs got a context, whether a graph is being captured, which errors were left behind. ``FakeDevice``
-is one GPU's streams and events in that runtime.
+``FakeCuda`` is the runtime as all threads of a process share it: each thread's current GPU, the
+GPUs with a context, whether a graph is being captured, and uncleared errors. ``FakeDevice`` is one
+GPU's streams and events in that runtime.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 
 @dataclass
 class _Thread:
-    """What CUDA keeps for a thread; each begins on device 0."""
+    """CUDA's state of a thread; each begins on device 0."""
 
     device: int = 0
     mode: int = GLOBAL
@@ -28,20 +28,20 @@ class _Thread:
 
 
 class FakeCuda:
-    """``CudaRuntime``. The engine's GPU is ``device``, which is not where a thread begins.
+    """Fake of ``CudaRuntime``. The engine's GPU is ``device``; threads begin on another one.
 
     Attributes:
         fail_at: the piece (from 1) whose registration is refused.
-        fail_call: a call that is refused each time.
-        raise_call: a call that raises ``OSError``, as a library does that lacks it.
-        capturing: the engine captures a graph; what a thread may not do meanwhile breaks it.
+        fail_call: a call that always fails.
+        raise_call: a call that raises ``OSError``, as if the library lacked it.
+        capturing: the engine captures a graph; calls that a thread may not make meanwhile break it.
         broken_by: calls that broke a capture.
-        contexts: GPUs on which something was done.
-        calls: addresses and sizes of registrations that were tried.
+        contexts: GPUs that calls were made on.
+        calls: addresses and sizes of attempted registrations.
         registered: sizes by address.
-        gate: while it is cleared, registering and unregistering stand still.
-        stalled: set while one stands still.
-        copying: whether copies are under way; set by ``FakeDevice``.
+        gate: while it is cleared, registering and unregistering block.
+        stalled: set while one of them blocks.
+        copying: whether copies are in progress; set by ``FakeDevice``.
         unpinned_under_copies: pieces that were unregistered meanwhile.
         callers: by call, the threads that made it.
     """
@@ -71,7 +71,7 @@ class FakeCuda:
 
     @property
     def thread(self) -> _Thread:
-        """The calling thread's state."""
+        """State of the calling thread."""
         if not hasattr(self._own, "state"):
             self._own.state = _Thread()
             self._threads.append(self._own.state)
@@ -79,11 +79,11 @@ class FakeCuda:
         return state
 
     def left_behind(self) -> list[_Thread]:
-        """Threads with an error that nobody cleared, or another capture mode than they had."""
+        """Return the threads with an uncleared error, or with a changed capture mode."""
         return [each for each in self._threads if each.sticky or each.mode != GLOBAL]
 
     def call(self, name: str) -> int:
-        """Anything that CUDA forbids beside a capture, on the calling thread's GPU."""
+        """Make a call that CUDA forbids during a capture, on the calling thread's GPU."""
         thread = self.thread
         self.callers.setdefault(name, set()).add(threading.get_ident())
         self.contexts.add(thread.device)
@@ -143,13 +143,14 @@ class FakeCuda:
 
 
 class FakeDevice:
-    """``CopyDevice`` on the CPU: copies happen at once, events pass while ``held`` is False.
+    """Fake of ``CopyDevice`` on the CPU: copies happen at once, events pass while ``held`` is
+    False.
 
     Attributes:
-        issuing_now: kind of the stream that is current, or None.
-        meeting: where a thread that issues waits a moment for another one that does, if given.
+        issuing_now: kind of the current stream, or None.
+        meeting: if given, an issuing thread waits here a moment for another one that issues.
         mixed: how often two threads issued at once.
-        early_records: events that were recorded before the copies that they are to follow.
+        early_records: events that were recorded before the copies that they should follow.
     """
 
     def __init__(self, cuda: FakeCuda | None = None) -> None:

@@ -1,4 +1,6 @@
-"""A real daemon process for tests: start, kill -9, restart, and what it says of itself."""
+"""A real daemon process for tests: start, kill -9, restart, and access to its log and
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from kvhearth_server.config.load import flag_of
 from support.nursery import Child, nursery
 
 READY_S = 60.0
-"""A daemon comes up in under a second; a machine that others use may need longer."""
+"""A daemon starts in under a second; on a shared machine it may take longer."""
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
-"""Where arenas are made: a tmpfs, or to try it a mounted hugetlbfs."""
+"""Directory for arenas: a tmpfs, or a mounted hugetlbfs to try that."""
 SMALL = {
     "memory": "16MiB",
     "slab_bytes": "2MiB",
@@ -37,14 +39,14 @@ SMALL = {
     "drain_grace_no_pidfd_s": "0.4",
     "log_format": "json",
     "http": "off",
-    # Whoever damages bytes says who shall find them.
+    # Tests that corrupt bytes choose which check must find them.
     "scrub_rate": "0",
 }
 """Settings of a daemon that starts quickly on any machine."""
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
-    """Poll until ``condition()`` is true and return its value; fail after the time."""
+    """Poll until ``condition()`` is true and return its value; fail after the timeout."""
     end = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -61,8 +63,8 @@ class Daemon:
     Args:
         folder: for sockets and the log; a short path.
         arena_dir: on tmpfs; None for anonymous memory.
-        command: run it by its command line; else it is forked with everything imported, which
-            takes a third of the time.
+        command: start it by its command line. The default forks a process that has everything
+            imported, which takes a third of the time.
         settings: by field name, over ``SMALL``.
     """
 
@@ -75,7 +77,7 @@ class Daemon:
         self.command = command
         self.settings: dict[str, object] = {**SMALL, **settings}
         self.environment: dict[str, str] = {}
-        """More of it for a daemon that is run by its command line."""
+        """Additional environment variables of a daemon that is started by its command line."""
         self.starts = 0
         self._log_from = 0
         self.process: subprocess.Popen[bytes] | Child | None = None
@@ -83,7 +85,7 @@ class Daemon:
     # -- the process -------------------------------------------------------------------------------
 
     def launch(self, fault: str = "") -> subprocess.Popen[bytes] | Child:
-        """Start a process and do not wait for it; ``fault`` is ``point:count``."""
+        """Start a process without waiting for it; ``fault`` is ``point:count``."""
         assert self.dead, "end the running daemon first"
         self.starts += 1
         with self.log_path.open("ab") as log:
@@ -122,18 +124,18 @@ class Daemon:
         return True
 
     def kill(self) -> None:
-        """kill -9 and wait for the end."""
+        """Kill the process with SIGKILL and wait for its end."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def restart(self, fault: str = "") -> bool:
-        """kill -9, then start on the same directories."""
+        """Kill with SIGKILL, then start on the same directories."""
         self.kill()
         return self.start(fault)
 
     def terminate(self, timeout_s: float = 30.0) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM. Return the exit status."""
         assert self.process is not None
         self.process.terminate()
         return self.process.wait(timeout_s)
@@ -145,11 +147,11 @@ class Daemon:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the last process; None while it runs."""
+        """Exit status of the last process; None while it runs."""
         return None if self.process is None else self.process.poll()
 
     def flags(self) -> list[str]:
-        """Its settings and directories as the command line has them."""
+        """Return settings and directories as command line flags."""
         values = {**self.settings, "socket_dir": self.socket_dir}
         if self.arena_dir is not None:
             values["arena_dir"] = self.arena_dir
@@ -164,8 +166,8 @@ class Daemon:
         return flags
 
     def _answers(self, pid: int) -> bool:
-        """Whether process ``pid`` accepts on the attach socket; a file of a dead one may be
-        there.
+        """Whether process ``pid`` accepts on the attach socket. A dead process may have left the
+        socket's file.
         """
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(READY_S)
@@ -176,19 +178,19 @@ class Daemon:
             data = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return bool(struct.unpack("3i", data)[0] == pid)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- log and statistics ------------------------------------------------------------------------
 
     @property
     def log_path(self) -> Path:
-        """Where the output of all starts goes."""
+        """File with the output of all starts."""
         return self.folder / "log"
 
     def log_text(self) -> str:
-        """The output of all starts."""
+        """Return the output of all starts."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def own_lines(self) -> list[str]:
-        """Whole lines of the output of the present start."""
+        """Return the complete lines of the current start's output."""
         if not self.log_path.exists():
             return []
         said = self.log_path.read_bytes()[self._log_from :]
@@ -196,19 +198,19 @@ class Daemon:
 
     @property
     def read_back(self) -> bool:
-        """Whether the present start has said that its SSD log is read back."""
+        """Whether the current start has reported that its SSD log is recovered."""
         return any("the SSD log is read back" in line for line in self.own_lines())
 
     def log_tail(self, lines: int = 30) -> str:
-        """The end of the log, for messages."""
+        """Return the end of the log, for messages."""
         return "\n".join(self.log_text().splitlines()[-lines:])
 
     def url(self, options: str = "call_ms=10000&lookup_ms=10000&heartbeat_ms=200") -> str:
-        """What clients connect to."""
+        """Return the URL for clients."""
         return f"kvhearth+unix://{self.socket_dir}?{options}"
 
     def admin(self, call: Callable[[Any, Any], Any]) -> Any:
-        """``call(stub, metadata)`` on a channel of its own."""
+        """Return ``call(stub, metadata)``, made on a channel of its own."""
         token = (self.socket_dir / "admin.token").read_text()
         with grpc.insecure_channel(
             f"unix:{self.socket_dir}/grpc.sock", options=[("grpc.use_local_subchannel_pool", 1)]
@@ -218,7 +220,7 @@ class Daemon:
             )
 
     def stats(self, *, check_books: bool = True) -> admin_pb2.StatsResponse:
-        """Its statistics; fails if the books do not balance."""
+        """Return the daemon's statistics; fails if the books do not balance."""
         request = admin_pb2.StatsRequest(check_books=check_books)
         found: admin_pb2.StatsResponse = self.admin(
             lambda stub, metadata: stub.Stats(request, metadata=metadata, timeout=20)
@@ -227,15 +229,15 @@ class Daemon:
         return found
 
     def counters(self) -> dict[str, int]:
-        """Its counters."""
+        """Return the daemon's counters."""
         return dict(self.stats(check_books=False).counters)
 
     def quarantined_bytes(self) -> int:
-        """Quarantined bytes of all segments."""
+        """Return the quarantined bytes of all segments."""
         return sum(part.quarantined_bytes for part in self.stats().segments)
 
     def members(self) -> list[str]:
-        """``engine/rank:state`` of each member of a group."""
+        """Return ``engine/rank:state`` of each member of a group."""
         reply = self.admin(
             lambda stub, metadata: stub.ListSessions(
                 admin_pb2.ListSessionsRequest(), metadata=metadata, timeout=20
@@ -244,12 +246,12 @@ class Daemon:
         return sorted(f"{one.engine_id}/{one.rank}:{one.state}" for one in reply.sessions)
 
     def descriptor_count(self) -> int:
-        """Open descriptors of the process."""
+        """Return the number of the process's open descriptors."""
         assert self.process is not None
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def quiet(self) -> bool:
-        """Whether nobody is attached and nothing is reserved, leased, pinned or put aside."""
+        """Whether no session is attached and nothing is reserved, leased, pinned or quarantined."""
         found = self.stats()
         bound = [
             part.reserved_bytes + part.quarantined_bytes + part.held_bytes
@@ -258,7 +260,7 @@ class Daemon:
         return not (any(bound) or found.sessions or found.groups or found.leases)
 
     def wait_quiet(self, timeout_s: float = 20.0) -> None:
-        """Wait until all that clients held has come back; fails with what is left."""
+        """Wait until everything that clients held is free again; fails with a list of the rest."""
         try:
             until(self.quiet, "what clients held comes back", timeout_s)
         except AssertionError as error:
@@ -267,7 +269,9 @@ class Daemon:
 
 @contextlib.contextmanager
 def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
-    """A short directory for sockets and one on tmpfs for an arena, removed at the end."""
+    """Make a short directory for sockets and one on tmpfs for an arena; both are removed at the
+    end.
+    """
     if arena and not os.access(ARENA_ROOT, os.W_OK):
         pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
     folder = Path(tempfile.mkdtemp(prefix="kvh-"))
@@ -284,7 +288,9 @@ def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
 def stopped_daemon(
     *, arena: bool = True, command: bool = False, **settings: object
 ) -> Iterator[Daemon]:
-    """A daemon that the block starts; whatever still runs at the end is killed by its pid."""
+    """Yield a daemon that the caller starts; a process that still runs at the end is killed by its
+    pid.
+    """
     with directories(arena=arena) as (folder, arena_dir):
         daemon = Daemon(folder, arena_dir, command=command, **settings)
         try:
@@ -300,7 +306,7 @@ def stopped_daemon(
 def running_daemon(
     *, arena: bool = True, command: bool = False, **settings: object
 ) -> Iterator[Daemon]:
-    """A daemon that is up."""
+    """Yield a running daemon."""
     with stopped_daemon(arena=arena, command=command, **settings) as daemon:
         daemon.start()
         yield daemon

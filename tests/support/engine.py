@@ -1,7 +1,7 @@
-"""An engine that knows what every byte must be: blocks' contents follow from key, shard and epoch.
+"""An engine that can verify every byte: blocks' contents follow from key, shard and epoch.
 
 All its ranks live in this process. It stores and loads through the public client and copier, and
-tells wrong bytes from misses.
+distinguishes wrong bytes from misses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvhearth.session.arena import ArenaMapping
 
 KEY_BYTES = 32
 PAGES = 64
-"""Blocks of one store or load at most."""
+"""Most blocks of one store or load."""
 COPY_S = 30.0
 CLOSE_S = 10.0
 
@@ -45,13 +45,13 @@ def content(key: bytes, shard: int, epoch: int, size: int) -> U8:
 
 
 class RankLike(Protocol):
-    """What an engine asks of a rank, here or in another process."""
+    """Interface of a rank, in this process or in another."""
 
     number: int
 
     @property
     def boot_id(self) -> str:
-        """That it is attached to, or empty."""
+        """ID of the boot it is attached to, or empty."""
 
     def store(
         self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
@@ -61,16 +61,16 @@ class RankLike(Protocol):
     def load(
         self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
     ) -> Copied | None:
-        """Load ``extents`` and compare them; otherwise as ``store``."""
+        """Load ``extents`` and compare them; None while no arena is mapped."""
 
     def close(self) -> None:
-        """Let go."""
+        """Release everything."""
 
 
 @dataclass
 class Copied:
-    """Of a copy of n shards: which are ok; of a load which of those are wrong, of a store their
-    sums. ``alive``: the daemon lived on after it.
+    """Result of copying n shards: ``ok`` shards; for a load, the ``wrong`` ones among them; for a
+    store, their checksums. ``alive``: the daemon was still alive after the copy.
     """
 
     ok: Bools
@@ -81,7 +81,7 @@ class Copied:
 
 
 class Rank:
-    """One rank in this process: client, pages, and a copier of the boot that is attached to."""
+    """One rank in this process: client, pages, and a copier of the current boot."""
 
     def __init__(self, client: KVClient, number: int, page_bytes: int) -> None:
         self.client = client
@@ -103,7 +103,7 @@ class Rank:
             self.pages[page] = content(key, self.number, epoch, self.pages.shape[1])
 
     def wrong(self, keys: Sequence[bytes], epoch: int) -> Bools:
-        """Which pages are not those of ``keys``."""
+        """Return which pages do not have the bytes of ``keys``."""
         size = self.pages.shape[1]
         pairs = zip(keys, self.pages, strict=False)
         return np.array(
@@ -133,17 +133,18 @@ class Rank:
         return copied
 
     def close(self) -> None:
-        """Let go; fails if copies do not drain."""
+        """Release everything; fails if copies do not drain."""
         closed = self.client.close(CLOSE_S)
         if self._copier is not None:
             self._copier.check_books()
             self._copier.close()
-            # The last arrays of the mapping: with them it goes, and the daemon sees that.
+            # These are the last references to the mapping: dropping them unmaps it, and the daemon
+            # sees that.
             self._copier = self._arena = None
         assert closed, "copies did not drain"
 
     def copier(self) -> HostCopier | None:
-        """Of the boot that is attached to now; None while no arena is mapped."""
+        """Return a copier for the current boot; None while no arena is mapped."""
         arena = self.client.arena
         if arena is not None and arena is not self._arena:
             if self._copier is not None:
@@ -152,7 +153,7 @@ class Rank:
             try:
                 self._copier, self._arena = HostCopier(self._kv, arena), arena
             except KVHearthError as error:
-                # Its daemon has died since, and it was unmapped.
+                # Its daemon has died meanwhile, and it was unmapped.
                 if error.reason is not Reason.CLOSED:
                     raise
         return self._copier
@@ -177,10 +178,10 @@ class Rank:
 
 @dataclass
 class Seen:
-    """What checking some keys found.
+    """Results of checking some keys.
 
-    ``bad`` holds a sentence for each thing that must never happen: a byte that is not the key's,
-    or one that only a checksum kept from being served.
+    ``bad`` holds a sentence for each thing that must never happen: a byte that is not the key's, or
+    one that only a checksum kept from being served.
     """
 
     right: list[bytes] = field(default_factory=list)
@@ -193,8 +194,8 @@ class Seen:
 
 @dataclass
 class Stored:
-    """What became of a store. ``bound``: keys that the daemon acknowledged, new or not;
-    ``slots``: that were written.
+    """Result of a store. ``bound``: keys that the daemon acknowledged, new or not; ``slots``: slots
+    that were written.
     """
 
     bound: list[bytes]
@@ -223,14 +224,14 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks are attached to one boot."""
+        """Whether all ranks are attached to the same boot."""
         boots = {rank.boot_id for rank in self.ranks}
         return len(boots) == 1 and "" not in boots and self.client.wait_ready(0)
 
     def wait_ready(
         self, timeout_s: float = 20.0, give_up: Callable[[], bool] | None = None
     ) -> bool:
-        """Wait until it is; False if ``give_up()`` says so. Fails after the time."""
+        """Wait until it is ready; False if ``give_up()`` returns true. Fails after the timeout."""
         end = time.monotonic() + timeout_s
         while not self.ready:
             if give_up is not None and give_up():
@@ -244,11 +245,11 @@ class Engine:
         return True
 
     def reserve(self, count: int) -> Reservation:
-        """Slots for ``count`` blocks."""
+        """Reserve slots for ``count`` blocks."""
         return self.client.reserve({0: count})
 
     def store(self, keys: Sequence[bytes], *, sums: bool = True, parent: bytes = b"") -> Stored:
-        """Write and commit at most ``PAGES`` blocks, fewer if fewer are granted."""
+        """Write and commit at most ``PAGES`` blocks; fewer if fewer slots are granted."""
         taken = self.reserve(len(keys))
         epoch = self.client.epoch
         extents = taken.groups[0]
@@ -268,8 +269,8 @@ class Engine:
         return Stored([] if result.reason else list(keys), result.reason, slots)
 
     def check(self, keys: Sequence[bytes], seen: Seen | None = None) -> Seen:
-        """Look ``keys`` up and compare every byte that is served; in portions, to the first
-        failure to answer.
+        """Look ``keys`` up and compare every byte that is served, in portions, until one gets no
+        answer.
         """
         seen = Seen() if seen is None else seen
         for portion in _portions(keys):
@@ -307,7 +308,7 @@ class Engine:
                 good[:] = False
                 continue
             seen.failed.update(done.reasons)
-            # A successor of a daemon that died meanwhile may reuse slots: that is no late writer.
+            # The successor of a daemon that died meanwhile may reuse slots, which is no late write.
             if done.reasons.get("checksum_mismatch") and done.alive:
                 seen.bad.append(f"{self.engine_id}: only a checksum saved {done.reasons}")
             for position in np.flatnonzero(done.wrong).tolist():
@@ -322,7 +323,7 @@ class Engine:
         seen.right += [key for key, flag in zip(keys, good, strict=True) if flag]
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> Pin:
-        """Keep blocks."""
+        """Pin blocks."""
         return self.client.pin({0: list(keys)}, ttl_s)
 
     def close(self) -> None:
@@ -344,7 +345,7 @@ def _portions(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 @contextlib.contextmanager
 def engine_of(url: str, contract: Contract, engine_id: str = "e") -> Iterator[Engine]:
-    """An engine that is attached, and closed at the end."""
+    """Yield an attached engine, and close it at the end."""
     engine = Engine(url, contract, engine_id)
     try:
         engine.wait_ready()

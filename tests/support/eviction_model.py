@@ -1,4 +1,6 @@
-"""Caches to run traces through: one that drives an eviction policy, and the classics as models."""
+"""Caches to run traces through: one that uses an eviction policy, and classic algorithms as
+models.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from kvhearth_server.core.eviction.ring import I64
 
 
 def nothing_leased(_slot: int) -> bool:
-    """An ``evictable`` that lets everything go."""
+    """An ``evictable`` that permits every slot."""
     return True
 
 
 def fingerprint(key: int) -> int:
-    """32 well mixed bits of a key."""
+    """Return 32 well mixed bits of a key."""
     mixed = (key + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     return ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 >> 32) & 0xFFFFFFFF
 
@@ -35,7 +37,7 @@ class PolicyCache:
         return key in self._slot_of
 
     def get_or_put(self, key: int) -> bool:
-        """True for a hit; a miss is admitted."""
+        """Look a key up and admit it on a miss. True for a hit."""
         slot = self._slot_of.get(key)
         if slot is not None:
             self.policy.touch(np.array([slot]))
@@ -53,7 +55,7 @@ class PolicyCache:
 
 
 class QueueCache:
-    """FIFO, or LRU if a hit moves the key to the new end."""
+    """FIFO, or LRU if hits move the key to the newest end."""
 
     def __init__(self, capacity: int, *, lru: bool) -> None:
         self._capacity = capacity
@@ -64,7 +66,7 @@ class QueueCache:
         return key in self._keys
 
     def get_or_put(self, key: int) -> bool:
-        """True for a hit; a miss is admitted."""
+        """Look a key up and admit it on a miss. True for a hit."""
         if key in self._keys:
             if self._lru:
                 self._keys.move_to_end(key)
@@ -76,7 +78,7 @@ class QueueCache:
 
 
 def zipf_keys(seed: int, key_count: int, length: int) -> list[int]:
-    """Keys ``0 .. key_count - 1`` with probability proportional to 1 / (key + 1)."""
+    """Return keys ``0 .. key_count - 1`` with probability proportional to 1 / (key + 1)."""
     weights = 1.0 / np.arange(1, key_count + 1)
     rng = np.random.default_rng(seed)
     picked: I64 = rng.choice(key_count, length, p=weights / weights.sum())
@@ -86,7 +88,9 @@ def zipf_keys(seed: int, key_count: int, length: int) -> list[int]:
 def hot_hits(
     cache: PolicyCache | QueueCache, hot: list[int], scans_per_hot: int, scan_from: int
 ) -> float:
-    """Share of hits among the hot accesses, each followed by so many keys that never come again."""
+    """Return the share of hits among the hot accesses, each followed by ``scans_per_hot`` keys that
+    occur only once.
+    """
     hits, scan = 0, scan_from
     for key in hot:
         hits += cache.get_or_put(key)

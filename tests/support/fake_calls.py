@@ -1,4 +1,4 @@
-"""The calls socket of a scripted daemon: frames in, what a function answers out."""
+"""Calls socket of a scripted daemon: a function answers the frames."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvhearth.wire.status import encode_status
 
 BODY_MAX = 1 << 24
 Answer = Callable[[str, Any, str], Any]
-"""From method, request and token to a reply; a ``KVHearthError`` travels as a refusal."""
+"""Function from method, request and token to a reply; a ``KVHearthError`` is sent as a refusal."""
 
 
 class FakeCalls:
-    """Serves until ``stop``; a thread a connection."""
+    """Serves until ``stop``, with a thread for each connection."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self._answer = answer
@@ -33,7 +33,7 @@ class FakeCalls:
         self._spawn(self._accept)
 
     def stop(self) -> None:
-        """Close everything; answers that are being made have five seconds."""
+        """Close everything; answers in progress get five seconds."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,4 +1,4 @@
-"""A scripted daemon: real sockets, real descriptors, real gRPC; answers that a test writes."""
+"""A scripted daemon: real sockets, real descriptors, real gRPC, and answers written by the test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Answer = Callable[[Any], Any]
 
 
 def small_contract(**changes: Any) -> Contract:
-    """Two groups: full attention with two shards, a window with one."""
+    """Return a contract of two groups: full attention with two shards, a window with one."""
     values: dict[str, Any] = {
         "model": "m",
         "revision": "r",
@@ -60,7 +60,7 @@ def key(number: int) -> bytes:
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Poll until ``condition`` is true; fails after the time."""
+    """Poll until ``condition`` is true; fail after the timeout."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         value = condition()
@@ -71,7 +71,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 
 
 def extents(count: int, first_slot: int = 0, generation: int = 1) -> np.ndarray[Any, Any]:
-    """``count`` extents of consecutive slots of segment 1."""
+    """Return ``count`` extents of consecutive slots of segment 1."""
     records = np.zeros(count, EXTENT_DTYPE)
     records["slot"] = np.arange(first_slot, first_slot + count)
     records["segment"] = 1
@@ -82,10 +82,11 @@ def extents(count: int, first_slot: int = 0, generation: int = 1) -> np.ndarray[
 
 
 class FakeDaemon:
-    """Script calls with ``answer``; look at ``requests`` and ``hellos``.
+    """A daemon whose calls are scripted with ``answer``; ``requests`` and ``hellos`` record its
+    input.
 
     ``answers[rpc]`` is a queue of functions from request to reply; a ``KVHearthError`` that one
-    raises travels as its status. Without one the default answer is an empty, correct one.
+    raises is sent as its status. The default answer is an empty, correct one.
     """
 
     def __init__(self, directory: Path, contract: Contract, **welcome: Any) -> None:
@@ -109,7 +110,7 @@ class FakeDaemon:
         self._memory = [_memfd("segment", SEGMENT_BYTES), _memfd("generations", SLOTS * 4)]
         self.segment = mmap.mmap(self._memory[0], SEGMENT_BYTES)
         self.generations = mmap.mmap(self._memory[1], SLOTS * 4)
-        # A client that attaches calls at once.
+        # Start now: a client calls as soon as it is attached.
         self._serve()
         self._listen()
 
@@ -130,7 +131,7 @@ class FakeDaemon:
         self._calls = FakeCalls(self.directory / "calls.sock", self.reply)
 
     def stop(self, *, keep_lines: bool = False) -> None:
-        """Die: life lines end, sockets stay as files."""
+        """Simulate the daemon's death: attach sockets close, socket files stay."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -153,7 +154,7 @@ class FakeDaemon:
                 line.shutdown(socket.SHUT_RDWR)
 
     def reply(self, rpc: str, request: Any, token: str) -> Any:
-        """What ``rpc`` is answered, through whichever door it came."""
+        """Return the answer to ``rpc``, through whichever transport it came."""
         self.requests[rpc].append(request)
         if token not in self.tokens:
             raise KVHearthError(Reason.UNKNOWN_TOKEN, "attach anew")
@@ -174,11 +175,11 @@ class FakeDaemon:
         return None
 
     def answer(self, rpc: str, function: Answer) -> None:
-        """Script the next answer to ``rpc`` that has none yet."""
+        """Script the answer to the next ``rpc`` that has none yet."""
         self.answers[rpc].append(function)
 
     def refuse_next(self, rpc: str, reason: Reason) -> None:
-        """Let the next ``rpc`` fail."""
+        """Make the next ``rpc`` fail."""
 
         def fail(_: Any) -> Any:
             raise KVHearthError(reason, "as the test says", field="x")
@@ -186,7 +187,7 @@ class FakeDaemon:
         self.answer(rpc, fail)
 
     def hold_next(self, rpc: str, until: threading.Event) -> None:
-        """Let the next ``rpc`` be answered when ``until`` is set."""
+        """Delay the answer to the next ``rpc`` until ``until`` is set."""
 
         def held(_: Any) -> Any:
             until.wait(HELD_S)
@@ -195,7 +196,7 @@ class FakeDaemon:
         self.answer(rpc, held)
 
     def slow_next(self, rpc: str, seconds: float) -> None:
-        """Let the next ``rpc`` take so long."""
+        """Delay the answer to the next ``rpc`` by ``seconds``."""
 
         def slow(_: Any) -> Any:
             time.sleep(seconds)
@@ -254,7 +255,7 @@ class FakeDaemon:
         numbers = array.array("i", self._memory if hello.map_arena else [])
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if numbers else []
         frame = encode_frame(welcome.to_message())
-        # In two pieces: a client must not take one read for one frame.
+        # Sent in two pieces: a client must not take one read for one frame.
         line.sendmsg([frame[:10]], ancillary)
         line.sendall(frame[10:])
         return True
@@ -282,7 +283,9 @@ class _Servicer(cache_pb2_grpc.CacheServiceServicer):
 def presence(
     group: Any, leased: int = 0, shards: int = 1, records: np.ndarray[Any, Any] | None = None
 ) -> pb.GroupPresence:
-    """The first ``leased`` keys of a group are in DRAM and leased, the others nowhere."""
+    """Return a presence in which the first ``leased`` keys of a group are in DRAM and leased, the
+    others absent.
+    """
     count = len(group.keys) // KEY_BYTES
     bits = np.arange(count) < leased
     if records is None:
@@ -305,7 +308,7 @@ def _memfd(name: str, size: int) -> int:
 
 @contextlib.contextmanager
 def running(directory: Path, contract: Contract, **welcome: Any) -> Iterator[FakeDaemon]:
-    """A fake daemon for the length of a block."""
+    """Run a fake daemon for the length of a block."""
     daemon = FakeDaemon(directory, contract, **welcome)
     try:
         yield daemon

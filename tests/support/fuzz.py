@@ -1,4 +1,6 @@
-"""What the fuzz tests share: values of any kind, and a good client that notices if it is hurt."""
+"""Shared parts of the fuzz tests: values of any kind, and a well-behaved client that notices
+damage.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,23 @@ fuzz = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "200"))
-"""How many examples a slow run takes of each property."""
+"""Number of examples of each property in a slow run."""
 RESIDENT_BYTES_MORE = 48 << 20
-"""By how much a daemon may grow under bad input: allocators' slack, and no leak of a soak."""
+"""Allowed growth of a daemon under bad input: room for allocators' slack, but not for a soak's
+leak.
+"""
 
 IDLE_CONNECTIONS = 8
-"""As many as a client keeps."""
+"""Most idle connections that a client keeps."""
 
 DELAY_S = float(os.environ.get("KVHEARTH_FUZZ_DELAY_S", "30"))
-"""In what time a good engine stores or loads four blocks meanwhile, on a machine that others use:
-milliseconds where nobody does. Each of its calls must be answered within the client's own deadline.
+"""Time in which a well-behaved engine stores or loads four blocks meanwhile. It takes
+milliseconds on an idle machine; the bound is for a shared one. Each of its calls must be answered
+within the client's own deadline.
 """
 
 texts = st.text(st.characters(codec=None), max_size=20)
-"""With half surrogate pairs too, which JSON can name."""
+"""Text that may include lone surrogates, which JSON can name."""
 integers = st.integers() | st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**30])
 scalars = st.none() | st.booleans() | integers | st.floats() | texts
 values = st.recursive(
@@ -48,7 +53,7 @@ values = st.recursive(
 
 @st.composite
 def changed(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
-    """A good object with some fields of another value, gone, or new."""
+    """Draw a copy of a good object with some fields changed, missing, or added."""
     message = dict(good)
     for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=2)):
         message[name] = draw(values)
@@ -59,7 +64,7 @@ def changed(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
 
 
 def depths(examples: int) -> pytest.MarkDecorator:
-    """Runs a test with ``examples``, and with ``SOAK_EXAMPLES`` among the slow ones."""
+    """Run a test with ``examples``, and with ``SOAK_EXAMPLES`` among the slow ones."""
     slow = pytest.param(
         SOAK_EXAMPLES, marks=[pytest.mark.slow, pytest.mark.timeout(SOAK_EXAMPLES)], id="soak"
     )
@@ -67,26 +72,28 @@ def depths(examples: int) -> pytest.MarkDecorator:
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
-    """``data`` cut at these places, which are taken modulo its length."""
+    """Return ``data`` cut at these places, which are taken modulo its length."""
     ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def refusals_by_reason(daemon: Daemon) -> dict[Reason, int]:
-    """How often the daemon has refused something, by reason; those that never occurred too."""
+    """Return how often the daemon has refused something, by reason; zero for reasons that never
+    occurred.
+    """
     counters = daemon.counters()
     return {reason: counters.get(f"refusals{{{reason}}}", 0) for reason in Reason}
 
 
 def resident_bytes(daemon: Daemon) -> int:
-    """Memory of the daemon's process that is there."""
+    """Return the resident memory of the daemon's process."""
     assert daemon.process is not None
     words = Path(f"/proc/{daemon.process.pid}/statm").read_text().split()
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Neighbour:
-    """A good engine that stores and loads in a thread of its own until ``stop``."""
+    """A well-behaved engine that stores and loads on a thread of its own until ``stop``."""
 
     def __init__(self, engine: Engine) -> None:
         self.rounds = 0
@@ -99,7 +106,7 @@ class Neighbour:
 
     def stop(self) -> None:
         """End the thread; fails if a byte was wrong, a block was lost or a call took too long."""
-        # So that even a short test has something to show.
+        # Even a short test should include some rounds.
         with contextlib.suppress(AssertionError):
             until(lambda: self.rounds >= 2 or self.hurt, "the neighbour works", 2 * NEIGHBOUR_S)
         self._stop.set()
@@ -125,7 +132,9 @@ class Neighbour:
 
 @contextlib.contextmanager
 def unharmed(daemon: Daemon, engine: Engine) -> Iterator[None]:
-    """The block sends bad input: the good engine works on meanwhile, and nothing is left of it."""
+    """Run a block that sends bad input. Meanwhile the well-behaved engine must continue, and
+    afterwards no descriptor or memory may be left in use.
+    """
     goes_on(engine)
     daemon.stats(check_books=True)
     descriptors, resident = daemon.descriptor_count(), resident_bytes(daemon)
@@ -134,7 +143,7 @@ def unharmed(daemon: Daemon, engine: Engine) -> Iterator[None]:
         yield
     finally:
         neighbour.stop()
-    # The good engine's client keeps some connections for its next calls.
+    # The well-behaved engine's client keeps some connections for its next calls.
     descriptors += IDLE_CONNECTIONS
     until(lambda: daemon.descriptor_count() <= descriptors, "every descriptor is closed")
     daemon.stats(check_books=True)

@@ -1,4 +1,4 @@
-"""The daemon's HTTP asked by hand."""
+"""Raw HTTP requests to the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answer:
 
 
 def address_of(daemon: Daemon) -> tuple[str, int]:
-    """Where the running daemon says that it serves HTTP."""
+    """Return the address at which the running daemon reports that it serves HTTP."""
 
     def said() -> str:
         lines = [line for line in daemon.own_lines() if '"event": "ready"' in line]
@@ -46,7 +46,7 @@ def ask(
     admin: bool = False,
     **headers: str,
 ) -> Answer:
-    """One request on a connection of its own."""
+    """Send one request on a connection of its own."""
     if admin:
         token = (daemon.socket_dir / "admin.token").read_text()
         headers["Authorization"] = f"Bearer {token}"

@@ -1,5 +1,5 @@
-"""The world of the core's state machine: clients that come and go, a daemon that dies, and what
-must hold after every step. The rules of reading and writing are in the modules beside this one.
+"""Base of the core's state machine: clients that come and go, a daemon that dies, and the
+invariants after every step. The rules of reading and writing are in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from support.core_shell import Crash, Shell, fault_hook
 
 SLAB_BYTES = 32 * 1024
 KEYS = 12
-"""A small universe of keys, the same in all namespaces, so that they meet."""
+"""A small universe of keys, the same in all namespaces, so that they collide."""
 HELD_FRACTION, STOCK_FRACTION = 0.6, 0.4
 NAMESPACES = 3
 
@@ -57,7 +57,7 @@ key_numbers = st.integers(0, KEYS - 1)
 starts = st.sampled_from([0, 0, 0, 1, 2, 3, 6])
 mostly = st.sampled_from([True, True, False])
 portions = st.sampled_from([None, None, 1, 3])
-"""Blocks that one call of a reservation may evict."""
+"""Most blocks that one call of a reservation may evict."""
 some_keys = st.one_of(
     st.integers(1, KEYS).map(lambda n: [key(i) for i in range(n)]),
     st.lists(key_numbers.map(key), min_size=1, max_size=KEYS),
@@ -66,7 +66,7 @@ some_keys = st.one_of(
 
 @dataclass(eq=False)
 class Client:
-    """One process: attached, or gone and perhaps still writing."""
+    """One process: attached, or detached and perhaps still writing."""
 
     number: int
     record: Session
@@ -80,16 +80,16 @@ class Client:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Its group; the numbers of groups begin again with each daemon."""
+        """Its group, with the boot: numbers of groups start again with each daemon."""
         return self.boot_id, self.group
 
 
 with_engine = precondition(lambda self: self.deciders())
-"""A rule that needs somebody to decide."""
+"""Condition of a rule that needs a living scheduler."""
 
 
 def survives(step: Callable[..., None]) -> Callable[..., None]:
-    """A step during which the daemon may die."""
+    """Decorate a step during which the daemon may die."""
 
     @functools.wraps(step)
     def run(self: MachineBase, **arguments: Any) -> None:
@@ -104,7 +104,7 @@ def survives(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def pick(data: st.DataObject, items: Sequence[T], label: str) -> T:
-    """One of the items, drawn by its index, so that a failing example stays readable."""
+    """Draw one of the items by its index, so that a failing example stays readable."""
     return items[data.draw(st.integers(0, len(items) - 1), label=label)]
 
 
@@ -196,28 +196,28 @@ class MachineBase(RuleBasedStateMachine):
                 raise Crash
 
     def living(self, client: Client) -> bool:
-        """The client's session is attached and its group has not ended."""
+        """Whether the client's session is attached and its group has not ended."""
         group = self.state.groups.of_session(client.number)
         return client.attached and group is not None and not group.ended
 
     def deciders(self) -> list[Client]:
-        """Schedulers of living groups."""
+        """Return the schedulers of living groups."""
         return [c for c in self.clients if c.scheduler and self.living(c)]
 
     def decider(self, data: st.DataObject) -> Client:
-        """One of them."""
+        """Draw the scheduler of a living group."""
         return pick(data, self.deciders(), "scheduler")
 
     def kv_group(self, data: st.DataObject, client: Client) -> int:
-        """One of a contract's groups."""
+        """Draw one of a contract's groups."""
         return data.draw(st.integers(0, len(client.contract.groups) - 1), label="kv group")
 
     def space(self, client: Client) -> Namespace:
-        """The namespace of a client of a living group."""
+        """Return the namespace of a client of a living group."""
         return self.state.namespaces.get(self.state.group_of(client.number).namespace)
 
     def known(self, client: Client, kv_group: int, named: list[bytes]) -> list[Block | None]:
-        """The model's current block under each key."""
+        """Return the model's current block under each key."""
         space = self.space(client)
         found = [self.model.blocks.get((space.number, kv_group, each)) for each in named]
         return [block if block and block.epoch == space.epoch else None for block in found]
@@ -232,7 +232,7 @@ class MachineBase(RuleBasedStateMachine):
     )
     @survives
     def attach_engine(self, engine: tuple[str, str], kind: int, ranks: range) -> None:
-        """The missing members of an engine attach, or only some of them."""
+        """Attach the missing members of an engine, or only some of them."""
         if engine[0] in self.tenants:
             self._attach_all(engine, CONTRACTS[kind], ranks)
 
@@ -278,7 +278,7 @@ class MachineBase(RuleBasedStateMachine):
         )
 
     def _goes_quiet(self, client: Client) -> None:
-        """The process writes no more, and maps nothing."""
+        """Record that the process no longer writes and maps nothing."""
         self.model.quiet([client.number])
         if client.record.lock_byte >= 0:
             self.shell.arena.segments[client.record.segment].held.discard(client.record.lock_byte)
@@ -288,7 +288,7 @@ class MachineBase(RuleBasedStateMachine):
     @rule(data=st.data(), finished=st.booleans())
     @survives
     def leave(self, data: st.DataObject, finished: bool) -> None:
-        """A process closes its life line, with or without a goodbye."""
+        """Close a process's attach socket, with or without a goodbye."""
         here = [c for c in self.clients if c.attached]
         if not here:
             return
@@ -305,11 +305,11 @@ class MachineBase(RuleBasedStateMachine):
     @rule(data=st.data())
     @survives
     def drained(self, data: st.DataObject) -> None:
-        """A process that left without a word is certainly gone."""
+        """Drain a process that left without a goodbye."""
         self.drain(pick(data, [c for c in self.clients if not c.attached], "who is drained"))
 
     def drain(self, client: Client) -> None:
-        """A process has ended, and the daemon has seen it."""
+        """Let a process end, and let the daemon notice it."""
         self._goes_quiet(client)
         record = self.engine.sessions.find(client.number)
         if record is not None:
@@ -320,18 +320,18 @@ class MachineBase(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model.blocks) > 6 and self.quiet_steps > 15)
     @rule()
     def kill_the_daemon(self) -> None:
-        """Between two calls."""
+        """Kill the daemon between two calls."""
         self.fuse = None
         self.come_back(torn=False)
 
     @precondition(lambda self: self.fuse is None and self.quiet_steps > 10)
     @rule(points=st.integers(0, 12))
     def arm(self, points: int) -> None:
-        """The daemon will die at a point inside of one of the next calls."""
+        """Let the daemon die at a fault point within one of the next calls."""
         self.fuse = points
 
     def come_back(self, *, torn: bool) -> None:
-        """A new daemon adopts what the dead one left; every client is a ghost to it."""
+        """Start a new daemon that adopts the state of the dead one and knows no client any more."""
         self.quiet_steps = 0
         before, dead = self.model.blocks, self.state
         for client in self.clients:
@@ -353,7 +353,7 @@ class MachineBase(RuleBasedStateMachine):
             assert stale or (torn and gone), f"{block} was not adopted"
 
     def _adopted(self, candidates: list[Block]) -> dict[tuple[int, int, bytes], Block]:
-        """The blocks that the new core has; each must be one of the candidates."""
+        """Return the blocks that the new core has; each must be one of the candidates."""
         found: dict[tuple[int, int, bytes], Block] = {}
         table = self.state.table
         by_head = {(b.namespace, b.kv_group, b.key, b.slots[0]): b for b in candidates}
@@ -368,10 +368,10 @@ class MachineBase(RuleBasedStateMachine):
                 found[number, kv_group, each] = block
         return found
 
-    # -- what must hold ---------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Read the events: the model learns of evictions by them, and judges them."""
+        """Read the events: the model learns of evictions from them, and judges them."""
         batch = self.state.events.read(self.cursor, 1 << 20)
         assert batch.lost == 0
         numbers = [event.sequence for event in batch.events]
@@ -406,7 +406,9 @@ class MachineBase(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        """After every step; first, whoever may write has written."""
+        """Check the invariants after every step, after every process that may still write has
+        written.
+        """
         if not self.started:
             return
         self.quiet_steps += 1
@@ -426,7 +428,9 @@ class MachineBase(RuleBasedStateMachine):
             assert space.quota_bytes is None or space.used_bytes <= space.quota_bytes
 
     def _check_a_portion(self) -> None:
-        """The books in portions, one a step: what happens between two is no disagreement."""
+        """Check the books in portions, one a step: changes between two portions are no
+        disagreement.
+        """
         if self.portions is None or self.portions[0] is not self.core:
             self.portions = self.core, self.core.book_portions()
         if next(self.portions[1], self) is self:
@@ -457,14 +461,14 @@ class MachineBase(RuleBasedStateMachine):
                 assert self.memory.holds(place, token), f"wrong bytes in {block}"
 
     def _check_journal(self) -> None:
-        """The journal says what the table says."""
+        """Check that the journal agrees with the table."""
         journal, table = self.engine.journal, self.state.table
         assert journal is not None
         assert journal.slab_sizes() == table.slab_slot_bytes.tolist()
         assert np.array_equal(journal.headers["state"], WORDS[table.state])
 
     def teardown(self) -> None:
-        """All leave and are drained, all pins end: nothing may be left in anybody's hands."""
+        """Detach and drain all clients and expire all pins: nothing may remain held."""
         try:
             if self.started:
                 self.fuse = None
@@ -478,7 +482,7 @@ class MachineBase(RuleBasedStateMachine):
                 client.attached = False
                 self.engine.leave(client.record, finished=False)
             self.drain(client)
-        # Processes that died while they attached: the catalogue may know them, they map nothing.
+        # Processes that died while they attached may be in the catalogue, but map nothing.
         for record in self.engine.sessions:
             self.engine.drained(record)
         self.engine.call(self.core.pinning.expire, 1e9)

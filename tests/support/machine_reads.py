@@ -20,13 +20,13 @@ from support.machine_base import KEYS, Client, MachineBase, pick, some_keys, sur
 
 
 class ReadingRules(MachineBase):
-    """What is served is compared with the model; eviction may not touch what is kept."""
+    """Compares served blocks with the model; eviction must not touch leased or pinned blocks."""
 
     @precondition(lambda self: self.model.blocks)
     @with_engine
     @rule(data=st.data(), lease_ids=st.lists(st.integers(0, 4), min_size=1, max_size=3))
     def lookup(self, data: st.DataObject, lease_ids: list[int]) -> None:
-        """Of one group, of some or of all."""
+        """Look up keys of one group, of some or of all."""
         client = self.decider(data)
         count = len(client.contract.groups)
         for lease_id in lease_ids:
@@ -84,7 +84,7 @@ class ReadingRules(MachineBase):
             self.model.leases[client.group, lease_id] = list(leased)
 
     def _serve(self, extents: Any, blocks: list[Block]) -> None:
-        """What a reader gets is what was committed."""
+        """Check that a reader gets the committed content."""
         expected = [
             shard
             for b in blocks
@@ -135,7 +135,7 @@ class ReadingRules(MachineBase):
     @rule(data=st.data())
     @survives
     def report_bad(self, data: st.DataObject) -> None:
-        """A reader found wrong bytes, and so did the daemon: the block goes, leased or not."""
+        """Remove a block whose bytes a reader and the daemon found wrong, leased or not."""
         client = self.decider(data)
         number = self.space(client).number
         blocks = [b for b in self.model.blocks.values() if b.namespace == number and b.summed]
@@ -218,7 +218,7 @@ class ReadingRules(MachineBase):
     @rule(seconds=st.sampled_from([1, 50]))
     @survives
     def time_passes(self, seconds: int) -> None:
-        """Pins end by time; nothing else does."""
+        """Let time pass: pins expire, and nothing else does."""
         self.shell.now += seconds
         over = [name for name, (end, _) in self.model.pins.items() if end <= self.shell.now]
         for name in over:
@@ -241,7 +241,7 @@ class ReadingRules(MachineBase):
     @rule(data=st.data(), keep_bytes=st.sampled_from([0, 20_000, 60_000]))
     @survives
     def evict(self, data: st.DataObject, keep_bytes: int) -> None:
-        """An operator shrinks a namespace."""
+        """Shrink a namespace, as an operator would."""
         spaces = {space.number: space for space in self.state.namespaces}
         if not spaces:
             return

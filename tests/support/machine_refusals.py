@@ -1,5 +1,5 @@
-"""Rules of the core's state machine that break the protocol: each must be refused for the reason
-that the documentation gives, and change nothing.
+"""Rules of the core's state machine that break the protocol: each must be refused for the
+documented reason, and change nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def commit_item(
     checksums: U8 | None = None,
     parent: bytes = b"",
 ) -> CommitItem:
-    """A commit of one block under key 0, with something wrong."""
+    """Return a commit of one block under key 0, with something wrong."""
     return CommitItem(
         held.kv_group if kv_group is None else kv_group,
         keys(0),
@@ -45,13 +45,13 @@ def commit_item(
 
 
 class RefusalRules(MachineBase):
-    """Clients that do not follow the protocol."""
+    """Clients that violate the protocol."""
 
     @precondition(lambda self: self.quiet_steps % 3 == 0)
     @with_engine
     @rule(data=st.data())
     def break_a_rule(self, data: st.DataObject) -> None:
-        """One of the things that no client should do."""
+        """Do one of the things that no client should do."""
         client = self.decider(data)
         wrong = [*self._wrong_keys(client), *self._wrong_pins(client), *self._wrong_joins(client)]
         mine = [h for h in self.model.held if h.group == client.group and not h.in_doubt]
@@ -185,7 +185,7 @@ class RefusalRules(MachineBase):
         commit: Callable[..., Callable[[], object]],
         abort: Callable[..., Callable[[], object]],
     ) -> Iterator[Refusal]:
-        """Slots that are somebody else's, or hold a block already."""
+        """Yield refusals for slots that belong to others, or hold a block already."""
         alive = {group.number for group in self.state.groups if not group.ended}
         for other in self.model.held:
             if other.group == client.group or other.in_doubt or other.group not in alive:

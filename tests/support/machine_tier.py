@@ -1,7 +1,7 @@
-"""A core, a slower tier that may do anything that is allowed, and engines that use both.
+"""State machine of a core, a lower tier with any permitted behaviour, and engines that use both.
 
-What must hold after every step: the books, every byte that may be served, no slot of the tier in
-other hands, and no block lost that was to be saved first.
+Invariants after every step: the books balance, every servable byte is right, no slot of the tier is
+in use elsewhere, and no block is lost that had to be written back first.
 """
 
 from __future__ import annotations
@@ -103,18 +103,18 @@ class TierMachine(RuleBasedStateMachine):
         self.seats[seat] = self.rig.attach(made, tenant=tenant, engine_id=f"e{seat}")
         self.leases[seat], self.asked[seat] = set(), set()
 
-    # -- what engines do ---------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     @rule(seat=seats, named=new_keys, group=st.integers(0, 1), summed=st.booleans())
     def store(self, seat: int, named: list[bytes], group: int, summed: bool) -> None:
-        """Store as many as there is room for."""
+        """Store as many blocks as there is room for."""
         taken = self._reserve(seat, len(named), group)
         if taken is not None:
             kv_group, slots, generations = taken
             item = self.rig.item(
                 named[: len(slots)], slots, generations, kv_group=kv_group, summed=summed
             )
-            self.may_lose = True  # blocks of an older epoch under these keys
+            self.may_lose = True  # it may remove blocks of an older epoch under these keys
             self.rig.commit(self.seats[seat], item)
 
     def _reserve(self, seat: int, count: int, group: int) -> tuple[int, I64, U32] | None:
@@ -136,7 +136,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seat=seats, count=st.integers(1, 6), group=st.integers(0, 1))
     def reserve(self, seat: int, count: int, group: int) -> None:
-        """Hold slots that somebody may be writing to."""
+        """Hold slots that a client may be writing to."""
         taken = self._reserve(seat, count, group)
         if taken is not None:
             self.held.append((seat, *taken))
@@ -152,7 +152,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.to_sum)
     @rule()
     def sum(self) -> None:
-        """The daemon's own checksums of an action's blocks that still live."""
+        """Let the daemon checksum those blocks of an action that still live."""
         rig = self.rig
         action = rig.to_sum.pop(0)
         table = rig.state.table
@@ -199,7 +199,7 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(seat=seats, back=st.booleans())
     def leave(self, seat: int, back: bool) -> None:
-        """An engine ends, or one begins."""
+        """End an engine, or begin one."""
         session = self.seats.pop(seat, None)
         if session is not None:
             number = self.rig.group(session).number
@@ -213,7 +213,7 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(seat=seats)
     def bump(self, seat: int) -> None:
-        """New weights."""
+        """Bump the weights epoch."""
         if seat in self.seats:
             session = self.seats[seat]
             self.rig.core.bump_epoch(session, self.rig.epoch(session))
@@ -221,13 +221,13 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(seat=seats, keep=st.sampled_from([0, 20_000]))
     def evict(self, seat: int, keep: int) -> None:
-        """An operator asks for it."""
+        """Evict on an operator's request."""
         if seat in self.seats:
             space = self.rig.state.namespaces.get(self.rig.group(self.seats[seat]).namespace)
             self.may_lose = True
             self.rig.call(self.rig.core.evict, space.digest, keep)
 
-    # -- what the tier does ------------------------------------------------------------------------
+    # -- the tier ----------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.1, 3.0]), count=st.integers(1, 3))
     def turn(self, seconds: float, count: int) -> None:
@@ -236,7 +236,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def come_to_rest(self) -> None:
-        """Time passes while the tier works as it should."""
+        """Let time pass while the tier works properly."""
         tier = self.rig.tier
         if not (tier.held or tier.refuse_stores or tier.refuse_loads):
             self.rig.now += 10
@@ -249,7 +249,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), newest=st.booleans())
     def let_go(self, count: int, newest: bool) -> None:
-        """Some batches end, in any order."""
+        """End some batches, in any order."""
         if newest:
             self.rig.tier.under_way.reverse()
         self.rig.tier.let_go(count)
@@ -263,7 +263,9 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(outcome=st.none() | st.sampled_from(OUTCOMES), odd=st.booleans(), loses=st.booleans())
     def spoil(self, outcome: Outcome | None, odd: bool, loses: bool) -> None:
-        """Half of the blocks fare badly from now on; what fails to load may be gone, too."""
+        """Let half of the blocks get a bad outcome from now on; blocks that fail to load may be
+        lost, too.
+        """
         tier = self.rig.tier
 
         def chosen(load: bool, named: bytes) -> Outcome | None:
@@ -280,7 +282,7 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(named=new_keys)
     def make_room(self, named: list[bytes]) -> None:
-        """The tier lets blocks go."""
+        """Let the tier evict blocks."""
         self.rig.tier.evict(named)
         self.rig.turn()
 
@@ -293,7 +295,7 @@ class TierMachine(RuleBasedStateMachine):
     @seldom
     @rule(named=st.integers(0, KEYS - 1).map(key))
     def damage_lower_tier(self, named: bytes) -> None:
-        """A bit of the tier's copies flips."""
+        """Flip a bit of the tier's copies."""
         self.rig.tier.damage(named)
 
     @seldom
@@ -311,7 +313,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.steps % 6 == 5 and len(self.rig.state.index))
     @rule(data=st.data())
     def damage_here(self, data: st.DataObject) -> None:
-        """A block in memory is wrong; who finds it takes it out, and a good copy may rise."""
+        """Damage a block in memory. The finder removes it, and a good copy may be promoted."""
         rig = self.rig
         table = rig.state.table
         heads = [h for _, _, found in rig.state.index.items() for h in found.values()]
@@ -325,7 +327,7 @@ class TierMachine(RuleBasedStateMachine):
         assert rig.call(remove, np.array([head]), table.generation[[head]], "scrub")
         bring_back()
 
-    # -- what must hold ----------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def holds(self) -> None:
@@ -364,7 +366,7 @@ class TierMachine(RuleBasedStateMachine):
         assert there, f"{name} is gone from memory, and was {CopyState(copy_state)!r}"
 
     def teardown(self) -> None:
-        """When all is over, nothing is left in anybody's hands."""
+        """Check at the end that nothing remains held."""
         rig = getattr(self, "rig", None)
         if rig is None:
             return

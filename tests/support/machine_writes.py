@@ -40,7 +40,9 @@ REPEAT_REFUSALS = {
     Reason.FOREIGN_EXTENT,
     Reason.BAD_EXTENTS,
 }
-"""How a message that arrives twice is refused; which one, depends on what became of its slots."""
+"""Possible refusals of a message that arrives twice; which one, depends on the fate of its
+slots.
+"""
 
 
 class WritingRules(MachineBase):
@@ -58,7 +60,7 @@ class WritingRules(MachineBase):
     @rule(data=st.data(), count=st.integers(1, 8), numbered=RESERVATIONS)
     @survives
     def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
-        """Under a number that may have been used before."""
+        """Reserve under a number that may have been used before."""
         client = self.decider(data)
         portion = data.draw(portions, label="portion")
         self._reserve(client, [(self.kv_group(data, client), count)], numbered, portion)
@@ -150,7 +152,7 @@ class WritingRules(MachineBase):
     def _justify(
         self, client: Client, kv_group: int, reason: Reason, again: object, numbered: int = 0
     ) -> None:
-        """Was this bound really met, by one block more?"""
+        """Check that the bound given as the reason was really met, by one block more."""
         group, space = self.state.group_of(client.number), self.space(client)
         spec = client.contract.groups[kv_group]
         block = self.state.slot_bytes(spec) * spec.shards
@@ -183,7 +185,7 @@ class WritingRules(MachineBase):
         return (b for b in self.model.blocks.values() if not b.leases and not b.pins)
 
     def _nothing_evictable(self, client: Client, kv_group: int) -> None:
-        """No block of the size, and no slab of another one, could have been taken."""
+        """Check that no block of the size, and no slab of another size, could have been taken."""
         spec = client.contract.groups[kv_group]
         size, table = self.state.slot_bytes(spec), self.state.table
         pool = self.state.pools[self.state.segment_of[client.engine[0]]]
@@ -202,7 +204,9 @@ class WritingRules(MachineBase):
     # -- commit -----------------------------------------------------------------------------------
 
     def _own(self, client: Client) -> list[Held]:
-        """What the scheduler may commit: everybody who may write to it is here to report."""
+        """Return the slots that the scheduler may commit: all their writers are attached and can
+        report.
+        """
         here = {c.number for c in self.clients if c.attached}
         return [
             held
@@ -215,7 +219,7 @@ class WritingRules(MachineBase):
     @rule(data=st.data(), summed=st.booleans(), parent=st.none() | key_numbers.map(key))
     @survives
     def commit(self, data: st.DataObject, summed: bool, parent: bytes | None) -> None:
-        """Some of what is held, under any keys in any order."""
+        """Commit some of the held slots, under any keys in any order."""
         client = self.decider(data)
         own = self._own(client)
         if not own:
@@ -235,7 +239,7 @@ class WritingRules(MachineBase):
         summed: bool,
         parent: bytes,
     ) -> None:
-        """Commit blocks under numbered keys, in one call; a part is of one KV group."""
+        """Commit blocks under numbered keys, in one call; each part belongs to one KV group."""
         expected, items, blocks = [], [], []
         for chosen, numbers in parts:
             named = [key(number) for number in numbers]
@@ -271,7 +275,7 @@ class WritingRules(MachineBase):
     def _write(
         self, client: Client, chosen: list[Held], named: list[bytes], *, summed: bool
     ) -> list[Block]:
-        """All ranks write their shards and report."""
+        """Let all ranks write their shards and report."""
         space, blocks = self.space(client), []
         for held, each in zip(chosen, named, strict=True):
             tokens = [
@@ -305,7 +309,7 @@ class WritingRules(MachineBase):
     @with_engine
     @rule(data=st.data())
     def repeat_commit(self, data: st.DataObject) -> None:
-        """A commit that was applied arrives again."""
+        """Repeat a commit that was applied."""
         client = self.decider(data)
         sent = [item for place, item in self.sent_commits[-8:] if place == client.place]
         if not sent:
@@ -329,7 +333,7 @@ class WritingRules(MachineBase):
     @precondition(lambda self: self.engine.to_sum)
     @rule()
     def start_sum(self) -> None:
-        """The daemon reads the bytes of one action's blocks on its thread."""
+        """Let the daemon's checksum thread read the bytes of one action's blocks."""
         action = self.engine.to_sum.popleft()
         by_slot = {block.slots[0]: block for block in self.model.blocks.values()}
         rows = []
@@ -345,7 +349,9 @@ class WritingRules(MachineBase):
     @rule(data=st.data())
     @survives
     def finish_sum(self, data: st.DataObject) -> None:
-        """And reports later; meanwhile the blocks may have gone, and others be in their slots."""
+        """Report checksums later; meanwhile the blocks may be gone, and others be in their
+        slots.
+        """
         which = data.draw(st.integers(0, len(self.sums) - 1), label="which sums")
         slots, generations, sums = self.sums.pop(which)
         pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
@@ -382,7 +388,7 @@ class WritingRules(MachineBase):
             for held in chosen
         ]
         self._gave_back(chosen, in_doubt=in_doubt)
-        # While a member that left without a word may be writing, nobody's word frees anything.
+        # A report frees nothing while a member that left without a goodbye may be writing.
         has_undrained_member = self.state.group_of(client.number).has_undrained_member
         freed, quarantined = self.engine.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
@@ -403,7 +409,7 @@ class WritingRules(MachineBase):
     @with_engine
     @rule(data=st.data())
     def repeat_abort(self, data: st.DataObject) -> None:
-        """An abort that was applied arrives again, perhaps when the slots are in use again."""
+        """Repeat an abort that was applied, perhaps after the slots were reused."""
         client = self.decider(data)
         sent = [item for place, item in self.sent_aborts[-8:] if place == client.place]
         if not sent:
@@ -416,7 +422,9 @@ class WritingRules(MachineBase):
     @rule(data=st.data(), numbered=RESERVATIONS, in_doubt=st.booleans())
     @survives
     def abort_reservation(self, data: st.DataObject, numbered: int, in_doubt: bool) -> None:
-        """By number: for a client that never saw the answer; perhaps after an abort in doubt."""
+        """Abort by number, for a client that never saw the answer; perhaps after an abort in
+        doubt.
+        """
         client = self.decider(data)
         group = self.state.group_of(client.number)
         record = group.reservations.get(numbered) or group.pending_aborts.get(numbered)

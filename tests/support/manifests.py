@@ -1,4 +1,4 @@
-"""Engines as ``deploy/`` starts them, and as docs/engines.md tells to: arguments, environment."""
+"""Engines as started by ``deploy/`` and described in docs/engines.md: arguments, environment."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Deployed:
     """One container of an engine.
 
     Attributes:
-        image: what it runs.
+        image: its image.
         words: arguments of ``vllm serve``.
         environment: its variables.
         mounts: paths inside it, by the volume's name.
-        daemon_mounts: the same of the daemon's container beside it.
+        daemon_mounts: the same for the daemon's container beside it.
     """
 
     image: str
@@ -36,18 +36,18 @@ class Deployed:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """Its ``--kv-transfer-config``."""
+        """Return its ``--kv-transfer-config``."""
         found: dict[str, Any] = json.loads(self.words[self.words.index("--kv-transfer-config") + 1])
         return found
 
 
 def default(text: object) -> str:
-    """``${NAME:-default}`` as compose fills it in where nothing is set."""
+    """Replace ``${NAME:-default}`` by the default, as compose does where nothing is set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(text))
 
 
 def kubernetes_engine() -> Deployed:
-    """The pod's engine."""
+    """Return the pod's engine."""
     spec = yaml.safe_load(SIDECAR.read_text())["spec"]
     (daemon,), (engine,) = spec["initContainers"], spec["containers"]
     mounts = [
@@ -58,7 +58,7 @@ def kubernetes_engine() -> Deployed:
 
 
 def compose_engine() -> Deployed:
-    """The service of the profile ``engine``."""
+    """Return the service of the profile ``engine``."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     engine, daemon = services["engine"], services["kvhearth"]
     mounts = [
@@ -72,7 +72,7 @@ ENGINES = {"kubernetes": kubernetes_engine, "compose": compose_engine}
 
 
 def recipes() -> list[dict[str, Any]]:
-    """Each ``--kv-transfer-config`` that docs/engines.md shows as JSON, in its order."""
+    """Return each ``--kv-transfer-config`` that docs/engines.md shows as JSON, in its order."""
     blocks = re.findall(
         r"^```json\n(.*?)^```$", RECIPES.read_text(), flags=re.MULTILINE | re.DOTALL
     )

@@ -23,7 +23,7 @@ CHILD_DEADLINE_S = 20.0
 
 
 def free_hugepages() -> int:
-    """Free huge pages of 2 MiB."""
+    """Return the number of free huge pages of 2 MiB."""
     return KernelMemory().pool(2 * MIB).free
 
 
@@ -63,7 +63,7 @@ def mounted(kind: str, options: str, path: Path) -> Iterator[Path]:
 
 
 def wait_until(true: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
-    """Poll until ``true()``, or fail with ``what``."""
+    """Poll until ``true()``; fail with ``what`` after the deadline."""
     end = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
@@ -73,7 +73,7 @@ def wait_until(true: Callable[[], bool], what: str, deadline_s: float = 10.0) ->
 class Child:
     """A Python process that runs ``script``, with a socket to it.
 
-    The script finds ``peer`` (a connected unix stream socket) and ``arguments`` (strings).
+    The script can use ``peer`` (a connected unix stream socket) and ``arguments`` (strings).
     """
 
     def __init__(self, script: str, *arguments: str, fault: str = "") -> None:
@@ -95,7 +95,7 @@ class Child:
         assert self.socket.recv(len(word), socket.MSG_WAITALL) == word
 
     def kill(self) -> None:
-        """Kill -9 and reap."""
+        """Kill with SIGKILL and reap."""
         self.process.kill()
         assert self.process.wait(CHILD_DEADLINE_S) == -signal.SIGKILL
         self.socket.close()

@@ -1,7 +1,7 @@
-"""Child processes that cost milliseconds: forked from one that has everything imported.
+"""Child processes that start in milliseconds: forked from a process that has everything imported.
 
-Starting an interpreter and importing gRPC takes most of a second; tests that kill hundreds of
-processes would do little else.
+Starting an interpreter and importing gRPC takes most of a second, which would dominate tests that
+kill hundreds of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRELOADED = (
 
 
 class Child:
-    """A process that the nursery forked; has what tests use of ``subprocess.Popen``."""
+    """A process that the nursery forked; has the parts of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
@@ -42,33 +42,33 @@ class Child:
         self._descriptor = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._wait(0)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The exit status, after waiting for it."""
+        """Wait for the process and return its exit status."""
         status = self._wait(timeout_s)
         if status is None:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout_s or 0)
         return status
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.returncode is None:
-            # By descriptor: the number may be another process's by now.
+            # By descriptor: the number may belong to another process by now.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def __del__(self) -> None:
-        # Not earlier: another thread may ask at this moment.
+        # Not earlier: another thread may be using the descriptor.
         os.close(self._descriptor)
 
     def _wait(self, timeout_s: float | None) -> int | None:
@@ -85,10 +85,10 @@ class Nursery:
     """The forking process; thread-safe.
 
     Args:
-        python: its interpreter; this one's by default.
-        paths: where that finds modules, besides the tests; this one's by default.
-        preloaded: what it imports; what most tests need by default.
-        environment: variables over this process's.
+        python: its interpreter; this process's by default.
+        paths: its module search path, besides the tests; this process's by default.
+        preloaded: modules that it imports; those that most tests need by default.
+        environment: variables that override this process's.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Nursery:
 
     def birth(self, run: str, files: Sequence[int] = (), **arguments: Any) -> Child:
         """Fork a child that calls ``run`` ("module:function") with copies of the descriptors
-        ``files`` and with ``arguments``, and ends with what that returns.
+        ``files`` and with ``arguments``, and exits with the return value.
         """
         answer = self._ask({"run": run, "arguments": arguments}, files)
         return Child(self, answer["pid"])
 
     def bury(self, child: Child) -> int:
-        """The exit status of a child that has ended."""
+        """Return the exit status of a child that has ended."""
         with self._lock:
             if child.returncode is not None:
                 return child.returncode
@@ -128,7 +128,7 @@ class Nursery:
             return child.returncode
 
     def close(self) -> None:
-        """End it, and with it all children."""
+        """End the forking process, and with it all children."""
         self._control.close()
         self._process.wait()
 
@@ -146,7 +146,7 @@ _making = threading.Lock()
 
 
 def nursery() -> Nursery:
-    """The one of this process."""
+    """Return this process's nursery."""
     global _nursery
     with _making:
         if _nursery is None:

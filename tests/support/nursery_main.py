@@ -1,6 +1,6 @@
 """A process that has everything imported and forks children on demand (see ``nursery``).
 
-It has no thread of its own and never calls gRPC, so that its children may.
+It has no thread of its own and never calls gRPC, so its children may use both.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve birth and burial requests on the socket whose number is the first argument; the
-    others are modules to import first.
+    """Serve birth and burial requests on the socket whose number is the first argument. The other
+    arguments are modules to import first.
     """
     for module in sys.argv[2:]:
         importlib.import_module(module)
@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def _live(request: dict[str, object], numbers: list[int]) -> None:
-    """A child's life; does not return."""
-    # Whatever happens here, the parent's loop must not go on in the child.
+    """Run a child; does not return."""
+    # The parent's loop must not continue in the child, whatever happens here.
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -68,7 +68,7 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
 
 
 def serve_daemon(log: int, arguments: list[str], fault: str) -> int:
-    """``kvhearth serve``, as the command line runs it."""
+    """Run ``kvhearth serve`` as the command line does."""
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
 

@@ -25,12 +25,12 @@ DONE_S = 20.0
 
 
 def new_keys(count: int) -> list[bytes]:
-    """Keys that nobody has."""
+    """Return random keys that no cache has."""
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
 class GateCopier(HostCopier):
-    """Begins no store while the gate is shut; tells each store's number before it begins."""
+    """Begins no store while the gate is shut; reports each store's number before it begins."""
 
     gate = threading.Event()
     on_store: Callable[[int], None] = staticmethod(lambda number: None)
@@ -38,7 +38,7 @@ class GateCopier(HostCopier):
 
     @classmethod
     def reset(cls) -> None:
-        """An open gate."""
+        """Open the gate and forget all stores."""
         cls.gate.set()
         cls.on_store = staticmethod(lambda number: None)
         cls.stores = 0
@@ -68,7 +68,7 @@ class PipedEngine:
         self.wrong: list[str] = []
 
     def compute(self, keys: Sequence[bytes], first_page: int = 0) -> np.ndarray[Any, Any]:
-        """The pages of ``keys``, filled."""
+        """Fill and return the pages of ``keys``."""
         for page, key in enumerate(keys, first_page):
             self.pages[page] = content(key, 0, 0, PAGE_BYTES)
         return np.arange(first_page, first_page + len(keys))
@@ -82,7 +82,9 @@ class PipedEngine:
         return done
 
     def load(self, keys: Sequence[bytes]) -> LoadDone:
-        """Load ``keys`` (``PAGES`` at most) into pages of their own and compare what came."""
+        """Load ``keys`` (``PAGES`` at most) into pages of their own and compare the loaded
+        bytes.
+        """
         pages = np.arange(PAGES, PAGES + len(keys))
         self.pages[pages] = 0
         done = self.loads.load_now({0: (keys, pages)}, deadline_s=DONE_S)
@@ -93,15 +95,15 @@ class PipedEngine:
         return done
 
     def loadable(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` load one by one, as their right bytes."""
+        """Return how many of ``keys`` load correctly, one by one."""
         return sum(int(self.load([key]).loaded[0][0]) for key in keys)
 
     def counter(self, name: str) -> int:
-        """One of the client's counters."""
+        """Return one of the client's counters."""
         return self.client.counters().get(name, 0)
 
     def close(self) -> None:
-        """End everything; nothing wrong may have been served, nothing lost."""
+        """Close everything; fails if a wrong byte was served or a request was lost."""
         assert self.stores.close(DONE_S)
         assert self.loads.close(DONE_S)
         self.stores.poll()
@@ -114,7 +116,7 @@ class PipedEngine:
 
 @contextlib.contextmanager
 def piped_engine(url: str, *, ready: bool = True, **store: Any) -> Iterator[PipedEngine]:
-    """An engine that is closed at the end."""
+    """Yield an engine, and close it at the end."""
     engine = PipedEngine(url, **store)
     try:
         assert not ready or engine.client.wait_ready(DONE_S)

@@ -1,4 +1,4 @@
-"""Member processes that a test leads by the hand; see ``puppet_main`` for what they can do."""
+"""Member processes that a test controls step by step; ``puppet_main`` has their commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_S = 30.0
 
 
 class PuppetError(Exception):
-    """A command failed; ``reason`` is the domain error's, or what Python says."""
+    """A command failed; ``reason`` is the domain error's, or Python's message."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -45,14 +45,14 @@ class Puppet:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """ID of the process."""
         return self._process.pid
 
     def do(self, command: str, **arguments: Any) -> Any:
         """Call a command and return its answer.
 
         Raises:
-            PuppetError: what it says.
+            PuppetError: the command failed.
         """
         self._door.sendall((json.dumps({"do": command, **arguments}) + "\n").encode())
         answer = json.loads(self._lines.readline() or '{"error": "ended", "why": ""}')
@@ -83,53 +83,53 @@ class Puppet:
         self.session, self.boot_id = found["session"], found["boot_id"]
 
     def reserve(self, count: int, epoch: int = 0) -> Records:
-        """Extents, flat, block by block."""
+        """Reserve blocks. Return their extents, flat, block by block."""
         data = bytes.fromhex(self.do("reserve", count=count, epoch=epoch))
         return np.frombuffer(data, EXTENT_DTYPE)
 
     def commit(self, keys: list[bytes], extents: Records, epoch: int = 0) -> int:
-        """Commit without checksums; how many keys were bound."""
+        """Commit without checksums. Return how many keys were bound."""
         texts = [key.hex() for key in keys]
         return int(self.do("commit", keys=texts, extents=_hex(extents), epoch=epoch))
 
     def abort(self, extents: Records, *, in_doubt: bool) -> tuple[int, int]:
-        """Slots freed and put aside."""
+        """Abort slots. Return how many were freed and how many quarantined."""
         freed, quarantined = self.do("abort", extents=_hex(extents), in_doubt=in_doubt)
         return freed, quarantined
 
     def write(self, extents: Records, byte: int) -> None:
-        """Fill extents once, asking nobody."""
+        """Fill extents once, without any check."""
         self.do("write", extents=_hex(extents), byte=byte)
 
     def scribble(self, extents: Records, byte: int) -> None:
-        """Fill extents again and again."""
+        """Fill extents repeatedly."""
         self.do("scribble", extents=_hex(extents), byte=byte)
 
     def fork(self, kind: str, extents: Records | None = None, byte: int = 0) -> int:
-        """A child of the process; see there."""
+        """Fork a child of the process; see ``Member.fork``."""
         text = "" if extents is None else _hex(extents)
         self.children.append(self.do("fork", kind=kind, extents=text, byte=byte))
         return self.children[-1]
 
     def stop(self) -> None:
-        """SIGSTOP; on return the process stands still."""
+        """Send SIGSTOP, and wait until the process is stopped."""
         self._process.send_signal(signal.SIGSTOP)
         status = Path(f"/proc/{self.pid}/stat")
         until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "it stands still")
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9 the process, not its children, and wait for its end."""
+        """Kill the process with SIGKILL, not its children, and wait for its end."""
         self._process.kill()
         self._process.wait()
         self._lines.close()
         self._door.close()
 
     def kill_children(self) -> None:
-        """kill -9 what it forked."""
+        """Kill the processes that it forked with SIGKILL."""
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -142,7 +142,9 @@ def _hex(extents: Records) -> str:
 
 @contextlib.contextmanager
 def puppets(count: int) -> Iterator[list[Puppet]]:
-    """Processes that start beside each other, killed at the end with what they forked."""
+    """Yield processes that start in parallel, and kill them at the end with all that they
+    forked.
+    """
     every = [Puppet() for _ in range(count)]
     try:
         yield every

@@ -1,7 +1,7 @@
-"""A member of an engine that does what it is told, also what a good client never does.
+"""A scripted engine process that can also misbehave.
 
-It speaks JSON lines on a socket (see ``puppet.Puppet``). It has no keeper: nothing is let
-go, drained or attached again unless a command says so.
+It speaks JSON lines on a socket (see ``puppet.Puppet``). It has no session manager: nothing is
+released, drained or attached again unless a command says so.
 """
 
 from __future__ import annotations
@@ -58,17 +58,19 @@ class Member:
         return {"boot_id": welcome.boot_id, "session": welcome.session, "epoch": welcome.epoch}
 
     def close_descriptors(self) -> None:
-        """As a good client does right after mapping."""
+        """Close the descriptors, as a correct client does right after mapping."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
 
     def heartbeat(self) -> bool:
-        """Whether the group is complete."""
+        """Send a heartbeat. Return whether the group is complete."""
         return bool(self._call(base.HEARTBEAT, pb.HeartbeatRequest()).group_complete)
 
     def reserve(self, count: int, epoch: int) -> str:
-        """Extents of (count, shards), as hex; epoch 0 is the one of the welcome."""
+        """Reserve blocks. Return extents of (count, shards), as hex; epoch 0 is the one of the
+        welcome.
+        """
         groups = [types_pb2.GroupCount(group=0, count=count)]
         request = pb.ReserveRequest(
             reservation_id=secrets.randbelow(1 << 62) + 1,
@@ -79,7 +81,7 @@ class Member:
         return str(b"".join(part.extents for part in reply.groups).hex())
 
     def commit(self, keys: list[str], extents: str, epoch: int) -> int:
-        """Commit without checksums; how many keys were bound."""
+        """Commit without checksums. Return how many keys were bound."""
         records = _records(extents)
         request = pb.CommitRequest(
             epoch=epoch or self._session.welcome.epoch,
@@ -96,7 +98,7 @@ class Member:
         return sum(bits.bit_count() for part in reply.stored for bits in part.bits)
 
     def abort(self, extents: str, in_doubt: bool) -> list[int]:
-        """Slots freed and put aside."""
+        """Abort slots. Return how many were freed and how many quarantined."""
         records = _records(extents)
         slots = types_pb2.GroupSlots(
             group=0,
@@ -107,12 +109,12 @@ class Member:
         return [reply.freed_slots, reply.quarantined_slots]
 
     def write(self, extents: str, byte: int) -> None:
-        """Fill extents, asking nobody."""
+        """Fill extents once, without any check."""
         for view in self._views(extents):
             view[:] = byte
 
     def scribble(self, extents: str, byte: int) -> None:
-        """Fill extents again and again, until ``rest``."""
+        """Fill extents repeatedly, until ``rest``."""
         views = self._views(extents)
 
         def work() -> None:
@@ -133,30 +135,30 @@ class Member:
         self._scribes.clear()
 
     def alive(self) -> bool:
-        """What the life line says."""
+        """Return whether the attach socket is still open."""
         assert self._session is not None
         return self._session.alive()
 
     def unmap(self) -> None:
-        """Let go of the arena."""
+        """Unmap the arena."""
         self.rest()
         assert self._arena is not None
         self._arena.close()
         gc.collect()
 
     def goodbye(self) -> None:
-        """Say that copies are done, whether they are or not."""
+        """Report that copies are done, whether they are or not."""
         assert self._session is not None
         self._session.goodbye()
 
     def hang_up(self) -> None:
-        """Close the life line without a word."""
+        """Close the attach socket without a goodbye."""
         assert self._session is not None
         self._session.close()
 
     def fork(self, kind: str, extents: str = "", byte: int = 0) -> int:
-        """A child that lives on: ``plain``, ``descriptor`` (keeps an inherited one) or ``map``
-        (maps it and scribbles on ``extents``); its pid.
+        """Fork a child that lives on: ``plain``, ``descriptor`` (keeps an inherited one) or ``map``
+        (maps it and scribbles on ``extents``). Return its pid.
         """
         parent = os.getppid()
         ready, told = os.pipe()
@@ -181,7 +183,7 @@ class Member:
         assert self._session is not None
         size = self._session.welcome.segments[0].bytes
         memory = np.frombuffer(mmap.mmap(self._descriptors[0], size), np.uint8)
-        # mmap keeps a duplicate of the descriptor, so that this child holds the description twice.
+        # mmap keeps a duplicate of the descriptor, so this child holds the description twice.
         self.close_descriptors()
         return [_part(memory, record) for record in _records(extents)]
 

@@ -1,7 +1,7 @@
-"""Random engine processes that die anywhere: of one process, or a scheduler and a second rank.
+"""Random engines that die at any point: one process, or a scheduler and a second rank.
 
-Both are forked by the nursery. What must never happen goes to ``report``, counts of what did to
-``tally``; both files are appended to at once, because the next moment may be the last.
+Both processes are forked by the nursery. Forbidden events go to ``report``, counts of other events
+to ``tally``; both files are appended to at once, because the process may die the next moment.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from support.engine import Copied, Engine, Rank, Seen, contract_of, rank_of
 
 KEYS = 120
-"""Keys of a model, which all its engines share."""
+"""Number of keys of a model, which all its engines share."""
 ANSWER_S = 30.0
 LATE_S = 0.3
-"""How long a rank goes on writing after its scheduler died."""
+"""Time for which a rank continues to write after its scheduler died."""
 GARBAGE = 0xEE
 CLIENT_FAULTS = (
     "copier.store_block",
@@ -54,16 +54,16 @@ class Diary:
         self._tally = os.open(tally, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def bad(self, text: str) -> None:
-        """What must not happen."""
+        """Record an event that must not happen."""
         os.write(self._report, f"{text}\n".encode())
 
     def count(self, what: str, amount: int) -> None:
-        """What happened."""
+        """Count events."""
         if amount:
             os.write(self._tally, f"{what} {amount}\n".encode())
 
     def note(self, seen: Seen) -> None:
-        """The outcome of a check."""
+        """Record the outcome of a check."""
         for text in seen.bad:
             self.bad(text)
         self.count("right", len(seen.right))
@@ -72,7 +72,7 @@ class Diary:
 
 
 class FarRank:
-    """Rank 1 in another process, which the scheduler tells what to copy; see ``Worker``."""
+    """Rank 1 in another process, which copies on the scheduler's command; see ``Worker``."""
 
     number = 1
 
@@ -83,7 +83,7 @@ class FarRank:
 
     @property
     def boot_id(self) -> str:
-        """See ``RankLike``."""
+        """ID of the boot it is attached to, or empty."""
         return str(self._ask({"do": "boot"}))
 
     def store(self, boot_id: str, keys: list[bytes], epoch: int, extents: Records) -> Copied | None:
@@ -130,8 +130,8 @@ class FarRank:
 
 
 class Worker:
-    """Rank 1: does what the scheduler's process says. When that dies, it goes on writing to what
-    it was last told to store to, as a GPU would.
+    """Rank 1: obeys the scheduler's process. When that process dies, it continues to write to the
+    slots of its last store, as a GPU would.
     """
 
     def __init__(self, rank: Rank, door: socket.socket, diary: Diary, dice: random.Random) -> None:
@@ -145,7 +145,7 @@ class Worker:
         rank.client.add_quiesce_hook(lambda _: not self._late.is_set())
 
     def serve(self) -> None:
-        """Until the scheduler's process ends."""
+        """Obey commands until the scheduler's process ends."""
         with self._door.makefile("r") as lines:
             try:
                 for line in lines:
@@ -184,10 +184,12 @@ class Worker:
         }
 
     def _write_late(self, extents: Records) -> None:
-        """The dangerous thing: write without asking, while the session is said to be undrained."""
+        """Write without checks while the session counts as undrained, which is the dangerous
+        case.
+        """
         arena = self._rank.client.arena
         self._late.set()
-        # Only an arena that was still held when the drain was barred may be written to.
+        # Only an arena that was still mapped when the drain was barred may be written to.
         if arena is None or self._rank.client.arena is not arena:
             self._late.clear()
             return
@@ -203,7 +205,7 @@ class Worker:
 
 
 class RandomLife:
-    """What the scheduler's process does until it ends in one way or another."""
+    """Random actions of the scheduler's process, until it ends in some way."""
 
     def __init__(self, engine: Engine, model: str, diary: Diary, dice: random.Random) -> None:
         self._engine = engine
@@ -216,7 +218,7 @@ class RandomLife:
         end = time.monotonic() + life_s
         while time.monotonic() < end:
             if not self._engine.ready:
-                # The daemon or a rank is away: a while of misses, or an end.
+                # The daemon or a rank is away: lookups miss for a while, or this process ends.
                 self._engine.client.wait_ready(0.05)
                 time.sleep(0.005)
                 self._diary.note(self._engine.check(self._keys(4)))
@@ -246,7 +248,7 @@ class RandomLife:
         elif choice < 0.95:
             engine.pin(self._keys(4), 0.3)
         else:
-            # A lease that is never given back.
+            # Takes a lease that is never released.
             engine.client.lookup({0: self._keys(4)})
 
 
@@ -263,7 +265,7 @@ def scheduler(
     report: str,
     tally: str,
 ) -> int:
-    """Main of the process with the scheduler and rank 0; rank 1 is in it, too, unless ``far``."""
+    """Run the process with the scheduler and rank 0; rank 1 is in it, too, unless ``far``."""
     _quiet()
     dice = random.Random(seed)
     diary = Diary(report, tally)
@@ -275,7 +277,7 @@ def scheduler(
     try:
         RandomLife(engine, model, diary, dice).live(dice.uniform(0.05, 2.0))
     except WorkerGoneError:
-        # What it was writing to is in doubt, and so is everything else: the group's end says so.
+        # The worker's writes are in doubt, and so is everything else: ending the group reports it.
         diary.count("workers_lost", 1)
     return _end(dice, engine)
 
@@ -292,7 +294,7 @@ def worker(
     report: str,
     tally: str,
 ) -> int:
-    """Main of the process with rank 1."""
+    """Run the process with rank 1."""
     _quiet()
     dice = random.Random(seed + 1)
     contract = contract_of(page_bytes, shards=shards, model=model)
@@ -304,7 +306,7 @@ def worker(
 
 
 def _end(dice: random.Random, what: Engine | Rank) -> int:
-    """Close, end without a word, or die."""
+    """Close properly, end without a goodbye, or die."""
     choice = dice.random()
     if choice < 0.4:
         what.close()
@@ -314,6 +316,6 @@ def _end(dice: random.Random, what: Engine | Rank) -> int:
 
 
 def _quiet() -> None:
-    """Hundreds of clients tell of hundreds of deaths."""
+    """Silence logs: hundreds of clients report hundreds of deaths."""
     logging.getLogger("kvhearth").addHandler(logging.NullHandler())
     logging.getLogger("kvhearth").propagate = False

@@ -1,4 +1,4 @@
-"""The calls socket spoken to by hand."""
+"""Raw access to the calls socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODY_MAX = 1 << 30
 
 
 def packed(kind: int, number: int, body: bytes = b"") -> bytes:
-    """A frame."""
+    """Encode a frame."""
     return frames.encode(kind, number, body, BODY_MAX)
 
 
@@ -31,12 +31,12 @@ class RawCalls(RawLine):
         return self
 
     def frame(self) -> tuple[int, int, bytes]:
-        """The next answer: kind, number, body."""
+        """Return the next answer: kind, number, body."""
         size, kind, number = frames.HEADER.unpack(self._exactly(frames.HEADER.size))
         return kind, number, self._exactly(size)
 
     def call(self, method: str, request: Any, number: int = 1) -> bytes:
-        """One call; the reply's bytes.
+        """Make one call and return the reply's bytes.
 
         Raises:
             KVHearthError: the refusal.
@@ -49,19 +49,21 @@ class RawCalls(RawLine):
         return body
 
     def connection_refused(self) -> KVHearthError:
-        """The refusal of the whole connection, which must end."""
+        """Return the refusal of the whole connection, which must end."""
         kind, number, body = self.frame()
         assert (kind, number) == (frames.REFUSED, 0)
         assert self.ended(), "it refused, but keeps the connection"
         return decode_status(body)
 
     def send_for(self, seconds: float, data: bytes, times: int) -> int:
-        """Send ``data`` up to so many times while the daemon takes it; how often it did."""
+        """Send ``data`` up to ``times`` times while the daemon accepts it. Return how often
+        it did.
+        """
         self._socket.settimeout(seconds)
         for sent in range(times):
             try:
                 self._socket.sendall(data)
-            except OSError:  # it takes no more, or has had enough
+            except OSError:  # the daemon accepts no more, or has closed the connection
                 return sent
         return times
 

@@ -1,4 +1,4 @@
-"""Both doors of the daemon spoken to by hand: frames, and calls without a client."""
+"""Raw access to the daemon's sockets: frames, and calls without a client."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from support.engine import Engine
 CALL_S = 20.0
 PAGE_BYTES = 16 * 1024
 NEIGHBOUR_S = 20.0
-"""In what time a well-behaved engine stores and loads, whatever others do: milliseconds, but on a
-machine that others use.
+"""Time in which a well-behaved engine stores and loads, whatever other clients do. It takes
+milliseconds; the bound is for a shared machine.
 """
 
 
 def raw_contract(**changes: Any) -> Contract:
-    """A contract of one group and one rank."""
+    """Return a contract of one group and one rank."""
     groups = (GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),)
     return Contract(
         **{"model": "m", "revision": "r", "kv_dtype": "uint8", "groups": groups, **changes}
@@ -49,7 +49,7 @@ def raw_contract(**changes: Any) -> Contract:
 
 
 def raw_hello(**changes: Any) -> dict[str, Any]:
-    """A good hello's message, but for the changes; a change to ``...`` leaves a field out."""
+    """Return a valid hello message with some changes; a change to ``...`` leaves a field out."""
     message = {
         "kind": "hello",
         "protocol": PROTOCOL_VERSION,
@@ -79,14 +79,14 @@ class RawLine:
         self.close()
 
     def close(self) -> None:
-        """Hang up, and close the descriptors that came."""
+        """Close the connection and the received descriptors."""
         self._socket.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
 
     def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
-        """Bytes as they are; a daemon that has hung up already is no failure here."""
+        """Send bytes unchanged; a daemon that has closed the connection is no failure here."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if descriptors:
                 sent = socket.send_fds(self._socket, [data], descriptors)
@@ -94,11 +94,11 @@ class RawLine:
             self._socket.sendall(data)
 
     def half_close(self) -> None:
-        """No more bytes will come from here."""
+        """Close the sending direction."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def answer(self) -> dict[str, Any]:
-        """The next frame."""
+        """Return the next frame."""
         decoder = FrameDecoder()
         while True:
             data, ancillary, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(64))
@@ -111,14 +111,14 @@ class RawLine:
                 return messages[0]
 
     def refusal(self) -> KVHearthError:
-        """The daemon's refusal, after which it must hang up."""
+        """Return the daemon's refusal, after which it must close the connection."""
         answer = self.answer()
         assert answer["kind"] == "refused", answer
         assert self.ended(), "it refused, but keeps the connection"
         return _refusal(answer)
 
     def ended(self) -> bool:
-        """Whether the daemon hangs up, waiting for it as long as the timeout says."""
+        """Whether the daemon closes the connection before the timeout."""
         try:
             while self._socket.recv(1 << 16):
                 pass
@@ -135,12 +135,12 @@ def _refusal(answer: dict[str, Any]) -> KVHearthError:
 
 
 def attach_path(daemon: Daemon) -> Path:
-    """The daemon's attach socket."""
+    """Return the path of the daemon's attach socket."""
     return daemon.socket_dir / ATTACH_SOCKET
 
 
 class RawSession:
-    """An attached session: its life line, and calls with its token.
+    """An attached session: its attach socket, and calls with its token.
 
     Raises:
         KVHearthError: the refusal.
@@ -176,7 +176,7 @@ class RawSession:
         self.channel.close()
 
     def call(self, method: str, request: Any, *, token: str | None = None) -> Any:
-        """One call; ``token``: another one than the session's, empty for none.
+        """Make one call; ``token``: replaces the session's token, empty for none.
 
         Raises:
             KVHearthError: the refusal.
@@ -189,7 +189,7 @@ class RawSession:
             raise refusal_of(error) from None
 
     def send_bytes(self, path: str, data: bytes, metadata: Any = ()) -> bytes:
-        """Bytes as the request of the method ``/service/name``, and those of the answer.
+        """Send bytes as the request of the method ``/service/name`` and return the answer's bytes.
 
         Raises:
             KVHearthError: the refusal.
@@ -203,17 +203,17 @@ class RawSession:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call of this session carries."""
+        """Metadata of this session's calls."""
         return ((TOKEN_KEY, self.token),)
 
     def reserve(self, count: int, *, group: int = 0) -> Records:
-        """Extents, flat, of ``count`` blocks."""
+        """Reserve ``count`` blocks and return their extents, flat."""
         wants = [GroupCount(group=group, count=count)]
         request = pb.ReserveRequest(reservation_id=new_id(), epoch=self.epoch, groups=wants)
         return np.frombuffer(self.call("Reserve", request).groups[0].extents, EXTENT_DTYPE)
 
     def commit(self, keys: list[bytes], extents: Records, /, **changes: Any) -> pb.CommitResponse:
-        """Bind keys to reserved extents; the sums are those of nothing."""
+        """Bind keys to reserved extents with zero checksums."""
         groups = [commit_group(keys, extents, **changes)]
         reply: pb.CommitResponse = self.call(
             "Commit", pb.CommitRequest(epoch=self.epoch, groups=groups)
@@ -221,13 +221,13 @@ class RawSession:
         return reply
 
     def lookup(self, keys: list[bytes], **changes: Any) -> pb.LookupResponse:
-        """What is there of group 0."""
+        """Look up keys of group 0."""
         fields = {"epoch": self.epoch, "groups": [{"group": 0, "keys": b"".join(keys)}], **changes}
         reply: pb.LookupResponse = self.call("Lookup", pb.LookupRequest(**fields))
         return reply
 
     def store(self, count: int) -> tuple[list[bytes], Records]:
-        """New blocks whose bytes nobody wrote."""
+        """Commit new blocks whose bytes were never written."""
         keys, extents = new_keys(count), self.reserve(count)
         self.commit(keys, extents)
         return keys, extents
@@ -239,7 +239,7 @@ class RawSession:
 
 
 def commit_group(keys: list[bytes], extents: Records, /, **changes: Any) -> pb.GroupCommit:
-    """One group of a commit."""
+    """Return one group of a commit."""
     fields = {
         "keys": b"".join(keys),
         "slots": extents["slot"].tobytes(),
@@ -251,13 +251,13 @@ def commit_group(keys: list[bytes], extents: Records, /, **changes: Any) -> pb.G
 
 
 def slots_of(extents: Records) -> dict[str, Any]:
-    """Slots and generations, as in a ``GroupSlots``."""
+    """Return slots and generations, as in a ``GroupSlots``."""
     slots, generations = extents["slot"].tobytes(), extents["generation"].tobytes()
     return {"group": 0, "slots": slots, "generations": generations}
 
 
 def refusal_of(error: grpc.RpcError) -> KVHearthError:
-    """The reason that a failed call carries; the code on the wire must be that reason's."""
+    """Return the refusal that a failed call carries; the code on the wire must match its reason."""
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
@@ -269,17 +269,17 @@ def refusal_of(error: grpc.RpcError) -> KVHearthError:
 
 
 def new_id() -> int:
-    """A number for a lease, a reservation or a pin."""
+    """Return a number for a lease, a reservation or a pin."""
     return 1 + secrets.randbelow((1 << 63) - 2)
 
 
 def new_keys(count: int, key_bytes: int = 32) -> list[bytes]:
-    """Keys that nobody has."""
+    """Return random keys that no cache has."""
     return [os.urandom(key_bytes) for _ in range(count)]
 
 
 def say(daemon: Daemon, data: bytes) -> None:
-    """Bytes to the daemon; raises what it refuses them with."""
+    """Send bytes to the daemon and raise its refusal."""
     with RawLine(attach_path(daemon)) as line:
         line.send(data)
         raise line.refusal()
@@ -294,14 +294,16 @@ class Seat:
 
 
 def seats(daemon: Daemon) -> list[Seat]:
-    """Members of all groups."""
+    """Return the members of all groups."""
     request = admin_pb2.ListSessionsRequest()
     reply = daemon.admin(lambda stub, metadata: stub.ListSessions(request, metadata=metadata))
     return [Seat(one.session, one.state == "attached") for one in reply.sessions]
 
 
 def drop(daemon: Daemon, session: RawSession) -> None:
-    """This process lives on, so only its next hello tells that the session's copies are done."""
+    """End a session without a goodbye and report its copies as done in a new hello: this process
+    lives on, so nothing else would drain it.
+    """
     number, boot_id = session.welcome["session"], session.boot_id
     session.close(bye=False)
     said = {"previous_session": number, "previous_boot": boot_id, "previous_drained": True}
@@ -310,7 +312,7 @@ def drop(daemon: Daemon, session: RawSession) -> None:
 
 
 def fat_contract(number: int, letter: str = "\U0001f525") -> dict[str, Any]:
-    """A good contract as long as its fields allow."""
+    """Return a valid contract as long as its fields allow."""
     names = ("model", "revision", "layout", "model_dtype", "quantization")
     names += ("hash_algorithm", "hash_seed", "rope_digest")
     good = json.loads(raw_contract().to_json())
@@ -319,19 +321,21 @@ def fat_contract(number: int, letter: str = "\U0001f525") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def half_open(path: Path, count: int) -> Iterator[list[RawLine]]:
-    """Connections that say nothing."""
+    """Yield connections that send nothing."""
     with contextlib.ExitStack() as lines:
         yield [lines.enter_context(RawLine(path)) for _ in range(count)]
 
 
 def refusals(daemon: Daemon, reason: Reason) -> int:
-    """How often the daemon has refused something for ``reason``."""
+    """Return how often the daemon has refused something for ``reason``."""
     return daemon.counters().get(f"refusals{{{reason}}}", 0)
 
 
 @contextlib.contextmanager
 def refused(daemon: Daemon, reason: Reason) -> Iterator[pytest.ExceptionInfo[KVHearthError]]:
-    """The block raises a refusal with this reason; it is counted once and the books balance."""
+    """Check that the block raises a refusal with this reason, which is counted once, and that the
+    books balance.
+    """
     before = refusals(daemon, reason)
     with pytest.raises(KVHearthError) as caught:
         yield caught
@@ -341,7 +345,9 @@ def refused(daemon: Daemon, reason: Reason) -> Iterator[pytest.ExceptionInfo[KVH
 
 
 def goes_on(engine: Engine) -> None:
-    """A well-behaved engine stores new blocks and loads its own bytes, in bounded time."""
+    """Check that a well-behaved engine stores new blocks and loads its own bytes, in bounded
+    time.
+    """
     started = time.monotonic()
     keys = new_keys(4)
     assert len(engine.store(keys).bound) == 4
@@ -351,7 +357,9 @@ def goes_on(engine: Engine) -> None:
 
 
 def end_well(daemon: Daemon) -> None:
-    """Nothing is held any more, no task and no call ended in a bug, and the daemon ends with 0."""
+    """Check that nothing is held any more, that no task and no call ended in a bug, and that the
+    daemon exits with 0.
+    """
     daemon.wait_quiet()
     counters = daemon.counters()
     assert not [name for name in counters if name.startswith("task_failures{")], daemon.log_tail()

@@ -1,4 +1,6 @@
-"""A tier on a real drive whose reads end as a test says, and where its records lie on disk."""
+"""A tier on a real drive whose reads end as a test scripts, and the places of its records on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,25 @@ Page = tuple[int, int]
 
 
 def pages_of(request: Request) -> set[Page]:
-    """What a request reads or writes."""
+    """Return the pages that a request reads or writes."""
     first, inode = request.offset // PAGE, os.fstat(request.fd).st_ino
     return {(inode, page) for page in range(first, first + size_of(request) // PAGE)}
 
 
 def size_of(request: Request) -> int:
-    """Bytes of all pieces."""
+    """Return the bytes of all pieces."""
     return sum(size for _, size in request.pieces)
 
 
 class Drive:
-    """Passes requests on to a real queue, and notes the reads.
+    """Passes requests on to a real queue, and records the reads.
 
     Attributes:
-        reads: those that the kernel took, in order.
-        fate: what a read's result is instead; its memory is spoilt if that differs.
-        holds: whether a read's end is kept back for now.
+        reads: reads that the kernel took, in order.
+        fate: replaces a read's result; the read's memory is spoilt if the result differs.
+        holds: whether a read's end is held back for now.
         shut: takes no reads.
-        broken: what the queue itself raises.
+        broken: error that the queue itself raises.
     """
 
     def __init__(self, inner: DiskQueue) -> None:
@@ -73,7 +75,7 @@ class Drive:
 
     @property
     def held(self) -> int:
-        """Reads that have ended and are kept back."""
+        """Number of reads that have ended and are held back."""
         return len(self._kept)
 
     def submit(self, requests: Sequence[Request]) -> int:
@@ -111,12 +113,12 @@ class Drive:
         return fate
 
     def release(self) -> None:
-        """Let go of what is held."""
+        """Release the reads that are held back."""
         self.holds, self.shut = lambda _: False, False
         os.eventfd_write(self.event_fd, 1)
 
     def well(self) -> None:
-        """From now on nothing is wrong with it."""
+        """Return to normal behaviour."""
         self.fate = lambda _, result: result
         self.release()
 
@@ -125,13 +127,13 @@ class Drive:
 
 
 class ReadRig:
-    """A tier on a ``Drive``; reads are joined as far as may be unless a test says otherwise."""
+    """A tier on a ``Drive``; reads are joined as far as possible unless a test says otherwise."""
 
     def __init__(self, *folders: Path, interface: str = "", **changes: Any) -> None:
         self._folders = folders
         self.drive = Drive(open_queue(interface or choose()[0], 16))
         self.arena = Arena()
-        # Half of a depth of two is one: one request may have all.
+        # Half of a depth of two is one: one request may have all records.
         told = {"depth": 2, "segments": 16, "segment_bytes": 1 << 20, "slow_s": 600.0, **changes}
         found = settings(*folders, **{"stuck_s": 600.0, **told})
         self.tier = SsdTier(found, [self.arena.bytes], environment=Environment(queue=self.drive))
@@ -145,12 +147,12 @@ class ReadRig:
         return ticket
 
     def present(self, numbers: Sequence[int], of: BlockSpec | None = None) -> list[bool]:
-        """Which of the blocks are there."""
+        """Return which of the blocks are present."""
         found = self.tier.look_up(of or family(), [key_of(number) for number in numbers])
         return [bool(each) for each in found.present]
 
     def compare(self, done: Completion, numbers: Sequence[int], of: BlockSpec) -> None:
-        """Every byte of what is said to be there."""
+        """Compare every byte of the blocks reported as loaded."""
         for row in done.rows(Done).tolist():
             for shard in range(of.shards):
                 slot = self.arena.slots + row * of.shards + shard
@@ -158,7 +160,7 @@ class ReadRig:
                 assert (self.arena.view(slot, of.length) == wanted).all(), "wrong bytes"
 
     def payload(self, number: int, shard: int = 0, group: int = 0) -> tuple[Path, int]:
-        """Where a record's payload begins: file and page. The page before is its header."""
+        """Return the place of a record's payload: file and page. The page before is its header."""
         for path in chain.from_iterable(map(segment_files, self._folders)):
             heads = records_of(path)
             mine = (heads["group"] == group) & (heads["shard"] == shard)
@@ -168,12 +170,12 @@ class ReadRig:
         raise AssertionError(f"block {number} is not on disk")
 
     def page(self, number: int, shard: int = 0, group: int = 0, *, after: int = 0) -> Page:
-        """A page of a record: its payload's first, or so many after it."""
+        """Return a page of a record: its payload's first, or the one ``after`` pages later."""
         path, at = self.payload(number, shard, group)
         return path.stat().st_ino, at + after
 
     def close(self) -> None:
-        """End, and look whether books agree and bounds were kept to."""
+        """Close the tier, and check that books agree and bounds were kept."""
         self.drive.well()
         assert self.tier.drain(DEADLINE_S)
         self.desk.events += self.tier.poll()
@@ -188,7 +190,9 @@ class ReadRig:
 
 
 def records_of(path: Path) -> Records:
-    """A row for each page of a segment file; those that are no record's header are zero."""
+    """Return a row for each page of a segment file; rows of pages that are no record's header are
+    zero.
+    """
     pages = np.fromfile(path, np.uint8).reshape(-1, PAGE)
     heads = np.ascontiguousarray(pages[:, :RECORD_BYTES]).view(RECORD_DTYPE).reshape(-1)
     good = (heads["magic"] == RECORD_MAGIC) & (heads["position"] == np.arange(len(heads)))

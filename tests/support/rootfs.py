@@ -19,7 +19,7 @@ from support.daemon import until
 
 ROOTFS = Path(__file__).resolve().parents[2] / "deploy/docker/rootfs.py"
 OVERFLOW_UID = 65534
-"""What a user whose id the daemon's user namespace does not map is seen as."""
+"""Apparent id of a user whose id the daemon's user namespace does not map."""
 
 _ENTER = """
 set -eu
@@ -37,11 +37,13 @@ mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
 mount -o remount,bind,ro "$root"
 exec unshare --user --map-user="$uid" --map-group="$gid" --root="$root" --wd=/ -- "$@"
 """
-"""In the outer namespaces: shares two directories, makes the rest read-only, gives up its root."""
+"""Script in the outer namespaces: shares two directories, makes the rest read-only, gives up
+root.
+"""
 
 
 def build_root(place: Path) -> Path:
-    """Run rootfs.py; skips where packages cannot be had."""
+    """Run rootfs.py; skip the test where packages are not available."""
     words = [sys.executable, str(ROOTFS), str(place)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode and "No matching distribution" in done.stderr:
@@ -54,7 +56,7 @@ class Jail:
     """One root with its sockets' and arena's directories, and the daemon's process.
 
     Args:
-        root: what rootfs.py made.
+        root: output of rootfs.py.
         sockets, arena: outside directories for /run/kvhearth and /arena.
     """
 
@@ -72,14 +74,16 @@ class Jail:
         return int(uid), int(gid)
 
     def command(self, *words: str) -> list[str]:
-        """How ``words`` run inside."""
+        """Return the command that runs ``words`` inside."""
         enter = ["--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
         ids = [str(number) for number in self._ids]
         place = [str(self.root), *ids, str(self.sockets), str(self.arena)]
         return ["unshare", *enter, "sh", "-c", _ENTER, "enter", *place, *words]
 
     def _privileges(self) -> dict[str, Any]:
-        """The process outside is never root: as root it becomes the image's user first."""
+        """Return process options that drop root: if started as root, the outside process becomes
+        the image's user first.
+        """
         if os.geteuid() != 0:
             return {}
         uid, gid = self._ids
@@ -126,19 +130,19 @@ class Jail:
         return self.process.poll() is not None or '"ready"' in self.log()
 
     def log(self) -> str:
-        """What the daemon wrote since it was last killed."""
+        """Return the daemon's output since it was last killed."""
         return (self.root.parent / "log").read_text(errors="replace")
 
     @property
     def daemon_pid(self) -> int:
-        """The daemon's process id outside; inside it is 1."""
+        """Process id of the daemon outside; inside it is 1."""
         assert self.process is not None
         task = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         (child,) = Path(task).read_text().split()
         return int(child)
 
     def kill(self) -> None:
-        """kill -9 of the daemon; its namespaces go with it."""
+        """Kill the daemon with SIGKILL; its namespaces go with it."""
         if self.process is None or self.process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError, ValueError):
@@ -153,7 +157,7 @@ class Jail:
 
 @contextlib.contextmanager
 def jail(root: Path, folder: Path, arena: Path) -> Iterator[Jail]:
-    """A jail whose daemon is gone at the end; skips where namespaces are not to be had."""
+    """Yield a jail whose daemon is gone at the end; skip where namespaces are not available."""
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare (util-linux)")
     sockets = folder / "s"

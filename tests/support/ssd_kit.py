@@ -1,4 +1,4 @@
-"""Engines and daemons with an SSD tier: storing and fetching more than memory holds."""
+"""Engines and daemons with an SSD tier: store and load more than memory holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 MEMORY_BLOCKS = 256
-"""That the 16 MiB of a small daemon hold."""
+"""Number of blocks that the 16 MiB of a small daemon hold."""
 
 
 def new_keys(count: int) -> list[bytes]:
-    """Keys that nobody knows."""
+    """Return random keys that no cache has."""
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
@@ -33,8 +33,8 @@ def store_all(engine: Engine, keys: list[bytes]) -> None:
 
 
 def store_paced(engine: Engine, daemon: Daemon, keys: list[bytes]) -> None:
-    """Store all keys, no faster than they are saved: a drive that stands still for two seconds
-    while room is wanted is passed over, and what was not saved is gone.
+    """Store all keys, no faster than they are written back: if the drive makes no progress for two
+    seconds while room is needed, pending writes are abandoned, and their blocks are lost.
     """
     before = daemon.counters()["demoted_blocks"]
     for start in range(0, len(keys), PAGES):
@@ -43,12 +43,12 @@ def store_paced(engine: Engine, daemon: Daemon, keys: list[bytes]) -> None:
 
 
 def saved(daemon: Daemon, count: int) -> None:
-    """Wait until so many blocks are on the SSD."""
+    """Wait until ``count`` blocks were written back to the SSD."""
     until(lambda: daemon.counters()["demoted_blocks"] >= count, f"{count} blocks are saved", 60)
 
 
 def fetch_all(engine: Engine, keys: list[bytes]) -> list[bytes]:
-    """Load all keys, letting them climb; those that came, every byte of them right."""
+    """Load all keys, promoting them as needed. Return those that came, with every byte right."""
     right = []
     for start in range(0, len(keys), PAGES):
         portion = keys[start : start + PAGES]

@@ -1,4 +1,4 @@
-"""A watched daemon with a handler that burns 50 ms of processor time again and again."""
+"""A watched daemon with a handler that repeatedly burns 50 ms of processor time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
 
 
 def burn_now_and_then(loop: asyncio.AbstractEventLoop) -> None:
-    """The planted stall."""
+    """Stall the loop, and schedule the next stall."""
     began = time.thread_time()
     while time.thread_time() - began < BURNT_S:
         pass

@@ -6,12 +6,12 @@ import threading
 
 
 def own_threads() -> set[threading.Thread]:
-    """Those of this process that are KVHearth's."""
+    """Return KVHearth's threads in this process."""
     return {each for each in threading.enumerate() if each.name.startswith("kvhearth")}
 
 
 def left_since(before: set[threading.Thread]) -> list[str]:
-    """Names of such threads that were not there before and are there now: what an earlier test
-    left, it left, and this one is not to fail for it.
+    """Return the names of KVHearth's threads that started since ``before`` and still run. Threads
+    that an earlier test left do not count against this one.
     """
     return sorted(each.name for each in own_threads() - before)

@@ -1,4 +1,4 @@
-"""A tier of plain memory: what the contract looks like with nothing in the way.
+"""A tier of plain memory, the simplest implementation of the contract, and wrappers around tiers.
 
 It copies at once and reports at the next ``poll``. Tests run engines on it, and it stands in for
 far memory (CXL, another NUMA node).
@@ -93,7 +93,7 @@ class DramTier:
         return self._report(outcomes)
 
     def cancel(self, ticket: int) -> None:
-        """Nothing is ever left to cancel."""
+        """Do nothing: no batch is ever in progress."""
 
     def poll(self) -> list[Completion]:
         if self._done:
@@ -273,7 +273,7 @@ class Counting(Wrapper):
 
     @property
     def in_flight(self) -> int:
-        """Batches without their final completion."""
+        """Number of batches without their final completion."""
         return len(self._kinds)
 
     def _note(self, kind: str, batch: LoadBatch, answer: int | Throttled) -> int | Throttled:
@@ -287,7 +287,7 @@ class Counting(Wrapper):
 
 
 class Throttling(Wrapper):
-    """Lets at most ``bytes_per_s`` through, stores and loads together, and at most ``batches``
+    """Passes at most ``bytes_per_s`` through, stores and loads together, and at most ``batches``
     batches at once. Zero stands for no bound.
     """
 
@@ -330,7 +330,7 @@ class Throttling(Wrapper):
 class Faulty(Wrapper):
     """Turns good outcomes into bad ones, and refuses batches, at given rates, from a seed.
 
-    A load that it fails has its bytes in place: only the answer is a lie, on the safe side.
+    A load that it fails has its bytes in place: only the answer is false, on the safe side.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Faulty(Wrapper):
         refuse: float = 0.0,
         outcome: Outcome | None = None,
     ) -> None:
-        """``outcome``: what failed rows get; ``Failed("io")`` by default."""
+        """``outcome``: outcome of failed rows; ``Failed("io")`` by default."""
         super().__init__(inner)
         self._random = random.Random(seed)
         self._fail, self._refuse = fail, refuse

@@ -1,7 +1,8 @@
-"""A core over memory with real bytes, a slower tier driven by hand, and what moves between them.
+"""A core over memory with real bytes, a lower tier controlled by the test, and the tiering between
+them.
 
-After each call the rig looks at the books and at every byte that may be served, and that no slot
-which the tier reads or writes is in other hands.
+After each call the rig checks the books and every servable byte, and that no slot which the tier
+reads or writes is in use elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SCRIBBLE = 0xEE
 
 
 def content_of(space: Namespace, epoch: int, key: bytes, shard: int, length: int) -> U8:
-    """The bytes of a block's shard; they depend on all that names it."""
+    """Return the bytes of a block's shard, which depend on everything that names it."""
     seed = hashlib.sha256(b"%b %d %b %d" % (space.digest, epoch, key, shard)).digest()
     return np.frombuffer((seed * (length // len(seed) + 1))[:length], np.uint8)
 
@@ -65,24 +66,24 @@ class FakeSettings:
 
 
 class FakeStatus:
-    """What there is to see of the tier."""
+    """Status of the tier, as far as the engine uses it."""
 
     def __init__(self) -> None:
         self.locked_files = self.unusable_places = 0
         self.recovering = False
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """A millisecond a block, and as much for what waits."""
+        """Estimate a millisecond for each block, and for each one that waits."""
         own = sum(blocks for _, blocks in loads)
         return (own + max(0, waiting - own)) / 1000
 
 
 class FakeTier(DramTier):
-    """Memory that copies only when a test lets it.
+    """A memory tier that copies only when a test permits it.
 
     Attributes:
-        held: nothing ends until ``let_go``.
-        refuse_stores, refuse_loads: what batches are answered with.
+        held: no batch ends until ``let_go``.
+        refuse_stores, refuse_loads: refusals that batches get.
         spoil: an outcome for one block of a store (false) or a load, None for the true one.
         under_way: batches that have not ended, oldest first.
         submitted: blocks of all batches that were taken, by ``store`` and ``load``.
@@ -113,28 +114,28 @@ class FakeTier(DramTier):
         self._cancelled.add(ticket)
 
     def let_go(self, count: int = 1) -> None:
-        """So many batches may end at the next ``poll``, though the tier is held."""
+        """Let ``count`` batches end at the next ``poll``, although the tier is held."""
         self._let_go += count
 
     def stuck(self) -> None:
-        """The device holds on to all that is under way."""
+        """Report all batches in progress as stuck in the device."""
         for each in self.under_way:
             rows = np.arange(len(each.batch.keys))
             self._done.append(Completion(each.ticket, [(Failed("stuck"), rows)], final=False))
 
     def evict(self, keys: Sequence[bytes], cause: str = "space") -> None:
-        """Let blocks of these keys go, as to make room."""
+        """Evict blocks of these keys, as to make room."""
         for name in [name for name in self._blocks if name[2] in keys]:
             self._drop(name)
             self._evicted.append(Evicted(name[0], name[1], [name[2]], cause))
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """Blocks of these keys are gone, and nobody is told."""
+        """Drop blocks of these keys without reporting it."""
         for name in [name for name in self._blocks if name[2] in keys]:
             self._drop(name)
 
     def keys(self) -> set[bytes]:
-        """Keys of all blocks."""
+        """Return the keys of all blocks."""
         return {name[2] for name in self._blocks}
 
     def damage(self, key: bytes) -> None:
@@ -155,7 +156,7 @@ class FakeTier(DramTier):
         return done
 
     def slots_in_use(self) -> list[Records]:
-        """Places of all batches that have not ended."""
+        """Return the places of all batches that have not ended."""
         return [each.batch.places for each in self.under_way]
 
     def _take(self, batch: LoadBatch, *, load: bool) -> int | Throttled:
@@ -172,7 +173,7 @@ class FakeTier(DramTier):
         return ticket
 
     def _scribble(self) -> None:
-        """The device writes into what it loads to at any time."""
+        """Overwrite the targets of loads, as the device may at any time."""
         for each in self.under_way:
             for row in range(len(each.batch.keys) if each.load else 0):
                 for view in self._views(each.batch, row):
@@ -190,7 +191,7 @@ class FakeTier(DramTier):
 
 
 class TierRig(Rig):
-    """A core with a tier under it."""
+    """A core with a tier below it."""
 
     def __init__(
         self,
@@ -234,13 +235,15 @@ class TierRig(Rig):
         self.counted.update(self.state.take_counts())
 
     def check(self) -> None:
-        """The books balance, what may be served is right, and the tier's slots are the tier's."""
+        """Check that the books balance, servable blocks are right, and no one else uses the tier's
+        slots.
+        """
         super().check()
         self.check_bytes()
         self.check_slots()
 
     def check_bytes(self) -> None:
-        """Every servable block holds its own bytes."""
+        """Check that every servable block holds its own bytes."""
         table = self.state.table
         for number, kv_group, heads in self.state.index.items():
             space = self.state.namespaces.get(number)
@@ -252,7 +255,9 @@ class TierRig(Rig):
                         assert (self.view(slot, length) == wanted).all(), f"slot {slot}: {key!r}"
 
     def check_slots(self) -> None:
-        """What the tier reads is held, what it writes to is LOADING, and no slot is both."""
+        """Check that slots the tier reads are held, slots it writes to are LOADING, and no slot is
+        both.
+        """
         table, seen = self.state.table, set[tuple[int, int]]()
         at = {}
         for state in (State.SUMMED, State.QUARANTINED, State.LOADING):
@@ -274,7 +279,7 @@ class TierRig(Rig):
                     assert table.refs[slot] > 0, "a slot is written out, but nobody holds it"
 
     def view(self, slot: int, length: int) -> U8:
-        """Bytes of a slot."""
+        """Return the bytes of a slot."""
         (extent,) = self.state.table.extents(np.array([slot]), length)
         return self.regions[extent["segment"]][int(extent["offset"]) :][:length]
 
@@ -288,7 +293,7 @@ class TierRig(Rig):
         parent: bytes = b"",
         summed: bool = True,
     ) -> CommitItem:
-        """A part of a commit, its bytes written."""
+        """Return one item of a commit, with its bytes written."""
         owner = self.state.table.owner[flat(slots)[0]]
         group = next(group for group in self.state.groups if group.number == owner)
         space = self.state.namespaces.get(group.namespace)
@@ -300,7 +305,7 @@ class TierRig(Rig):
         return CommitItem(kv_group, named, slots, generations, sums, parent)
 
     def sums(self, slots: I64, length: int) -> U8:
-        """Checksums of slots as they are, (n, shards, 16)."""
+        """Return checksums of the slots' current bytes, (n, shards, 16)."""
         data = b"".join(
             xxhash.xxh3_128_digest(self.view(slot, length).data) for slot in flat(slots).tolist()
         )
@@ -309,14 +314,14 @@ class TierRig(Rig):
     # -- the tier ----------------------------------------------------------------------------------
 
     def turn(self, count: int = 1) -> None:
-        """Turns of the loop, looking at everything after each."""
+        """Run turns of the loop, with all checks after each."""
         for _ in range(count):
             self.tiering.turn()
             self._apply()
             self.check()
 
     def settle(self, turns: int = 200) -> None:
-        """Turns until nothing waits and nothing is under way."""
+        """Run turns until nothing waits and nothing is in progress."""
         for _ in range(turns):
             if self.tiering.idle:
                 return
@@ -331,12 +336,12 @@ class TierRig(Rig):
         )
 
     def save(self, session: int, named: list[bytes], **options: Any) -> None:
-        """Store blocks and let them sink."""
+        """Store blocks and let them be written back."""
         self.put(session, named, **options)
         self.settle()
 
     def copy_state(self, session: int, named: bytes, kv_group: int = 0) -> CopyState | None:
-        """Where a block's copy below stands; None if the block is not in memory."""
+        """Return the state of a block's copy in the tier; None if the block is not in memory."""
         head = self.head(session, named, kv_group)
         return None if head < 0 else CopyState(int(self.state.table.copy_state[head]))
 
@@ -349,16 +354,16 @@ class TierRig(Rig):
     def want(
         self, session: int, named: list[bytes], *, kv_group: int = 0, lease_id: int = 0
     ) -> None:
-        """Look blocks up, and let climb what is below."""
+        """Look blocks up, and promote those that only the tier has."""
         found = self.lookup_all(session, {kv_group: named}, lease_id=lease_id)
         self.tiering.promote(found.promotion_queue, self.group(session).number, lease_id)
         self.check()
 
     def in_memory(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
-        """Which keys are in memory."""
+        """Return which keys are in memory."""
         return [self.head(session, each, kv_group) >= 0 for each in named]
 
     def count_of(self, name: str, label: str = "") -> int:
-        """A counter."""
+        """Return a counter."""
         self.counted.update(self.state.take_counts())
         return self.counted[name, label]

@@ -1,4 +1,4 @@
-"""Blocks of known content, an arena to hold them, and a tier driven by hand."""
+"""Blocks of known content, an arena to hold them, and a tier driven step by step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMESPACE = hashlib.sha256(b"tests").digest()
 PAGE = 4096
 SEGMENT_BYTES = 256 << 10
 LENGTH = 10_000
-"""Not whole pages, so that padding is in every test."""
+"""Not a multiple of the page size, so that every test includes padding."""
 
 
 def family(**changes: Any) -> BlockSpec:
@@ -54,17 +54,17 @@ def key_of(number: int) -> bytes:
 
 
 def keys_of(numbers: range | list[int]) -> list[bytes]:
-    """Keys of many."""
+    """Return the keys of several numbers."""
     return [key_of(number) for number in numbers]
 
 
 def content_of(number: int, shard: int, length: int) -> U8:
-    """Bytes that depend on all that names them."""
+    """Return bytes that depend on everything that names them."""
     return np.frombuffer(np.random.default_rng([number, shard, length]).bytes(length), np.uint8)
 
 
 def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
-    """Small segments, ``segments`` of them in each folder."""
+    """Return settings with small segments, ``segments`` of them in each folder."""
     size = changes.pop("segment_bytes", SEGMENT_BYTES)
     capacity = segments * segment_cost_bytes(size) + (64 << 10)
     for folder in folders:
@@ -74,7 +74,7 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
 
 
 class Clock:
-    """A tier's time: the machine's, until a test puts it forward or holds it."""
+    """The tier's clock: the machine's, until a test advances or stops it."""
 
     def __init__(self) -> None:
         self._ahead_s = 0.0
@@ -85,12 +85,12 @@ class Clock:
         return time.monotonic() + self._ahead_s if held is None else held
 
     def put_forward(self, seconds: float) -> None:
-        """From now on it is so much later."""
+        """Advance the clock."""
         self._ahead_s += seconds
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No time passes for the tier in this block, however long it takes."""
+        """Stop the clock for the length of a block."""
         self._held = self()
         try:
             yield
@@ -99,7 +99,7 @@ class Clock:
 
 
 class Arena:
-    """One region of slots, for stores in its first half and loads in its second."""
+    """One region of slots: the first half is for stores, the second for loads."""
 
     def __init__(self, slots: int = 128, slot_bytes: int = 16 << 10) -> None:
         self._mapping = mmap.mmap(-1, 2 * slots * slot_bytes)
@@ -107,7 +107,7 @@ class Arena:
         self.slots, self.slot_bytes = slots, slot_bytes
 
     def places(self, first: int, count: int, shards: int) -> Any:
-        """Places of ``count`` blocks from slot ``first``, (count, shards)."""
+        """Return the places of ``count`` blocks from slot ``first``, (count, shards)."""
         rows = np.zeros((count, shards), PLACE_DTYPE)
         rows["offset"] = (
             first + np.arange(count * shards).reshape(count, shards)
@@ -115,7 +115,7 @@ class Arena:
         return rows
 
     def view(self, slot: int, length: int) -> U8:
-        """Bytes of a slot."""
+        """Return the bytes of a slot."""
         return self.bytes[slot * self.slot_bytes :][:length]
 
 
@@ -129,7 +129,7 @@ class Desk:
         self._poll.register(tier.event_fd, select.POLLIN)
 
     def store_batch(self, numbers: range | list[int], of: BlockSpec) -> StoreBatch:
-        """Fill slots with known bytes and name them."""
+        """Fill slots with known bytes and return them as a batch."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
         sums = np.zeros((count, shards), "V16")
@@ -143,7 +143,7 @@ class Desk:
         return StoreBatch(of, keys_of(list(numbers)), places, sums, names + 1, names)
 
     def load_batch(self, numbers: range | list[int], of: BlockSpec) -> LoadBatch:
-        """Slots to load into, wiped."""
+        """Return a batch of wiped slots to load into."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
         half = self.arena.slots
@@ -151,7 +151,7 @@ class Desk:
         return LoadBatch(of, keys_of(list(numbers)), self.arena.places(half, count, shards))
 
     def wait(self, ticket: int | Throttled, deadline_s: float = DEADLINE_S) -> Completion:
-        """The final completion of a ticket."""
+        """Wait for a ticket's final completion."""
         assert not isinstance(ticket, Throttled), ticket
         end = time.monotonic() + deadline_s
         while True:
@@ -164,7 +164,7 @@ class Desk:
             self._poll.poll(50)
 
     def store(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
-        """Store blocks and wait; a batch that is put off is offered again."""
+        """Store blocks and wait; a batch that is refused for now is submitted again."""
         batch = self.store_batch(numbers, of or family())
         end = time.monotonic() + DEADLINE_S
         while isinstance(answer := self.tier.submit_store(batch), Throttled):
@@ -174,7 +174,7 @@ class Desk:
         return self.wait(answer)
 
     def store_all(self, numbers: range | list[int], of: BlockSpec | None = None) -> None:
-        """Store blocks until each is done; those that found no place are offered again."""
+        """Store blocks until each is done; those that found no place are submitted again."""
         left = list(numbers)
         end = time.monotonic() + DEADLINE_S
         while left:
@@ -186,7 +186,7 @@ class Desk:
             self._poll.poll(5 if kept else 0)
 
     def load(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
-        """Load blocks, wait, and compare every byte of what is said to be there."""
+        """Load blocks, wait, and compare every byte of those reported as loaded."""
         of = of or family()
         done = self.wait(self.tier.submit_load(self.load_batch(numbers, of)))
         for row in done.rows(Done).tolist():
@@ -197,7 +197,7 @@ class Desk:
         return done
 
     def settle(self, deadline_s: float = DEADLINE_S) -> None:
-        """Poll until the log is read back."""
+        """Poll until the log is recovered."""
         end = time.monotonic() + deadline_s
         while self.tier.status.recovering:  # type: ignore[attr-defined]
             self.events += self.tier.poll()
@@ -225,18 +225,18 @@ class Desk:
 
 
 def segment_files(folder: Path) -> Iterator[Path]:
-    """Segment files of a folder, by name."""
+    """Return the segment files of a folder, by name."""
     return iter(sorted(folder.glob("*.segment")))
 
 
 def spoil(folder: Path, key: bytes) -> int:
-    """Flip a bit of a block's bytes in its record, wherever that is; how many records it has."""
+    """Flip a bit of a block's payload in each of its records. Return how many records it has."""
     found = 0
     for path in segment_files(folder):
         data = path.read_bytes()
         for page in range(PAGE_BYTES, len(data) - PAGE_BYTES, PAGE_BYTES):
             (head,) = np.frombuffer(data, RECORD_DTYPE, 1, page)
-            # A footer's lines name records that are elsewhere.
+            # A footer's lines name records that lie elsewhere.
             if head["key"].tobytes()[: len(key)] == key and head["position"] * PAGE_BYTES == page:
                 with path.open("r+b") as file:
                     file.seek(page + PAGE_BYTES)
@@ -256,7 +256,7 @@ class NoDirect(Files):
 
 
 class Opened:
-    """A tier over folders, its log read back; closed at the end, books checked."""
+    """A tier over folders, its log recovered; closed at the end, books checked."""
 
     def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
         told = settings(*folders, **changes)

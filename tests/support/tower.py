@@ -1,4 +1,4 @@
-"""A scripted daemon of two tiers, whose blocks climb as a test says."""
+"""A scripted daemon of two tiers, whose blocks are promoted as a test scripts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, PAGE_BYTES
 
 
 class Tower:
-    """A scripted daemon's blocks: the first ``dram`` of those asked for are in memory, the others
-    on SSD.
+    """Blocks of a scripted daemon: the first ``dram`` of the requested ones are in memory, the
+    others on SSD.
 
     Attributes:
-        step: so many more are up at each later lookup, once one has asked them to climb.
+        step: number of blocks promoted before each later lookup, once a lookup has requested it.
         asked: all lookups.
     """
 
@@ -57,7 +57,7 @@ class Tower:
 
 
 def ended(daemon: FakeDaemon) -> tuple[list[int], list[int]]:
-    """Lease ids and cancelled ids of all releases, sorted."""
+    """Return the lease ids and cancelled ids of all releases, sorted."""
     requests = daemon.requests["Release"]
     leases = [number for request in requests for number in request.lease_ids]
     return sorted(leases), sorted(n for request in requests for n in request.cancelled_ids)

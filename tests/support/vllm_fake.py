@@ -1,7 +1,7 @@
-"""What vLLM's scheduler and worker do with the connector's halves, without vLLM.
+"""vLLM's scheduler and worker as the connector's halves see them, without vLLM.
 
-The halves, the client, the copiers and the daemon are real; blocks' bytes follow from their keys,
-so that a wrong page is seen.
+The halves, the client, the copiers and the daemon are real. Blocks' bytes follow from their keys,
+so that a wrong page is detected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL = GroupSpec(GroupKind.FULL, BLOCK_TOKENS, PAGE_BYTES)
 
 
 def hashes_of(text: str, tokens: int) -> list[bytes]:
-    """Chained hashes of the full blocks of a prompt that ``text`` stands for."""
+    """Return the chained hashes of the full blocks of a prompt that ``text`` stands for."""
     return [
         hashlib.sha256(f"{text}/{at}".encode()).digest() for at in range(tokens // BLOCK_TOKENS)
     ]
@@ -53,18 +53,18 @@ class FakePool:
         self.blocks[0].ref_cnt = 1
 
     def touch(self, blocks: list[FakeBlock]) -> None:
-        """One more reference to each."""
+        """Add a reference to each block."""
         for block in blocks:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Any) -> None:
-        """One less."""
+        """Drop a reference of each block."""
         for block in blocks:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0, f"block {block.block_id} was freed twice"
 
     def take(self, count: int) -> list[int]:
-        """Free blocks for a request."""
+        """Take free blocks for a request."""
         found = [block for block in self.blocks if not block.ref_cnt][:count]
         assert len(found) == count, "the pool is exhausted"
         self.touch(found)
@@ -72,7 +72,7 @@ class FakePool:
 
     @property
     def held(self) -> int:
-        """References, but for the null block's."""
+        """Number of references, without the null block's."""
         return sum(block.ref_cnt for block in self.blocks[1:])
 
 
@@ -92,7 +92,7 @@ class FakeRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """All of it is prompt."""
+        """Number of tokens: all of them are prompt."""
         return self.num_tokens
 
 
@@ -107,12 +107,12 @@ class FakeOutput:
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        """Of all requests."""
+        """Sum over all requests."""
         return sum(self.num_scheduled_tokens.values())
 
     @property
     def kv_connector_block_state(self) -> Any:
-        """vLLM's view of the block tables."""
+        """Return vLLM's view of the block tables."""
         return SimpleNamespace(
             get_block_ids=self._get_block_ids, boundary_state_offloads=self.states
         )
@@ -123,7 +123,7 @@ class FakeOutput:
 
 
 def config_of(role: str, engine_id: str, **over: Any) -> Any:
-    """The part of vLLM's configuration that the scheduler's half reads."""
+    """Return the part of vLLM's configuration that the scheduler's half reads."""
     transfer = SimpleNamespace(
         kv_role=role,
         is_kv_producer=role in ("kv_producer", "kv_both"),
@@ -145,7 +145,7 @@ def config_of(role: str, engine_id: str, **over: Any) -> Any:
 
 
 def contract_of(groups: tuple[GroupSpec, ...], tensor: int, pipeline: int) -> Contract:
-    """A contract for groups of the engine."""
+    """Return a contract for groups of the engine."""
     return Contract(
         model="fake",
         revision="1",
@@ -160,13 +160,13 @@ class FakeEngine:
     """A scheduler and its workers, stepped by the test.
 
     Args:
-        url: of a daemon.
+        url: URL of a daemon.
         groups: KV cache groups.
-        ranks: workers.
-        pipeline: they are stages of a pipeline, else tensor parallel.
-        replicas: how many of them hold the same bytes.
+        ranks: number of workers.
+        pipeline: the workers are stages of a pipeline, otherwise tensor parallel.
+        replicas: number of workers that hold the same bytes.
         role: ``kv_role``.
-        blocks: in the pool.
+        blocks: size of the pool.
         settings: options.
     """
 
@@ -212,22 +212,24 @@ class FakeEngine:
         self._failed: set[str] = set()
 
     def wait_ready(self) -> None:
-        """Wait until all are attached and empty slots are in hand."""
+        """Wait until all members are attached and reserved slots are available."""
         assert self.half._client.wait_ready(20)
         stock = self.half._stores._stock
         until(lambda: all(stock.held(g) for g in range(len(self.contract.groups))), "slots")
 
-    # -- what vLLM's scheduler does ----------------------------------------------------------------
+    # -- vLLM's scheduler --------------------------------------------------------------------------
 
     def add(self, name: str, text: str, tokens: int, **more: Any) -> FakeRequest:
-        """A request comes."""
+        """Add a new request."""
         request = FakeRequest(name, tokens, hashes_of(text, tokens), **more)
         self.requests[name] = request
         self.half.new_request(request)
         return request
 
     def admit(self, request: FakeRequest, local_tokens: int = 0, timeout_s: float = 20.0) -> int:
-        """Ask until there is an answer, allocate; tokens that are loaded."""
+        """Look a request up until there is an answer, and allocate. Return the tokens that are
+        loaded.
+        """
         end = time.monotonic() + timeout_s
         while True:
             tokens, is_async = self.half.matched(request, local_tokens)
@@ -252,7 +254,7 @@ class FakeEngine:
         return tokens
 
     def wait_loaded(self, request: FakeRequest, timeout_s: float = 20.0) -> bool:
-        """Step until the load has ended; whether it succeeded."""
+        """Step until the load has ended. Return whether it succeeded."""
         end = time.monotonic() + timeout_s
         while request.request_id in self.loading:
             self.step({})
@@ -261,14 +263,14 @@ class FakeEngine:
         return request.outcome == "loaded"
 
     def prefill(self, request: FakeRequest, tokens: int | None = None) -> None:
-        """Compute what is missing, in one step."""
+        """Compute the missing tokens in one step."""
         left = request.num_tokens - request.num_computed_tokens
         self.compute(request)
         self.step({request.request_id: tokens or left})
         request.num_computed_tokens += tokens or left
 
     def compute(self, request: FakeRequest) -> None:
-        """Write all of the request's full blocks as they must be."""
+        """Write the right content into all of the request's full blocks."""
         for rank, own in enumerate(self.pages):
             for group, table in enumerate(request.tables):
                 for at, page in enumerate(table[: len(self._keys(request, group))]):
@@ -295,7 +297,7 @@ class FakeEngine:
         scheduled: dict[str, int],
         states: dict[str, list[tuple[int, int, int]]] | None = None,
     ) -> StepMeta:
-        """One step of scheduler and workers."""
+        """Run one step of scheduler and workers."""
         tables = {name: self.requests[name].tables for name in scheduled}
         output = FakeOutput(scheduled, tables, states or {})
         meta = self.half.plan_step(output)
@@ -330,7 +332,7 @@ class FakeEngine:
         return meta
 
     def finish(self, request: FakeRequest) -> dict[str, Any] | None:
-        """A request ends, in whatever state; its blocks are freed when nobody loads into them."""
+        """End a request in any state; its blocks are freed when no load writes into them."""
         told = self.half.finished(request, request.tables)
         self.wait_loaded(request)
         for table in request.tables:
@@ -349,7 +351,9 @@ class FakeEngine:
         self.half._holds.check_books()
 
     def run(self, name: str, text: str, tokens: int, **more: Any) -> int:
-        """A request from begin to end; tokens that were loaded, each of them checked."""
+        """Run a request from begin to end. Return the tokens that were loaded, each of them
+        checked.
+        """
         request = self.add(name, text, tokens, **more)
         loaded = self.admit(request)
         if not self.wait_loaded(request):
@@ -372,7 +376,7 @@ class FakeEngine:
 
 @contextlib.contextmanager
 def fake_engine(url: str, *, ready: bool = True, **options: Any) -> Iterator[FakeEngine]:
-    """An engine that is closed at the end."""
+    """Yield an engine, and close it at the end."""
     engine = FakeEngine(url, **options)
     try:
         if ready:

@@ -1,8 +1,8 @@
-"""vLLM's scheduling with a second connector beside ours, and a record of what each page holds.
+"""vLLM's scheduling with a second connector beside ours, and a record of each page's content.
 
 Requests of a few texts share prefixes. A page holds right KV of a block only if every token before
-it was right when it was written; pages of anything else hold garbage, so that a block that is
-stored too early is seen when it is loaded.
+it was right when it was written. All other pages hold garbage, so that a block that is stored too
+early is detected when it is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GARBAGE = 0xEE
 GENERATED_MAX = 2 * BLOCK_TOKENS
 ANSWER_S = 20.0
 STOCK_BLOCKS = 64
-"""Empty slots that the engine is to hold ready: more than all requests fill in a step."""
+"""Reserved slots that the engine should hold ready: more than all requests fill in a step."""
 
 
 @dataclass(eq=False)
@@ -28,12 +28,12 @@ class Live:
     """A request that vLLM has not ended.
 
     Attributes:
-        status: waiting, sibling (its load is under way), ours, running or ended (blocks wait for a
-            load).
-        goal_tokens: the request ends when it has so many.
-        local_tokens: that the engine's own prefix cache had at the last admission.
+        status: waiting, sibling (its load is in progress), ours, running or ended (blocks wait for
+            a load).
+        goal_tokens: number of tokens at which the request ends.
+        local_tokens: tokens found in the engine's own prefix cache at the last admission.
         in_flight: steps that were dispatched and not processed.
-        stale: those of them whose output is dropped.
+        stale: steps in flight whose output is dropped.
         placeholders: tokens that steps in flight will have sampled.
     """
 
@@ -69,12 +69,12 @@ class World:
     """One engine with our halves and a sibling.
 
     Args:
-        engine: of one rank and one group.
+        engine: an engine of one rank and one group.
         sibling_first: the sibling is asked before us, as in the order of ``MultiConnector``.
         lag: steps that are dispatched before the output of the one before is processed.
 
     Attributes:
-        text: of tests that need only one.
+        text: text of tests that need only one.
         live: requests by name.
         sibling_has: tokens of each text that the sibling can load.
         sibling_stored: blocks that the sibling loaded and we stored.
@@ -103,7 +103,7 @@ class World:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, name: str, text: str, tokens: int, generated: int) -> None:
-        """A request comes."""
+        """Add a new request."""
         request = self.engine.add(name, text, tokens)
         self.live[name] = Live(request, text, tokens + generated)
         state = self.engine.half._requests.find(name)
@@ -161,12 +161,12 @@ class World:
         return True
 
     def sibling_done(self, name: str, failure: str = "", blocks: int = 0) -> None:
-        """The sibling's load ends.
+        """End the sibling's load.
 
         Args:
-            failure: empty, ``request`` (vLLM computes all of it anew) or ``blocks`` (from the first
-                block that is missing).
-            blocks: that arrived before it failed.
+            failure: empty, ``request`` (vLLM recomputes all of it) or ``blocks`` (vLLM recomputes
+                from the first block that is missing).
+            blocks: number of blocks that arrived before it failed.
         """
         one = self.live[name]
         if one.status not in ("sibling", "ended-sibling"):
@@ -188,7 +188,7 @@ class World:
         self._loaded(one)
 
     def _loaded(self, one: Live) -> None:
-        """A load has ended, and vLLM's count says how much of it arrived."""
+        """End a load; vLLM's token count tells how much of it arrived."""
         request = one.request
         one.status = "waiting"
         if not request.num_computed_tokens:
@@ -215,7 +215,7 @@ class World:
             self._free(one)
 
     def abort(self, name: str) -> None:
-        """End a request in whatever state."""
+        """End a request in any state."""
         self._end(self.live[name])
 
     def _end(self, one: Live) -> None:
@@ -237,8 +237,8 @@ class World:
 
         Args:
             scheduled: by request, tokens at most.
-            drafts: speculated behind the last known token, where nothing is in flight.
-            accepted: of them.
+            drafts: tokens speculated behind the last known one, where nothing is in flight.
+            accepted: number of drafts that are accepted.
         """
         chosen: dict[Live, int] = {}
         right: dict[Live, int] = {}
@@ -294,8 +294,8 @@ class World:
         self._steps.append(Dispatched(chosen, sampled, rejected, report, loaded, failed, invalid))
 
     def _copy(self, meta: StepMeta) -> WorkerReport | None:
-        """Run the step's copies to their end, so that a run can be repeated. That a load has ended
-        is told when the test says so.
+        """Run the step's copies to their end, so that a run can be repeated. The end of a load is
+        reported only when the test says so.
         """
         [worker] = self.engine.workers
         worker.start_loads(meta)
@@ -310,14 +310,14 @@ class World:
             assert time.monotonic() < end, "copies never end"
 
     def ours_done(self, name: str) -> None:
-        """Our load of a request ends in the next step."""
+        """Report our load of a request as ended in the next step."""
         if name in self._ended:
             self._ended.remove(name)
             self._arrived.add(name)
             self.step({})
 
     def _load_now(self) -> set[int]:
-        """Run the sibling's load within the step; pages that it did not write."""
+        """Run the sibling's load within the step. Return the pages that it did not write."""
         one, self._sync = self._sync, None
         assert one is not None
         blocks = range(
@@ -391,7 +391,7 @@ class World:
     # -- pages -------------------------------------------------------------------------------------
 
     def _allocate(self, one: Live, found: list[int]) -> list[int] | None:
-        """Pages for all that the request may become; None if they are not free."""
+        """Allocate pages for the largest size of the request; None if they are not free."""
         pool = self.engine.pool
         wanted = -(-(one.goal_tokens + GENERATED_MAX) // BLOCK_TOKENS) - len(found)
         pool.touch([pool.blocks[page] for page in found])
@@ -418,7 +418,7 @@ class World:
             self._cached.setdefault(key, one.table[block])
 
     def _write(self, one: Live, begin: int, end: int) -> None:
-        """Write the KV of tokens [begin, end): right if all before it is."""
+        """Write the KV of tokens [begin, end): right if everything before it is."""
         for block in range(begin // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
             page, start = one.table[block], block * BLOCK_TOKENS
             upto = min(end, start + BLOCK_TOKENS) - start
@@ -437,7 +437,7 @@ class World:
                 self._fill(one.text, block, page)
 
     def _note_loaded(self, one: Live, block: int) -> None:
-        """A block that our load brought must be right."""
+        """Check that a block that our load brought is right."""
         if not self.engine.holds(one.request, 0, block):
             self.poisoned.append((one.text, block))
         self._right[one.table[block]] = (one.text, block, BLOCK_TOKENS)
@@ -454,7 +454,9 @@ class World:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self, texts: list[str], tokens: int) -> int:
-        """End all requests, then load whatever was stored of each text; blocks that were loaded."""
+        """End all requests, then load all stored blocks of each text. Return the number of loaded
+        blocks.
+        """
         for name in list(self.live):
             if not self.live[name].status.startswith("ended"):
                 self.abort(name)
@@ -473,7 +475,7 @@ class World:
         return loaded
 
     def _read(self, text: str, tokens: int) -> int:
-        """Load all that was stored of a text; blocks that were loaded."""
+        """Load all stored blocks of a text. Return the number of loaded blocks."""
         engine = self.engine
         request = engine.add(f"reader of {text}", text, tokens)
         blocks = engine.admit(request) // BLOCK_TOKENS

@@ -1,1 +1,3 @@
-"""Where KV goes when memory is too small: one protocol, several tiers behind it."""
+"""Storage tiers for KV blocks that memory has no room for: one protocol, several
+implementations.
+"""

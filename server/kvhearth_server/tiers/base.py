@@ -1,8 +1,10 @@
-"""What a tier promises: blocks in from arena slots, blocks out to arena slots, never a wrong byte.
+"""Protocol of a tier: stores blocks from arena slots, loads them into arena slots, verifies every
+byte.
 
-A tier is driven by one loop. ``submit_store`` and ``submit_load`` take batches and never wait;
-``event_fd`` becomes readable when ``poll`` has something to say; ``poll`` never waits either. How a
-block fared is an outcome, not an exception: exceptions are for callers that break a rule here.
+One loop drives a tier. ``submit_store`` and ``submit_load`` take batches and never wait.
+``event_fd`` becomes readable when ``poll`` has something to report; ``poll`` never waits either.
+The result for a block is an outcome, not an exception: an exception means that the caller broke a
+rule of this module.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SHARDS_MAX = 0xFFFF
 U64 = npt.NDArray[np.uint64]
 
 PLACE_DTYPE = np.dtype([("region", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
-"""Where in the arena a shard is: number of the region (an arena segment), bytes inside it."""
+"""Place of a shard in the arena: number of the region (an arena segment), byte offset inside it."""
 
 
 # -- outcomes --------------------------------------------------------------------------------------
@@ -31,13 +33,13 @@ PLACE_DTYPE = np.dtype([("region", "<u4"), ("reserved", "<u4"), ("offset", "<u8"
 
 @dataclass(frozen=True)
 class Done:
-    """Stored: it will be found after a crash of this process. Loaded: verified and in place."""
+    """Stored: the block survives a crash of this process. Loaded: it is verified and in place."""
 
 
 @dataclass(frozen=True)
 class Throttled:
-    """Not now. ``reason``: queue, admission, budget, recovering, degraded, full, draining; or not
-    as the tier is set up: too_large.
+    """Refused for now. ``reason``: queue, admission, budget, recovering, degraded, full or
+    draining; too_large, if the tier as configured can never take the block.
     """
 
     reason: str
@@ -46,14 +48,15 @@ class Throttled:
 
 @dataclass(frozen=True)
 class Missing:
-    """The tier has no such block (any more)."""
+    """The tier does not have this block, or has it no longer."""
 
 
 @dataclass(frozen=True)
 class Corrupt:
     """The bytes do not match their checksum. ``where``: ``source`` (a store's slot) or ``tier``.
 
-    A tier forgets what it found corrupt in itself. After a load the slot's bytes are undefined.
+    A tier forgets blocks that it finds corrupt on its own media. After a failed load the slot's
+    bytes are undefined.
     """
 
     where: str
@@ -61,7 +64,7 @@ class Corrupt:
 
 @dataclass(frozen=True)
 class Failed:
-    """The device, or the caller by ``cancel``, ended it. ``reason``: io, short, no_space,
+    """Ended by the device, or by the caller's ``cancel``. ``reason``: io, short, no_space,
     read_only, cancelled, stuck.
     """
 
@@ -71,12 +74,12 @@ class Failed:
 Outcome = Done | Throttled | Missing | Corrupt | Failed
 
 
-# -- what goes in ----------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What all blocks of a batch have in common.
+    """Properties common to all blocks of a batch.
 
     Attributes:
         namespace: 32 bytes.
@@ -103,14 +106,14 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class LoadBatch:
-    """Blocks to bring into slots.
+    """Blocks to load into slots.
 
     Attributes:
-        family: of all of them.
+        family: properties of every block.
         keys: n keys of 1 to 64 bytes.
         places: ``PLACE_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
             belong to the tier until the batch's last completion.
-        is_use: whether a load says that the blocks are wanted, and so worth keeping.
+        is_use: whether the load shows that the blocks are in demand and worth keeping.
     """
 
     family: BlockSpec
@@ -133,7 +136,7 @@ class StoreBatch(LoadBatch):
     Attributes:
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
         sequences: the core's commit sequence of each block, u64 (n,).
-        parents: the sequence of the block that each continues, 0 for none, u64 (n,).
+        parents: sequence of the block that each one continues, 0 for none, u64 (n,).
     """
 
     checksums: Records
@@ -149,15 +152,15 @@ class StoreBatch(LoadBatch):
             raise ValueError("sequences and parents must have one number a block")
 
 
-# -- what comes out --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a tier knows of n blocks of one family; rows of absent ones are zero.
+    """Lookup result for n blocks of one family; rows of absent blocks are zero.
 
     Attributes:
-        present: which are there, of the right epoch, length and shard count, shape (n,).
+        present: blocks found with the right epoch, length and shard count, shape (n,).
         checksums: ``V16`` (n, shards).
         sequences, parents: u64 (n,), as they were stored.
     """
@@ -169,7 +172,7 @@ class Facts:
 
     @classmethod
     def none(cls, family: BlockSpec, count: int) -> Facts:
-        """Facts of blocks that are not there."""
+        """Facts of ``count`` absent blocks."""
         sums = np.zeros((count, family.shards), f"V{CHECKSUM_BYTES}")
         numbers = np.zeros((2, count), np.uint64)
         return cls(np.zeros(count, np.bool_), sums, numbers[0], numbers[1])
@@ -177,15 +180,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Completion:
-    """How blocks of a batch fared.
+    """Outcomes of a batch's blocks.
 
     Attributes:
-        ticket: what ``submit_store`` or ``submit_load`` returned.
-        parts: outcome and the batch's rows it is for, i64; every row comes in exactly one part of
-            the final completion.
-        final: the slots are the caller's again. A completion that is not final says that the
-            device holds on to the rows it names (``Failed("stuck")``): nobody should wait for
-            them, but their slots must not be used until the final one.
+        ticket: return value of ``submit_store`` or ``submit_load``.
+        parts: pairs of an outcome and its rows of the batch, i64; the final completion has every
+            row in exactly one part.
+        final: the slots belong to the caller again. A completion that is not final means that the
+            device holds on to its rows (``Failed("stuck")``): callers should stop waiting for
+            them, but must not use their slots before the final completion.
     """
 
     ticket: int
@@ -193,18 +196,18 @@ class Completion:
     final: bool = True
 
     def rows(self, kind: type[Outcome]) -> I64:
-        """Rows whose outcome is of ``kind``, in order."""
+        """Return the rows whose outcome has type ``kind``, in order."""
         found = [rows for outcome, rows in self.parts if isinstance(outcome, kind)]
         return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Evicted:
-    """Blocks that a tier let go of by itself.
+    """Blocks that a tier dropped by itself.
 
-    ``cause``: ``space`` (to make room), ``checksum`` (it found their bytes wrong), ``asked`` (by an
-    operator), or what a ``Failed`` says (they could not be read). What an outcome of a batch says
-    is not told again.
+    ``cause``: ``space`` (to make room), ``checksum`` (the bytes were wrong), ``asked`` (by an
+    operator), or the reason of a ``Failed`` (they could not be read). Blocks whose loss a batch's
+    outcome already reports are not listed here.
     """
 
     namespace: bytes
@@ -215,8 +218,8 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Health:
-    """``degraded`` is true while something works less well than it should; ``reasons`` say what
-    and where, ready to be shown.
+    """Condition of a tier. ``degraded`` is true while anything works less well than it should;
+    ``reasons`` name the problem and its place in displayable text.
     """
 
     degraded: bool = False
@@ -230,7 +233,7 @@ class Counts:
     values: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count ``amount`` more."""
+        """Increase the counter ``name`` by ``amount``."""
         if amount:
             self.values[name] = self.values.get(name, 0) + amount
 
@@ -239,7 +242,7 @@ class Counts:
 
 
 class Tier(Protocol):
-    """One place for blocks. All calls from one thread."""
+    """A place for blocks. All calls come from one thread."""
 
     name: str
     event_fd: int
@@ -250,47 +253,53 @@ class Tier(Protocol):
         """Most blocks of a batch; larger ones are a ValueError."""
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
-        """Begin to store; a ticket, or ``Throttled`` for all of it.
+        """Begin to store a batch. Return its ticket, or ``Throttled`` if the whole batch is
+        refused.
 
-        A block that is there already is ``Done`` without being written again.
+        A block that the tier already has is ``Done`` without being written again.
 
         Raises:
-            ValueError: the batch breaks a rule (places outside of the arena, not whole pages, too
-                many blocks).
+            ValueError: the batch breaks a rule (places outside the arena, not whole pages, too many
+                blocks).
         """
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
-        """Begin to load; a ticket, or ``Throttled`` for all of it. Every shard is verified.
+        """Begin to load a batch. Return its ticket, or ``Throttled`` if the whole batch is refused.
+        Every shard is verified.
 
         Raises:
             ValueError: as ``submit_store``.
         """
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for it any more: what the device has not begun ends as
-        ``Failed("cancelled")``. The final completion still comes.
+        """Give up a batch: requests that the device has not begun end as ``Failed("cancelled")``.
+        The final completion still comes.
         """
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call, and the tier's own work that waits for a turn."""
+        """Return the completions since the last call, and do the tier's own pending work."""
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """What is there, without reading it; counts as no use of the blocks."""
+        """Return the facts of blocks without reading them; this does not count as a use."""
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        """Serve these keys no more; how many there were. Loads that run are not affected."""
+        """Stop serving these keys and return how many were present. Running loads are not
+        affected.
+        """
 
     def take_evicted(self) -> list[Evicted]:
-        """Blocks let go of since the last call."""
+        """Return the blocks dropped since the last call."""
 
     def health(self) -> Health:
-        """How the tier is doing."""
+        """Return the tier's current condition."""
 
     def drain(self, deadline_s: float) -> bool:
-        """Take no more and wait until nothing is in flight; false if the deadline came first."""
+        """Stop taking batches and wait until nothing is in flight; false if the deadline came
+        first.
+        """
 
     def close(self) -> None:
-        """Let go of all resources. Slots of what is in flight must never be used again."""
+        """Release all resources. Slots of requests in flight must never be used again."""
 
 
 def check_places(places: Records, length: int, regions: Sequence[U8], page_bytes: int) -> None:
@@ -307,7 +316,7 @@ def check_places(places: Records, length: int, regions: Sequence[U8], page_bytes
 
 
 def gather(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, I64]]:
-    """Parts of a completion from one outcome a row."""
+    """Group the outcomes, one for each row, into the parts of a completion."""
     if outcomes and all(each is outcomes[0] for each in outcomes):
         return [(outcomes[0], np.arange(len(outcomes)))]
     rows: dict[Outcome, list[int]] = {}

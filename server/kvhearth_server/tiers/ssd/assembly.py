@@ -1,4 +1,4 @@
-"""The tier's parts and how they hang together."""
+"""Components of the SSD tier: opens the directories and wires the parts together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvhearth_server.tiers.ssd.transfers import Transfers
 
 @dataclass(frozen=True)
 class Environment:
-    """The outside world as the tier sees it; tests and fault injection pass others.
+    """The outside world as the tier sees it; tests and fault injection pass other implementations.
 
     Attributes:
         wrap_queue: applied to the disk queue that was opened.
@@ -39,11 +39,11 @@ class Environment:
 
 @dataclass
 class TierComponents:
-    """Everything that lives as long as the tier.
+    """All parts that live as long as the tier.
 
     Attributes:
-        failed_places: directories that could not be used at all, and why.
-        verdicts: which disk interfaces were tried, and what came of it.
+        failed_places: directories that could not be used at all, and the reasons.
+        verdicts: disk interfaces that were tried, and the results.
     """
 
     settings: SsdSettings
@@ -64,7 +64,7 @@ class TierComponents:
 
     @property
     def header_pages(self) -> int:
-        """Header pages in all."""
+        """Number of header pages in all."""
         return self.settings.queue_writes + CARRY_PAGES
 
     @property

@@ -1,4 +1,4 @@
-"""Aligned memory of the tier's own: header pages of records, and where carried blocks rest."""
+"""Aligned memory of the tier itself: header pages of records in flight, and buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_BYTES
 
 
 class HeaderPages:
-    """A fixed number of pages, each for the header of a record on its way."""
+    """A fixed number of pages, each for the header of a record in flight."""
 
     def __init__(self, count: int) -> None:
         self._mapping = mmap.mmap(-1, count * PAGE_BYTES)
@@ -21,28 +21,28 @@ class HeaderPages:
 
     @property
     def free(self) -> int:
-        """Pages that can be taken."""
+        """Number of pages that can be taken."""
         return len(self._free)
 
     def take(self, records: Records) -> list[int]:
-        """Write headers to as many pages; their numbers. There must be enough."""
+        """Write headers to as many pages and return the pages' numbers. There must be enough."""
         count = len(records)
         pages = self.lend(count)
         self._bytes[pages, :RECORD_BYTES] = records.view(np.uint8).reshape(count, RECORD_BYTES)
         return pages
 
     def lend(self, count: int) -> list[int]:
-        """So many pages as they are; there must be enough."""
+        """Take ``count`` pages without writing to them. There must be enough."""
         pages = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         return pages
 
     def address(self, page: int) -> int:
-        """Where a page is."""
+        """Return the address of a page."""
         return self._address + page * PAGE_BYTES
 
     def give(self, pages: list[int]) -> None:
-        """Give pages back that the device has let go of."""
+        """Give back pages that the device no longer uses."""
         self._free.extend(pages)
 
 

@@ -1,4 +1,4 @@
-"""One directory of segment files: whose it is, what it may take, which files it has."""
+"""A directory of segment files: its ownership, its capacity, its files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 
 class CapacityReached(OSError):
-    """The directory would exceed its capacity. The log makes no more files than there is room for:
-    others are in it.
+    """The directory would exceed its capacity. The log makes no more files than fit, so the
+    directory must contain files of others.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class CapacityReached(OSError):
 
 
 class SegmentState(enum.Enum):
-    """What a segment is for."""
+    """State of a segment."""
 
     BUSY = "busy"
-    """Locked by requests of a dead daemon, or not looked at yet."""
+    """Locked by requests of a dead daemon, or not examined yet."""
     FREE = "free"
     HEADING = "heading"
     """Its first page is being written."""
@@ -70,20 +70,20 @@ class SegmentState(enum.Enum):
     SEALED = "sealed"
     RECLAIMING = "reclaiming"
     LOST = "lost"
-    """Its device failed it; nothing is read from it or written to it."""
+    """Its device failed, or it is left alone; nothing is read from it or written to it."""
 
 
 @dataclass(eq=False)
 class Segment:
-    """One file.
+    """One segment file.
 
     Attributes:
-        number: of all segments of the tier, for this run.
+        number: unique among all segments of the tier, for this run.
         end: the page after the last record that was given a place.
-        promised: records that were given a place.
-        records: headers of those that were written, while the footer is yet to come.
+        promised: number of records that were given a place.
+        records: headers of written records, until the footer is written.
         writes, reads: requests in flight.
-        damaged: the file is too short or has holes; when it is empty it is removed.
+        damaged: the file is too short or has holes; it is removed once it is empty.
         zeros: bytes that were written to make it.
     """
 
@@ -107,8 +107,8 @@ class Segment:
         return self.file.fd if self.file else -1
 
     def room_for(self, pages: int, records: int, keep_pages: int = 0) -> int:
-        """Blocks of ``pages`` pages and ``records`` records that still fit, footer included, when
-        ``keep_pages`` pages are to be left for others.
+        """Return how many blocks of ``pages`` pages and ``records`` records still fit, footer
+        included, if ``keep_pages`` pages are left for others.
         """
         total = self.directory.segment_bytes // PAGE_BYTES - keep_pages
         low, high = 0, max(0, (total - self.end) // pages)
@@ -122,8 +122,8 @@ class Segment:
         return low
 
     def footer_parts(self) -> list[Records]:
-        """All record headers for the footer, in the order of their places: each part is of a run
-        of neighbours.
+        """Return all record headers for the footer, in the order of their places: each part belongs
+        to a run of neighbours.
         """
         return sorted(self.records, key=lambda part: int(part["position"][0]))
 
@@ -136,10 +136,10 @@ class Directory:
     """A locked directory and its files."""
 
     def __init__(self, place: Place, segment_bytes: int, files: Files) -> None:
-        """Lock and open it.
+        """Lock and open the directory.
 
         Raises:
-            DirectoryError: it does not exist, is another daemon's, or is not readable.
+            DirectoryError: it does not exist, belongs to another daemon, or is not readable.
         """
         self.path = place.path
         self.capacity_bytes = place.capacity_bytes
@@ -179,19 +179,19 @@ class Directory:
 
     @property
     def pending_aborts(self) -> Counter[Doubt]:
-        """Why its own file was not believed."""
+        """Reasons for not believing the directory's own file."""
         return self._owned.pending_aborts
 
     @property
     def told(self) -> list[str]:
-        """What was mended or begun anew at the start."""
+        """Repairs made at the start, and logs begun afresh."""
         return self._owned.told
 
     def _fit(self, wanted: int) -> None:
-        """See that there is room for enough segments, if need be for smaller ones.
+        """Ensure that there is room for enough segments, if need be for smaller ones.
 
-        The files of the old size are dropped and deleted as they are read back: not before their
-        locks say that nothing of a dead daemon is on its way any more.
+        Files of the old size are dropped and deleted as they are read back, not earlier: only their
+        locks show that no request of a dead daemon is in flight any more.
         """
         old = self._owned.head.segment_bytes
         room = segments_max(self.capacity_bytes, old)
@@ -224,7 +224,7 @@ class Directory:
             self.health.note("not_writable", "may not be written to: what is there is served")
 
     def pass_over(self, path: Path, why: str) -> None:
-        """Leave a file alone for good, whose room counts as taken."""
+        """Leave a file alone permanently; its room counts as taken."""
         self._passed_over.append(f"{path.name} {why}")
         first, more = self._passed_over[0], len(self._passed_over) - 1
         self.health.note(
@@ -239,7 +239,7 @@ class Directory:
         return [self.path / name for _, name in self._names()]
 
     def _free_path(self) -> Path:
-        """Of the lowest number that is free: somebody's file may have the greatest."""
+        """Return the path of the lowest free number: a foreign file may have the greatest."""
         taken = {number for number, _ in self._names()}
         number = next(each for each in itertools.count(1) if each not in taken)
         return self.path / f"{number:08d}.segment"
@@ -247,8 +247,8 @@ class Directory:
     # -- files -------------------------------------------------------------------------------------
 
     def list_segments(self) -> list[Segment]:
-        """All segment files, not opened nor numbered yet; a killed daemon's leftovers are
-        removed.
+        """List all segment files, not opened nor numbered yet, and remove a killed daemon's
+        leftovers.
         """
         for orphaned_load in self.path.glob("*.new"):
             with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ class Directory:
             if not stat.S_ISREG(facts.st_mode):
                 self.pass_over(path, "is no regular file")
             elif (facts.st_dev, facts.st_ino) in seen:
-                # Its lock is our own, and would be taken for a dead daemon's for ever.
+                # Its lock is our own, and would be taken for a dead daemon's forever.
                 self.pass_over(path, "is another name of a file that is there already")
             else:
                 seen.add((facts.st_dev, facts.st_ino))
@@ -276,7 +276,7 @@ class Directory:
         self._note(segment.file)
 
     def create_segment(self, number: int, *, prewrite: bool, flush: bool) -> Segment:
-        """Make a segment file, all of its blocks reserved; with ``flush`` its name is durable.
+        """Make a segment file with all of its blocks reserved; with ``flush`` its name is durable.
 
         Raises:
             OSError: ENOSPC and the like; ``CapacityReached`` if the directory would exceed its own.
@@ -308,7 +308,7 @@ class Directory:
         return Segment(number, self, path, found, SegmentState.FREE, zeros=zeros)
 
     def remove_segment(self, segment: Segment) -> None:
-        """Delete a file that nothing uses: the capacity was lowered."""
+        """Delete a file that nothing uses."""
         try:
             segment.path.unlink(missing_ok=True)
             hit("ssd.segment_removed")
@@ -316,17 +316,17 @@ class Directory:
             self.close_segment(segment)
 
     def close_segment(self, segment: Segment) -> None:
-        """Close its descriptor, and with it the lock."""
+        """Close the segment's descriptor, and with it the lock."""
         if segment.file is not None:
             os.close(segment.file.fd)
             segment.file = None
 
     def allocated_bytes(self) -> int:
-        """What it takes by the file system's own count."""
+        """Return the bytes that the directory takes by the file system's own count."""
         return self.files.allocated_bytes(self.path)
 
     def close(self) -> None:
-        """Close everything and give the directory back."""
+        """Close all files and release the directory."""
         for segment in self.segments:
             self.close_segment(segment)
         self._owned.close()
@@ -340,10 +340,10 @@ T = TypeVar("T")
 
 
 class Asked(Generic[T]):
-    """A call on a thread that may be given up."""
+    """A call on a thread of its own, which the caller may abandon."""
 
     def __init__(self, what: str, ask: Callable[[], T], undo: Callable[[T], None]) -> None:
-        """``undo`` is called with an answer that came too late."""
+        """``undo`` is called with a result that came too late."""
         self._what, self._ask, self._undo = what, ask, undo
         self._lock = threading.Lock()
         self._answers: list[T] = []
@@ -353,10 +353,11 @@ class Asked(Generic[T]):
         self._thread.start()
 
     def answer(self, end: float, patience_s: float) -> T:
-        """What came of it until ``end`` (monotonic), ``patience_s`` after the start.
+        """Return the result, waiting until ``end`` (monotonic), which is ``patience_s`` after the
+        start.
 
         Raises:
-            DirectoryError: it ended so, or there is no answer.
+            DirectoryError: the call raised it, or there is no result.
         """
         self._thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
@@ -385,7 +386,7 @@ class Asked(Generic[T]):
 def open_places(
     settings: SsdSettings, files: Files, counts: Counts, failed: dict[Place, str]
 ) -> list[Directory]:
-    """All directories that can be used, their segments listed; why not goes to ``failed``.
+    """Open all usable directories and list their segments; reasons of failures go to ``failed``.
 
     Raises:
         DirectoryError: none can be used.

@@ -1,5 +1,6 @@
-"""The door to the file system: opening, locking, allocating, measuring. Everything here may wait
-for the disk, so nothing of it is called on the loop once the tier runs.
+"""File system operations of the SSD tier: opening, locking, allocating, measuring.
+
+All of them may wait for the disk, so none is called on the loop once the tier runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NO_WRITE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 @dataclass
 class OpenFile:
-    """A locked file. ``direct``: with O_DIRECT; ``writable``: for writing too."""
+    """A locked file. ``direct``: opened with O_DIRECT; ``writable``: opened for writing too."""
 
     fd: int
     direct: bool
@@ -31,7 +32,9 @@ class OpenFile:
 
 
 class Busy(Exception):
-    """Another description holds the file's lock: a daemon, or requests that a dead one left."""
+    """Another open file description holds the lock: a daemon's, or one of requests that a dead
+    daemon left.
+    """
 
 
 def _locked(path: Path, found: OpenFile) -> OpenFile:
@@ -44,7 +47,7 @@ def _locked(path: Path, found: OpenFile) -> OpenFile:
 
 
 class Files:
-    """The real one; tests hand in one that refuses things.
+    """The real file system; tests substitute one that refuses operations.
 
     Attributes:
         steps: changes with each piece of a file that was read back or prewritten.
@@ -53,10 +56,10 @@ class Files:
     steps = 0
 
     def open(self, path: Path, *, create: bool = False) -> OpenFile:
-        """Open and lock a file, directly if the file system allows it.
+        """Open and lock a file, with O_DIRECT if the file system allows it.
 
-        The lock hangs on the description that requests will use: the kernel keeps it until the
-        last of them has ended, also after this process was killed.
+        The lock belongs to the open file description that requests will use: the kernel keeps it
+        until the last of them has ended, even after this process was killed.
 
         Raises:
             Busy: it is locked already.
@@ -86,7 +89,7 @@ class Files:
                 except OSError as caught:
                     error = caught
                     if caught.errno in _NO_DIRECT and direct:
-                        # The file may have been made by the attempt that was refused.
+                        # The refused attempt may have created the file.
                         flags &= ~os.O_EXCL
                         break
                     if caught.errno not in _NO_WRITE or flags & os.O_CREAT:
@@ -94,12 +97,12 @@ class Files:
         raise error or OSError(errno.EIO, "cannot be opened", str(path))
 
     def open_raw(self, path: Path, flags: int) -> int:
-        """``os.open``."""
+        """Call ``os.open``."""
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, size_bytes: int) -> int:
-        """Reserve the blocks of a file, so that no later write can run out of space; the bytes
-        that had to be written for it, 0 where the file system can reserve.
+        """Reserve the blocks of a file, so that no later write can run out of space. Return the
+        bytes that had to be written for it, 0 where the file system can reserve.
 
         Raises:
             OSError: ENOSPC, EIO and the like.
@@ -114,7 +117,7 @@ class Files:
         return 0
 
     def write_zeros(self, fd: int, size_bytes: int) -> None:
-        """Write a file once, from its beginning to ``size_bytes``."""
+        """Write zeros from the beginning of a file to ``size_bytes``."""
         with mmap.mmap(-1, _ZEROS_BYTES) as zeros:
             done = 0
             while done < size_bytes:
@@ -126,8 +129,8 @@ class Files:
                 self.steps += 1
 
     def allocated_bytes(self, path: Path) -> int:
-        """What all of a directory takes by the file system's own count, itself included; but for
-        the namespaces' files, which have room of their own.
+        """Return the bytes that a directory and its files take by the file system's own count,
+        except the namespaces' files, which have room of their own.
         """
         total = path.stat().st_blocks * 512
         with os.scandir(path) as entries:
@@ -139,13 +142,13 @@ class Files:
         return total
 
     def read_page(self, fd: int, offset: int) -> bytes:
-        """One page, aligned for direct reading; shorter at the end of the file."""
+        """Read one page, aligned for direct I/O; shorter at the end of the file."""
         with mmap.mmap(-1, PAGE_BYTES) as page:
             count = os.preadv(fd, [page], offset)
             return page[:count]
 
     def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
-        """Read aligned bytes into aligned memory; how many, fewer at the end of the file.
+        """Read aligned bytes into aligned memory. Return how many, fewer at the end of the file.
 
         Raises:
             OSError: the device failed.
@@ -158,7 +161,7 @@ class Files:
         """Write one page and flush it.
 
         Raises:
-            OSError: also for a short write.
+            OSError: the write failed or was short.
         """
         with mmap.mmap(-1, PAGE_BYTES) as page:
             page[: len(content)] = content
@@ -167,7 +170,7 @@ class Files:
         os.fdatasync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Make names durable."""
+        """Make the names in a directory durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

@@ -1,8 +1,8 @@
-"""The on-disk format, version 1 (docs/on-disk-format.md): how it is written and how it is doubted.
+"""On-disk format, version 1 (docs/on-disk-format.md): encoding and validation.
 
 A segment file is a header page, then records, then (once it is full) a footer at its very end. A
-record is a header page and the payload, padded to whole pages. Everything is little endian, and
-every header says where it belongs, so that a page in the wrong place is told from a right one.
+record is a header page and the payload, padded to whole pages. Everything is little endian. Every
+header names the place it belongs to, so that a misplaced page can be recognized.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOOTER_MAGIC = 0x4656_4B48
 DIRECTORY_MAGIC = 0x4456_4B48
 
 LIVES_MAX = 1 << 63
-"""A greater segment sequence makes no sense: there are none to come after it."""
+"""Greatest segment sequence that is believed: a greater one would leave none for later segments."""
 
 RECORD_DTYPE = np.dtype(
     [
@@ -50,7 +50,7 @@ RECORD_DTYPE = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""A record's header, and its line in the footer. ``position`` is its page in the segment,
+"""Header of a record, and its line in the footer. ``position`` is its page in the segment,
 ``checksum`` the payload's xxh3_128, ``crc`` the CRC-32 of all bytes before it.
 """
 
@@ -69,7 +69,7 @@ SEGMENT_DTYPE = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""The first page of a segment. ``opened_at`` is Unix time in seconds, for people."""
+"""First page of a segment. ``opened_at`` is Unix time in seconds, for people."""
 
 FOOTER_DTYPE = np.dtype(
     [
@@ -86,8 +86,8 @@ FOOTER_DTYPE = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""The last page of a full segment. ``digest`` is the xxh3_128 of the ``count`` record headers that
-fill the pages before it, ``end_position`` the page after the last record.
+"""Last page of a full segment. ``digest`` is the xxh3_128 of the ``count`` record headers that fill
+the pages before it, ``end_position`` the page after the last record.
 """
 
 DIRECTORY_DTYPE = np.dtype(
@@ -101,34 +101,34 @@ DIRECTORY_DTYPE = np.dtype(
         ("crc", "<u4"),
     ]
 )
-"""The file that makes a directory one of ours."""
+"""Content of the file that marks a directory as one of KVHearth's."""
 
 
 class Doubt(enum.StrEnum):
-    """Why a piece of a log is not believed; the label of a counter."""
+    """Reasons for not believing a piece of a log; the label of a counter."""
 
     TORN = "torn"
-    """A payload that is not what its header says."""
+    """The payload does not match its header."""
     DAMAGED = "damaged"
-    """A header or footer whose check fails."""
+    """The check of a header or footer fails."""
     VERSION = "version"
     FOREIGN = "foreign"
-    """Of another directory's log."""
+    """It belongs to another directory's log."""
     MISPLACED = "misplaced"
-    """Of another segment or another place of this one."""
+    """It belongs to another segment, or to another place of this one."""
     TRUNCATED = "truncated"
-    """Its bytes would lie outside of the file or over the footer."""
+    """Its bytes would lie outside the file or over the footer."""
     INCOMPLETE = "incomplete"
-    """Not all shards of the block are there."""
+    """Some shards of the block are missing."""
     DUPLICATE = "duplicate"
     """The same block was written again later."""
     OUTSIZED = "outsized"
-    """A segment of a size that the directory has no more."""
+    """The segment has a size that the directory no longer uses."""
 
 
 @dataclass(frozen=True)
 class SegmentHead:
-    """What the first page of a segment says."""
+    """Content of a segment's first page."""
 
     log_id: int
     sequence: int
@@ -138,24 +138,24 @@ class SegmentHead:
 
 @dataclass(frozen=True)
 class DirectoryHead:
-    """What the directory's own file says."""
+    """Content of the directory's own file."""
 
     log_id: int
     segment_bytes: int
 
 
 def pages_of(length: int) -> int:
-    """Pages that ``length`` bytes take."""
+    """Return the pages that ``length`` bytes take."""
     return -(-length // PAGE_BYTES)
 
 
 def record_pages(length: int) -> int:
-    """Pages of a record with a payload of ``length`` bytes."""
+    """Return the pages of a record with a payload of ``length`` bytes."""
     return 1 + pages_of(length)
 
 
 def footer_pages(count: int) -> int:
-    """Pages of a footer that lists ``count`` records."""
+    """Return the pages of a footer that lists ``count`` records."""
     return 1 + pages_of(count * RECORD_BYTES)
 
 
@@ -163,7 +163,7 @@ def footer_pages(count: int) -> int:
 
 
 def seal(rows: Records) -> None:
-    """Set the last field, ``crc``, of headers of any kind; the others are set."""
+    """Set the last field, ``crc``, of headers of any kind whose other fields are set."""
     size = rows.dtype.itemsize - 4
     data = rows.tobytes()
     step = rows.dtype.itemsize
@@ -172,7 +172,7 @@ def seal(rows: Records) -> None:
 
 
 def segment_page(head: SegmentHead) -> bytes:
-    """The first page of a segment."""
+    """Return the first page of a segment."""
     row = np.zeros(1, SEGMENT_DTYPE)
     row["magic"], row["version"] = SEGMENT_MAGIC, VERSION
     row["log_id"], row["segment_sequence"] = head.log_id, head.sequence
@@ -182,7 +182,7 @@ def segment_page(head: SegmentHead) -> bytes:
 
 
 def directory_page(head: DirectoryHead) -> bytes:
-    """The content of the directory's own file."""
+    """Return the content of the directory's own file."""
     row = np.zeros(1, DIRECTORY_DTYPE)
     row["magic"], row["version"] = DIRECTORY_MAGIC, VERSION
     row["log_id"], row["segment_bytes"] = head.log_id, head.segment_bytes
@@ -191,7 +191,7 @@ def directory_page(head: DirectoryHead) -> bytes:
 
 
 def write_footer(pages: U8, head: SegmentHead, parts: Sequence[Records], end_position: int) -> None:
-    """Make zeroed ``pages``, ``footer_pages`` of them, the footer of a segment, which ends where
+    """Turn zeroed ``pages``, ``footer_pages`` of them, into the footer of a segment. It ends where
     the segment ends. ``parts``: record headers, in the order of their places.
     """
     at = 0
@@ -220,7 +220,7 @@ def _row(page: bytes | U8, dtype: np.dtype[np.void], magic: int) -> Records | Do
 
 
 def parse_segment_page(page: bytes | U8) -> SegmentHead | Doubt:
-    """What a segment's first page says, or why it is not believed."""
+    """Return the content of a segment's first page, or the reason for not believing it."""
     row = _row(page, SEGMENT_DTYPE, SEGMENT_MAGIC)
     if isinstance(row, Doubt):
         return row
@@ -230,7 +230,7 @@ def parse_segment_page(page: bytes | U8) -> SegmentHead | Doubt:
 
 
 def parse_directory_page(page: bytes | U8) -> DirectoryHead | Doubt:
-    """What the directory's own file says, or why it is not believed."""
+    """Return the content of the directory's own file, or the reason for not believing it."""
     if len(page) < DIRECTORY_DTYPE.itemsize:
         return Doubt.TRUNCATED
     row = _row(page, DIRECTORY_DTYPE, DIRECTORY_MAGIC)
@@ -240,7 +240,7 @@ def parse_directory_page(page: bytes | U8) -> DirectoryHead | Doubt:
 
 
 def footer_said(page: bytes | U8) -> SegmentHead | None:
-    """Whose footer a last page is, if it is one."""
+    """Return the segment head that a last page names, or None if the page is no footer."""
     row = _row(page, FOOTER_DTYPE, FOOTER_MAGIC)
     if isinstance(row, Doubt):
         return None
@@ -251,9 +251,10 @@ def footer_said(page: bytes | U8) -> SegmentHead | None:
 
 
 def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt | None:
-    """(records, end position) by a segment's last page; None if it is no footer of this life.
+    """Return (records, end position) by a segment's last page; None if it is no footer of this
+    life.
 
-    A segment that is filled anew still has the footer of its last life until it is full.
+    A segment that is being overwritten still has the footer of its last life until it is full.
     """
     row = _row(page, FOOTER_DTYPE, FOOTER_MAGIC)
     if isinstance(row, Doubt):
@@ -272,8 +273,8 @@ def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt
 
 
 def parse_footer(tail: U8, count: int) -> Records | None:
-    """The record headers of a footer whose last page was believed; None if they are not as they
-    were written.
+    """Return the record headers of a footer whose last page was believed; None if they have changed
+    since they were written.
 
     Args:
         tail: the last bytes of the segment, at least ``footer_pages(count)`` pages.
@@ -287,9 +288,10 @@ def parse_footer(tail: U8, count: int) -> Records | None:
 
 
 def pending_aborts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
-    """Rows of record headers that do not belong into the segment, by reason.
+    """Return the rows of record headers that do not belong in the segment, by reason.
 
-    ``end_bytes``: where records must end. Checks are not looked at: see ``crc_good``.
+    ``end_bytes``: upper bound of the records' end. Checksums of headers are not examined: see
+    ``crc_good``.
     """
     if _none_doubted(rows, head, end_bytes):
         return {}
@@ -315,8 +317,8 @@ def pending_aborts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[
 
 
 def _none_doubted(rows: Records, head: SegmentHead, end_bytes: int) -> bool:
-    """Whether all of them belong there, which is the rule: five words of each say it, and one pass
-    brings these out of the rows.
+    """Whether all rows belong in the segment, which is the usual case. One pass extracts the five
+    words of each row that decide this.
     """
     words = rows.view("<u8").reshape(len(rows), RECORD_BYTES // 8)
     kind, log_id, sequence, place, shape = np.ascontiguousarray(words[:, :5].T)

@@ -1,4 +1,4 @@
-"""How a directory is doing: from results of requests to "may be written to" and reasons. Pure."""
+"""Health of a directory: turns results of requests into "may be written to" and reasons. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PAUSE_MAX_S = 60.0
 _SLOW_KEEP_S = 30.0
 
 UNUSABLE = "unusable"
-"""The word for a directory that could not be opened at all."""
+"""Word for a directory that could not be opened at all."""
 
 WORDS = frozenset(
     {
@@ -18,10 +18,10 @@ WORDS = frozenset(
         *("capped", "passed_over", "no_descriptors", UNUSABLE),
     }
 )
-"""Everything that can be wrong with a directory, in a word each."""
+"""Every problem that a directory can have, as one word each."""
 
 INTERFACE = "interface"
-"""The word for a kernel queue or a thread that drives no disk any more."""
+"""Word for a kernel queue or a thread that no longer drives any disk."""
 
 _WORDS = {
     "no_space": "no space left on its file system",
@@ -32,12 +32,13 @@ _WORDS = {
 
 
 class Kind(NamedTuple):
-    """What is wrong with what: the same for as long as it lasts, whatever its numbers are.
+    """Identity of a problem, which stays the same while the problem lasts, whatever its numbers
+    are.
 
     Attributes:
-        directory: its path; empty for the driving of the disks.
+        directory: its path; empty for the disk interface.
         word: one of ``WORDS``, or ``INTERFACE``.
-        about: which of its doings: writes, reads, ...
+        about: affected activity: writes, reads, ...
     """
 
     directory: str
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class DirectoryHealth:
-    """One directory's state.
+    """State of one directory.
 
     A failed write stops writing for a pause that doubles each time; a success ends it. Reads are
     always tried: each is verified, and a miss costs little.
@@ -66,37 +67,37 @@ class DirectoryHealth:
     _notes: dict[str, str] = field(default_factory=dict)
 
     def note(self, word: str, told: str) -> None:
-        """Something that holds for good, such as: no direct I/O here."""
+        """Record a permanent condition, such as a file system without direct I/O."""
         self._notes[word] = told
 
     def write_failed(self, reason: str, now: float) -> None:
-        """A write, or making room for one, failed."""
+        """Record that a write, or making room for one, failed."""
         if now >= self._paused_until:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_FIRST_S, 2 * self._pause_s))
             self._paused_until = now + self._pause_s
         self._write_reason = reason
 
     def write_done(self) -> None:
-        """A write succeeded."""
+        """Record that a write succeeded."""
         self._pause_s = self._paused_until = 0.0
         self._write_reason = ""
 
     def read_failed(self, reason: str) -> None:
-        """A read failed."""
+        """Record that a read failed."""
         self._read_reason = reason
 
     def read_done(self) -> None:
-        """A read succeeded."""
+        """Record that a read succeeded."""
         self._read_reason = ""
 
     def no_room(self, until: float, word: str, told: str) -> None:
-        """There can be no other segment for now, which no write is to blame for; asked again at
-        ``until``.
+        """Record that no other segment can be made for now, although no write failed. The log tries
+        again at ``until``.
         """
         self._no_room, self._no_room_until = (word, told), until
 
     def slow(self, took_s: float, now: float) -> None:
-        """A request took longer than it should."""
+        """Record a request that took longer than it should."""
         self._slow_until = now + _SLOW_KEEP_S
         self._slowest_s = took_s
 
@@ -105,11 +106,11 @@ class DirectoryHealth:
         return not self.stuck and now >= self._paused_until
 
     def retry_after_s(self, now: float) -> float:
-        """When ``may_write`` may be true again, as far as is known."""
+        """Return the seconds until ``may_write`` may be true again, as far as is known."""
         return max(0.0, self._paused_until - now)
 
     def by_kind(self, now: float) -> dict[Kind, str]:
-        """Everything that is not as it should be: a sentence for people for each kind."""
+        """Return all current problems: one sentence for people for each kind."""
         found = {(word, ""): told for word, told in self._notes.items()}
         for reason, doing in ((self._write_reason, "writes"), (self._read_reason, "reads")):
             if reason:
@@ -126,5 +127,5 @@ class DirectoryHealth:
         return {Kind(self.name, *kind): f"{self.name}: {told}" for kind, told in found.items()}
 
     def findings(self, now: float) -> list[tuple[str, str]]:
-        """The same as one of ``WORDS`` and a sentence each."""
+        """Return all current problems as pairs of a word of ``WORDS`` and a sentence."""
         return [(kind.word, told) for kind, told in self.by_kind(now).items()]

@@ -1,8 +1,8 @@
-"""The index of the log: key to place by (namespace, group), rows per segment in arrays.
+"""Index of the log: maps keys to places by (namespace, group), with each segment's rows in arrays.
 
-A segment's rows live and die with it, so nothing is ever compacted. A block is its shards' rows,
-one after another; its entry is the number of the first: segment * 2**32 + row. Per block there is
-no Python object but the key.
+A segment's rows live and die with it, so nothing is ever compacted. A block consists of its shards'
+rows, one after another; its entry is the number of the first: segment * 2**32 + row. The key is the
+only Python object of a block.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from kvhearth_server.tiers.base import BlockSpec, Evicted
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 _PARTS = 256
-"""A dict of 90,000 keys takes 5 ms to grow; that is reached at 16 million in all."""
+"""Parts of a ``KeyMap``. A dict of 90,000 keys takes 5 ms to grow; each part reaches that size at
+16 million keys in all.
+"""
 _NUMBERS = 1 << 12
 _SHIFT = 51
-"""A dict looks at the lowest bits of a hash, so that parts are chosen by a number of high ones."""
+"""A dict uses the lowest bits of a hash, so the part is chosen by the highest ones."""
 
 
 class KeyMap:
-    """A dict of keys to entries, numbers from 0 on."""
+    """A dict of keys to entries, which are numbers from 0 on."""
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
         self._by_number = np.empty(_NUMBERS, np.object_)
-        # Each part gets a little more than the one before it, the last one twice as much as the
-        # first: of dicts of one size all would grow at the same time.
+        # Each part gets slightly more keys than the one before it, and the last one twice as many
+        # as the first: parts of equal size would all grow at the same time.
         shares = np.log2(1 + np.arange(_NUMBERS) / _NUMBERS) * _PARTS
         self._by_number[:] = [self._parts[part] for part in shares.astype(int).tolist()]
 
@@ -42,16 +44,16 @@ class KeyMap:
         return self._part(key)[key]
 
     def items(self) -> Iterator[tuple[bytes, int]]:
-        """Keys and their entries, in no order."""
+        """Return keys and their entries, in no order."""
         return chain.from_iterable(part.items() for part in self._parts)
 
     def find(self, keys: Sequence[bytes]) -> I64:
-        """Entries, shape (n,); -1 where there is none."""
+        """Return entries, shape (n,); -1 for absent keys."""
         found = map(dict.get, self._homes(keys), keys, repeat(-1))
         return np.fromiter(found, np.int64, len(keys))
 
     def add(self, keys: Sequence[bytes], entries: range) -> bool:
-        """Set the entries of keys; false, with nothing done, if one of them is there already or
+        """Set the entries of keys. Return false, with nothing done, if a key is present already or
         named twice.
         """
         numbers = np.arange(entries.start, entries.stop, entries.step)
@@ -64,16 +66,16 @@ class KeyMap:
         return False
 
     def put(self, keys: Sequence[bytes], entries: range) -> None:
-        """Set the entries of keys, of one that is named twice the last."""
+        """Set the entries of keys. The last entry counts for a key that is named twice."""
         for home, key, entry in zip(self._homes(keys), keys, entries, strict=True):
             home[key] = entry
 
     def pop(self, key: bytes) -> int:
-        """Forget a key; its entry, -1 if it was not there."""
+        """Forget a key. Return its entry, or -1 if it was absent."""
         return self._part(key).pop(key, -1)
 
     def take(self, count: int) -> list[tuple[bytes, int]]:
-        """Forget up to ``count`` keys, whichever cost the least; they and their entries."""
+        """Forget up to ``count`` keys, the cheapest to find. Return them with their entries."""
         taken: list[tuple[bytes, int]] = []
         for part in self._parts:
             while part and len(taken) < count:
@@ -81,7 +83,7 @@ class KeyMap:
         return taken
 
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
-        """The dict of each. At a restart there are millions of keys, so no line of Python is run
+        """Return the dict of each key. A restart has millions of keys, so no line of Python runs
         for each.
         """
         numbers = np.fromiter(map(hash, keys), np.int64, len(keys)) >> _SHIFT & _NUMBERS - 1
@@ -109,16 +111,16 @@ ROW_DTYPE = np.dtype(
         ("padding", "<u2"),
     ]
 )
-"""One record in memory. ``family`` is the namespace's number here * 256 + group; ``hits`` counts
-loads up to 255.
+"""One record in memory. ``family`` is the namespace's number in this index * 256 + group; ``hits``
+counts loads up to 255.
 """
 
 Keys = np.ndarray[tuple[int], np.dtype[np.object_]]
-"""Each ``bytes`` or None."""
+"""Array of keys; each is ``bytes`` or None."""
 
 NAMESPACES_MAX = 1 << 16
 SEGMENT_ENTRIES = 1 << 32
-"""Entries of each segment number."""
+"""Number of entries reserved for each segment."""
 
 _ROWS_FIRST = 64
 
@@ -133,13 +135,13 @@ _ROW_FIELDS = (
 
 
 def disk_pages(heads: Records) -> I64:
-    """Pages of blocks on the disk, by their first rows."""
+    """Return the pages that blocks take on the disk, by their first rows."""
     pages = 1 + -(-heads["length"].astype(np.int64) // PAGE_BYTES)
     return np.asarray(pages * heads["shards"], np.int64)
 
 
 def rows_of(records: Records) -> Records:
-    """What the index keeps of record headers, same shape."""
+    """Convert record headers to rows of the index, same shape."""
     rows = np.zeros(records.shape, ROW_DTYPE)
     for ours, theirs in _ROW_FIELDS:
         rows[ours] = records[theirs]
@@ -150,14 +152,14 @@ class SegmentRows:
     """Rows of one segment, and the keys of the live blocks that begin at them.
 
     Attributes:
-        live_blocks, live_bytes: what is bound.
+        live_blocks, live_bytes: bound blocks, and bytes of their payload.
         hot_pages: pages on the disk of the live blocks that were loaded since they were written.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._rows = np.zeros(_ROWS_FIRST, ROW_DTYPE)
-        # Not a list: the garbage collector would go through all keys, and the loop would wait.
+        # Not a list: the garbage collector would visit all keys, and the loop would wait.
         self._keys: Keys = np.full(_ROWS_FIRST, None, np.object_)
         self.live_blocks = 0
         self.live_bytes = 0
@@ -168,23 +170,23 @@ class SegmentRows:
 
     @property
     def rows(self) -> Records:
-        """All rows, dead ones too; a view."""
+        """All rows, including dead ones; a view."""
         return self._rows[: self._count]
 
     @property
     def keys(self) -> Keys:
-        """By row, the key of the live block that begins there, else None; a view."""
+        """Keys by row: the key of the live block that begins there, else None; a view."""
         return self._keys[: self._count]
 
     def make_room(self, size: int) -> None:
-        """Have room for ``size`` rows in all."""
+        """Grow the arrays to at least ``size`` rows."""
         size = max(size, len(self._rows))
         old_rows, self._rows = self.rows, np.zeros(size, ROW_DTYPE)
         old_keys, self._keys = self.keys, np.full(size, None, np.object_)
         self._rows[: len(self)], self._keys[: len(self)] = old_rows, old_keys
 
     def append(self, rows: Records, keys: Sequence[bytes]) -> int:
-        """Add the rows (n, shards) of as many blocks; the number of the first."""
+        """Add the rows (n, shards) of n blocks. Return the number of the first row."""
         count, shards = rows.shape
         first, need = self._count, self._count + count * shards
         if need > len(self._rows):
@@ -195,12 +197,12 @@ class SegmentRows:
         return first
 
     def live_heads(self, start: int = 0, end: int | None = None) -> I64:
-        """Rows from ``start`` to ``end`` at which live blocks begin."""
+        """Return the rows from ``start`` to ``end`` at which live blocks begin."""
         rows = self.rows[start:end]
         return start + np.flatnonzero((rows["live"] > 0) & (rows["shard"] == 0))
 
     def bury(self, heads: I64) -> None:
-        """Blocks that begin at ``heads`` and are bound no more."""
+        """Mark the blocks that begin at ``heads`` as dead."""
         shards = self.rows["shards"][heads].astype(np.int64)
         ends = np.cumsum(shards)
         every = np.repeat(heads - (ends - shards), shards) + np.arange(shards.sum())
@@ -210,7 +212,9 @@ class SegmentRows:
         self.hot_pages -= self._hot(heads)
 
     def bury_one(self, head: int) -> None:
-        """As ``bury``, of one, and its key; numpy's calls on one cost more."""
+        """Mark one block as dead and drop its key. Unlike ``bury`` it avoids most of numpy's cost
+        per call.
+        """
         span = slice(head, head + int(self.rows["shards"][head]))
         self.rows["live"][span] = 0
         self.keys[head] = None
@@ -220,7 +224,7 @@ class SegmentRows:
             self.hot_pages -= int(disk_pages(self.rows[head : head + 1])[0])
 
     def used(self, heads: I64) -> None:
-        """Count a use of each live block; once of one that is there twice."""
+        """Count a use of each live block; a block that is listed twice counts once."""
         hits = self.rows["hits"]
         before = hits[heads]
         hits[heads] = before + (before < 255)
@@ -233,7 +237,7 @@ class SegmentRows:
 
 
 class SsdIndex:
-    """Which block is where."""
+    """Places of all live blocks."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int], KeyMap] = {}
@@ -250,7 +254,9 @@ class SsdIndex:
         return sum(each.live_bytes for each in self.segments.values())
 
     def number_of(self, namespace: bytes) -> int:
-        """The namespace's number here, given at its first use; -1 if there are too many."""
+        """Return the namespace's number in this index, assigned at first use; -1 if there are too
+        many.
+        """
         number = self._numbers.get(namespace, -1)
         if number < 0 and len(self._namespaces) < NAMESPACES_MAX:
             number = self._numbers[namespace] = len(self._namespaces)
@@ -258,7 +264,7 @@ class SsdIndex:
         return number
 
     def namespaces(self) -> dict[bytes, int]:
-        """Blocks of each namespace that has any."""
+        """Return the number of blocks of each namespace that has any."""
         found: dict[bytes, int] = {}
         for (number, _), entries in self._maps.items():
             name = self._namespaces[number]
@@ -266,12 +272,14 @@ class SsdIndex:
         return found
 
     def find(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> I64:
-        """Entries of keys, shape (n,); -1 where there is none."""
+        """Return the entries of keys, shape (n,); -1 for absent keys."""
         found = self._maps.get((self._numbers.get(namespace, -1), group))
         return np.full(len(keys), -1, np.int64) if found is None else found.find(keys)
 
     def rows(self, entries: I64, shards: int = 1) -> Records:
-        """Rows of entries that exist, (n, shards); a copy. There must be so many shards."""
+        """Return the rows of existing entries, (n, shards), as a copy. Each block must have
+        ``shards``.
+        """
         numbers, firsts = np.divmod(entries, SEGMENT_ENTRIES)
         wanted = firsts[:, None] + np.arange(shards)
         one = _only(numbers)
@@ -285,7 +293,7 @@ class SsdIndex:
         return out
 
     def heads(self, entries: I64) -> Records:
-        """First rows of entries; those of -1 are zero. A copy, shape (n,)."""
+        """Return the first rows of entries as a copy, shape (n,); rows of -1 are zero."""
         out = np.zeros(len(entries), ROW_DTYPE)
         there = entries >= 0
         if there.any():
@@ -293,8 +301,8 @@ class SsdIndex:
         return out
 
     def present(self, family: BlockSpec, keys: Sequence[bytes]) -> tuple[Bools, I64]:
-        """Which blocks of a family are there, (n,), of the right epoch, length and shard count; and
-        the entries of all keys.
+        """Return which blocks of a family are present, (n,), with the right epoch, length and shard
+        count; and the entries of all keys.
         """
         entries = self.find(family.namespace, family.group, keys)
         good = entries >= 0
@@ -305,7 +313,7 @@ class SsdIndex:
         return good, entries
 
     def used(self, entries: I64) -> None:
-        """Count a use of each; once of one that is there twice."""
+        """Count a use of each entry; an entry that is listed twice counts once."""
         numbers, rows = np.divmod(entries, SEGMENT_ENTRIES)
         one = _only(numbers)
         for number in np.unique(numbers).tolist() if one is None else [one]:
@@ -315,7 +323,7 @@ class SsdIndex:
     def bind(
         self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> None:
-        """Bind blocks that are in ``segment`` now; what their keys were bound to is dead.
+        """Bind blocks that ``segment`` now holds. Blocks that their keys were bound to are dead.
 
         Args:
             rows: (n, shards); ``family``, ``shard``, ``shards`` and ``live`` are set here.
@@ -330,14 +338,16 @@ class SsdIndex:
         count, before = len(keys), len(found)
         found.put(keys, self._entries(segment, rows))
         first = self._append(namespace, group, keys, segment, rows)
-        # The same key twice in one call: the later one holds it.
+        # If one call names a key twice, the later row holds it.
         if len(found) - before < count:
             self._bury_losers(found, self.segments[segment], segment, first)
 
     def bind_new(
         self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> bool:
-        """As ``bind``; false, with nothing done, if one of the keys is bound or named twice."""
+        """Bind blocks like ``bind``, but return false, with nothing done, if a key is bound already
+        or named twice.
+        """
         number = self.number_of(namespace)
         if number < 0:
             raise ValueError("a namespace without a number")
@@ -350,11 +360,13 @@ class SsdIndex:
         return True
 
     def expect(self, segment: int, rows: int) -> None:
-        """So many rows of a segment are coming: to grow again and again takes time."""
+        """Reserve room for the rows of a segment that is about to be bound: growing repeatedly
+        takes time.
+        """
         self.segments.setdefault(segment, SegmentRows()).make_room(rows)
 
     def _entries(self, segment: int, rows: Records) -> range:
-        """Of blocks that are appended to a segment next."""
+        """Return the entries of blocks that are appended to a segment next."""
         table = self.segments.get(segment)
         first = segment * SEGMENT_ENTRIES + (0 if table is None else len(table))
         return range(first, first + rows.size, rows.shape[1])
@@ -362,7 +374,7 @@ class SsdIndex:
     def _append(
         self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> int:
-        """Enter the rows of blocks whose keys are bound; the number of the first."""
+        """Add the rows of blocks whose keys are bound. Return the number of the first."""
         rows["family"] = self._numbers[namespace] * 256 + group
         rows["shard"], rows["shards"], rows["live"] = np.arange(rows.shape[1]), rows.shape[1], 1
         table = self.segments.setdefault(segment, SegmentRows())
@@ -377,7 +389,7 @@ class SsdIndex:
                 table.bury_one(row)
 
     def unbind(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        """Forget keys, where they are bound; how many were."""
+        """Forget keys that are bound. Return how many were."""
         pair = (self._numbers.get(namespace, -1), group)
         found = self._maps.get(pair)
         if found is None:
@@ -392,8 +404,8 @@ class SsdIndex:
         return gone
 
     def forget_of(self, namespace: bytes, count: int) -> Evicted | None:
-        """Forget up to ``count`` blocks of a namespace; which they were, of one KV group. None if
-        it has none.
+        """Forget up to ``count`` blocks of a namespace, all of one KV group, and return them. None
+        if it has none.
         """
         wanted = self._numbers.get(namespace, -1)
         for (number, group), found in self._maps.items():
@@ -405,8 +417,8 @@ class SsdIndex:
         return None
 
     def forget_some(self, segment: int, count: int) -> list[Evicted]:
-        """Forget up to ``count`` blocks of a segment, and with the last one its rows; which they
-        were.
+        """Forget up to ``count`` blocks of a segment and return them. The segment's rows go with
+        its last block.
         """
         table = self.segments.get(segment)
         if table is None:
@@ -431,7 +443,7 @@ class SsdIndex:
         return evicted
 
     def of_family(self, family: int) -> tuple[bytes, int]:
-        """Namespace and group of a row's ``family``."""
+        """Return namespace and group of a row's ``family``."""
         number, group = divmod(family, 256)
         return self._namespaces[number], group
 
@@ -466,7 +478,7 @@ def _live(table: SegmentRows, head: int, family: int) -> bool:
 
 
 def _only(numbers: I64) -> int | None:
-    """The number that all are; None if they differ, or if there is none."""
+    """Return the number that all elements equal; None if they differ, or if there is none."""
     if len(numbers) and np.count_nonzero(numbers == numbers[0]) == len(numbers):
         return int(numbers[0])
     return None

@@ -1,4 +1,4 @@
-"""A thread a directory for calls to the file system that may wait: making and removing files."""
+"""The log: gives out places in open segments, seals full ones, and makes files ahead of need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Task = tuple[Callable[[], Result], Callable[[Result], None]]
 
 
 class FileWorker:
-    """One task at a time; its result is taken by the loop."""
+    """Runs file system calls that may wait on a thread of its own, one task at a time."""
 
     def __init__(self, directory: Directory, event_fd: int) -> None:
         self._event_fd = event_fd
@@ -47,19 +47,19 @@ class FileWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether a task has not been handed over yet."""
+        """Whether a task's result has not been handed over yet."""
         return self._pending > 0
 
     def start(self, task: Callable[[], Result], then: Callable[[Result], None]) -> None:
-        """Run ``task`` on the thread, then ``then`` with its result on the loop, by ``poll``.
+        """Run ``task`` on the thread; ``poll`` then calls ``then`` with its result on the loop.
 
-        What is raised as ``OSError`` or ``Busy`` is the result.
+        A raised ``OSError`` becomes the result; ``Busy`` becomes a ``BlockingIOError``.
         """
         self._pending += 1
         self._tasks.put((task, then))
 
     def poll(self) -> None:
-        """Hand over what has ended."""
+        """Hand over the results of finished tasks."""
         while self._ended:
             then, result = self._ended.popleft()
             self._pending -= 1
@@ -91,12 +91,12 @@ _AHEAD_S = 10.0
 
 @dataclass(eq=False)
 class LogDirectory:
-    """A directory with its open segment and those that come after it.
+    """A directory with its open segment and the segments that follow it.
 
     Attributes:
-        ready: the next segments in their order, the first pages of some still being written.
-        sealing: segments that are full but not wholly written.
-        ahead, ahead_until: most of them lately, and until when that counts.
+        ready: the next segments in their order; the first pages of some are still being written.
+        sealing: number of segments that are full but not wholly written.
+        ahead, ahead_until: recent maximum of ``sealing``, and the time until which it counts.
     """
 
     directory: Directory
@@ -113,33 +113,34 @@ class LogDirectory:
 
     @property
     def carry_pages(self) -> int:
-        """Pages of an open segment that are kept for what is carried over to it."""
+        """Pages of an open segment that are kept for carried blocks."""
         return int(self.directory.segment_bytes // PAGE_BYTES * self.carry_share)
 
     def closed(self, now: float) -> None:
-        """A segment is full, and not wholly written yet."""
+        """Count a segment that is full but not wholly written yet."""
         self.sealing += 1
         if self.sealing >= self.ahead or now >= self.ahead_until:
             self.ahead, self.ahead_until = self.sealing, now + _AHEAD_S
 
     def ready_wanted(self, now: float) -> int:
-        """How many segments should be ready: as many as places are given out ahead of the drive,
-        and one. At most an eighth of the files, because they hold nothing.
+        """Return how many segments should be ready: one more than the recent maximum of segments
+        being sealed, because places are given out ahead of the drive. At most an eighth of the
+        files, because ready segments hold nothing.
         """
         ahead = self.ahead if now < self.ahead_until else self.sealing
         return max(1, min(1 + ahead, self.count_max // 8, _READY_MAX))
 
     def kept_pages(self, *, carried: bool) -> int:
-        """Pages of the open segment that are not to be used for a block, carried or new."""
+        """Return the pages of the open segment that a new or carried block must leave free."""
         return 0 if carried or self.ready else self.carry_pages
 
     @property
     def surplus(self) -> bool:
-        """There are more files than there may be: the capacity was lowered."""
+        """Whether there are more files than allowed, because the capacity was lowered."""
         return self.directory.writable and len(self.directory.segments) > self.count_max
 
     def starved(self, now: float) -> bool:
-        """Too few segments are ready, and no more can be had but by reclaiming one."""
+        """Whether too few segments are ready, and only reclaiming can provide more."""
         if self.surplus and not self.janitor.busy:
             return True
         files = len(self.directory.segments)
@@ -157,16 +158,18 @@ class PageWriter:
     def write(
         self, segment: Segment, content: Buffer, offset: int, then: Callable[[Job], None]
     ) -> None:
-        """Write whole pages at ``offset``; ``then`` is called with the request when it ended."""
+        """Write whole pages at ``offset``; ``then`` is called with the request when it has
+        ended.
+        """
         self._wear.wrote(len(content))
         pieces = ((content.address, len(content)),)
         job = Job(Op.WRITE, segment.fd, offset, pieces, len(content), (), then, content)
-        # A segment's first page is waited for by all that is stored; its footer by nobody.
+        # All stores wait for a segment's first page; nothing waits for its footer.
         job.urgent = offset == 0
         self._driver.submit([job])
 
     def note(self, directory: Directory, job: Job) -> None:
-        """Tell the directory's health how a write went."""
+        """Report the result of a write to the directory's health."""
         if job.good:
             directory.health.write_done()
         elif job.reason != "cancelled":
@@ -182,7 +185,7 @@ _NO_ROOM = {
     errno.EMFILE: ("no_descriptors", "the daemon has no descriptor left for another segment"),
     errno.ENFILE: ("no_descriptors", "the machine has no descriptor left for another segment"),
 }
-"""Why there is no other segment, though the drive does all that it is asked for."""
+"""Causes that prevent another segment although the drive works."""
 _OTHERS = ("no_space", "its capacity is reached by files in it that are not the log's")
 
 
@@ -196,7 +199,7 @@ class Run:
 
 
 class Log:
-    """All segments of all directories. Every call is the loop's."""
+    """All segments of all directories. Called on the loop only."""
 
     def __init__(
         self,
@@ -221,11 +224,11 @@ class Log:
         self._numbers = itertools.count(1)
 
     def new_number(self) -> int:
-        """A number for a segment."""
+        """Return a new segment number."""
         return next(self._numbers)
 
     def add(self, segment: Segment) -> None:
-        """Take a segment in, in whatever state it is."""
+        """Add a segment, in whatever state it is."""
         self.segments[segment.number] = segment
         self.next_sequence = max(self.next_sequence, segment.head.sequence + 1)
         if segment.state is SegmentState.FREE and segment.damaged and segment.directory.writable:
@@ -236,7 +239,7 @@ class Log:
             self._close(segment)
 
     def resume(self, segment: Segment) -> None:
-        """Go on appending to a segment that a dead daemon left unfinished."""
+        """Continue appending to a segment that a dead daemon left unfinished."""
         log_dir = self._lane_of(segment)
         if log_dir.open is None:
             segment.state, log_dir.open = SegmentState.OPEN, segment
@@ -245,13 +248,13 @@ class Log:
 
     @property
     def has_place(self) -> bool:
-        """Whether a directory has a segment that can be filled, or filled further."""
+        """Whether any directory has a segment that can be filled, or filled further."""
         return any(log_dir.free or log_dir.open for log_dir in self.log_dirs)
 
     def begin(self, youngest: int = 0) -> None:
-        """The sequences of all segments that can be read are known: new segments may be opened.
+        """Allow new segments to be opened, once the sequences of all readable segments are known.
 
-        Those that are still locked may be a little younger than all others, hence the gap.
+        Segments that are still locked may be a little younger than all others, hence the gap.
 
         Args:
             youngest: the greatest sequence of segments that were not added yet.
@@ -261,13 +264,14 @@ class Log:
         self.tick()
 
     def fits(self, pages: int, records: int) -> bool:
-        """Whether a block of so many pages and records fits into an empty segment anywhere."""
+        """Whether a block of this size fits into an empty segment of any directory."""
         return any(_empty(log_dir).room_for(pages, records) for log_dir in self.log_dirs)
 
     # -- places ------------------------------------------------------------------------------------
 
     def allocate(self, pages: int, records: int, count: int, *, carried: bool = False) -> list[Run]:
-        """Places for up to ``count`` blocks of ``pages`` pages and ``records`` records each.
+        """Allocate places for up to ``count`` blocks of ``pages`` pages and ``records`` records
+        each.
 
         While a directory has no next segment, part of its open one is kept for ``carried`` blocks:
         otherwise new blocks would leave those no room, and everything hot would be lost.
@@ -300,12 +304,13 @@ class Log:
     ) -> Segment | None:
         if not log_dir.directory.writable or not log_dir.directory.health.may_write(self._clock()):
             return None
-        # Only the first: a segment's number in the log says how young its blocks are.
+        # Only the first segment counts: a segment's sequence in the log says how young its blocks
+        # are.
         ready = bool(log_dir.ready) and log_dir.ready[0].state is SegmentState.OPEN
         full = log_dir.open is not None and not log_dir.open.room_for(pages, records)
         if full and log_dir.open is not None:
             if not ready or not _empty(log_dir).room_for(pages, records):
-                return None  # nothing to change to, or too large for any segment here
+                return None  # no next segment, or the block is too large for any segment here
             self._close(log_dir.open)
             log_dir.open = None
         if log_dir.open is None and ready:
@@ -317,7 +322,9 @@ class Log:
         return found
 
     def ended(self, segment: Segment, records: Records | None, writes: int) -> None:
-        """``writes`` writes of records have ended; the records that are good, if any."""
+        """Account for ``writes`` ended writes of records. ``records``: those that are good, if
+        any.
+        """
         segment.writes -= writes
         if records is not None and len(records):
             segment.records.append(records)
@@ -327,7 +334,7 @@ class Log:
     # -- the end of a segment ----------------------------------------------------------------------
 
     def _close(self, segment: Segment) -> None:
-        """It takes no more places."""
+        """Stop giving out places in a segment."""
         segment.state = SegmentState.SEALING
         self._lane_of(segment).closed(self._clock())
         self.seal(segment)
@@ -353,7 +360,7 @@ class Log:
         segment.records = []
 
     def release(self, segment: Segment) -> None:
-        """Nothing in it is live and nothing reads it: it can be filled anew."""
+        """Make a segment reusable that has no live block and no reader."""
         log_dir = self._lane_of(segment)
         self._counts.add("segments_reclaimed")
         if segment.damaged or log_dir.surplus:
@@ -364,7 +371,7 @@ class Log:
         self._prepare(log_dir)
 
     def remove(self, segment: Segment) -> None:
-        """Delete a file for good."""
+        """Delete a file permanently."""
         log_dir = self._lane_of(segment)
         segment.state = SegmentState.LOST
         log_dir.directory.segments.remove(segment)
@@ -379,7 +386,7 @@ class Log:
     # -- the beginning of a segment ----------------------------------------------------------------
 
     def tick(self) -> None:
-        """Take files that were made, and see that every directory has its next segment."""
+        """Take over newly made files, and ensure that every directory has its next segment."""
         for log_dir in self.log_dirs:
             log_dir.janitor.poll()
             while log_dir.surplus and log_dir.free:
@@ -404,10 +411,12 @@ class Log:
         ):
             number = self.new_number()
             size, flush = directory.segment_bytes, self._settings.flush
-            # Without it the file is slower at first, but a block of it costs no second write.
+            # A file that is not prewritten is slower at first, but its blocks are written only
+            # once.
             prewrite = self._settings.prewrite and self.wear.budget.has(size, now)
             prewritten = size if prewrite else 0
-            # At once: other directories, and blocks, would spend the same bytes meanwhile.
+            # Spend at once: otherwise other directories and blocks would spend the same bytes
+            # meanwhile.
             self.wear.budget.spend(prewritten, now)
             log_dir.janitor.start(
                 lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
@@ -417,7 +426,7 @@ class Log:
     def _created(self, log_dir: LogDirectory, result: Result, prewritten: int) -> None:
         if isinstance(result, Segment):
             self.wear.wrote(prewritten, taken=True)
-            # A file system that cannot reserve had to be written to, budget or not.
+            # A file system that cannot reserve had to be written to, whatever the budget.
             self.wear.wrote(result.zeros - prewritten)
             log_dir.directory.segments.append(result)
             self.add(result)
@@ -428,7 +437,7 @@ class Log:
         health = log_dir.directory.health
         why = _OTHERS if isinstance(result, CapacityReached) else _NO_ROOM.get(code)
         if why is not None:
-            # What there is can be reclaimed; more is asked for again later.
+            # Existing segments can be reclaimed; another one is tried later.
             log_dir.retry_at = now + _ROOM_RETRY_S
             health.no_room(log_dir.retry_at, *why)
         else:
@@ -467,5 +476,5 @@ class Log:
 
 
 def _empty(log_dir: LogDirectory) -> Segment:
-    """A segment of the lane in which nothing is yet, to ask what it has room for."""
+    """Return an empty segment of the directory, to query the room it has."""
     return Segment(0, log_dir.directory, log_dir.directory.path)

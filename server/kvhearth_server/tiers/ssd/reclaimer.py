@@ -1,8 +1,9 @@
-"""Making room: a whole segment at a time, what is still hot carried over to the open one.
+"""Reclaims whole segments to make room: carries hot blocks over to the open segment, evicts the
+rest.
 
-Per directory one victim at a time. Its hot blocks (loaded since they were written) are read to a
-buffer of the tier's own, which verifies them, and stored anew; all others are evicted. Only when
-nothing reads the segment any more is it filled again.
+Each directory has one victim at a time. Its hot blocks (loaded since they were written) are read to
+a buffer of the tier, which verifies them, and stored again; all others are evicted. The segment is
+reused only when nothing reads it any more.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from kvhearth_server.tiers.ssd.log import Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
 
 CARRY_BYTES = 32 << 20
-"""The buffer through which blocks are carried; what is larger than it is not carried. So much that
-a segment takes few turns: each waits for the drive twice, and new stores wait for the segment.
+"""Size of the buffer through which blocks are carried; a larger block is not carried. The size
+keeps the turns of a segment few: each waits for the drive twice, and new stores wait for the
+segment.
 """
 
 _FORGET_BLOCKS = 2048
-"""Evicted in one turn of the loop, which tells the core of each."""
+"""Blocks evicted in one turn of the loop, which reports each of them to the core."""
 
 CARRY_PAGES = 64
 """Header pages kept for carried blocks."""
@@ -57,7 +59,7 @@ class _Portion:
 
 @dataclass(eq=False)
 class _Work:
-    """A victim, and the portions of it that are yet to be carried."""
+    """A victim, and its portions that are yet to be carried."""
 
     segment: Segment
     portions: Iterator[_Portion]
@@ -66,7 +68,7 @@ class _Work:
 
 
 class Reclaimer:
-    """Every call is the loop's."""
+    """Reclaims segments of directories that run out of them. Called on the loop only."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Reclaimer:
         self._region = 0
 
     def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
-        """``region``: the number under which ``transfers`` knows the buffer."""
+        """Set the parts to carry with. ``region``: number of the buffer in ``transfers``."""
         self._transfers, self._pages, self._region = transfers, pages, region
 
     @property
@@ -96,8 +98,8 @@ class Reclaimer:
         return self._carrying is not None
 
     def tick(self) -> bool:
-        """Begin or go on wherever a directory has run out of segments; true if there is more to do
-        at once.
+        """Begin or continue wherever a directory has run out of segments. True if there is more to
+        do at once.
         """
         for log_dir in self._log.log_dirs:
             if (
@@ -117,37 +119,40 @@ class Reclaimer:
     # -- the victim --------------------------------------------------------------------------------
 
     def _victim(self, log_dir: LogDirectory) -> Segment | None:
-        """The sealed segment that is worth it most, the oldest of those that are alike."""
+        """Return the sealed segment with the highest worth, the oldest of equals."""
         sealed = [s for s in log_dir.directory.segments if s.state is SegmentState.SEALED]
         return max(sealed, key=lambda each: self._worth(log_dir, each), default=None)
 
     def _worth(self, log_dir: LogDirectory, segment: Segment) -> tuple[float, int]:
-        """Benefit by cost, as in Rosenblum and Ousterhout's log-structured file system (1992):
-        room won times age by what is read and written for it; only hot blocks count as kept.
+        """Return benefit by cost, as in Rosenblum and Ousterhout's log-structured file system
+        (1992): room won times age, divided by the bytes read and written for it. Only hot blocks
+        count as kept.
         """
         table = self._index.segments.get(segment.number)
         share = 0.0
         if table is not None:
-            # No more than that is carried: what is hot beyond it must age like all others, or
-            # old favourites would drive out everything new.
+            # Only the share that is carried counts: hot blocks beyond it must age like all others,
+            # or old favourites would drive out everything new.
             pages = min(table.hot_pages, log_dir.carry_pages)
             share = pages * PAGE_BYTES / segment.directory.segment_bytes
         age = max(1, self._log.next_sequence - segment.head.sequence)
         return ((1 - share) * age / (1 + share), -segment.head.sequence)
 
     def _portions(self, log_dir: LogDirectory, segment: Segment) -> Iterator[_Portion]:
-        """What is hot in a segment, the most used first, up to the share that may be carried."""
+        """Yield the hot blocks of a segment, the most used first, up to the share that may be
+        carried.
+        """
         table = self._index.segments.get(segment.number)
         if table is None:
             return
         heads = table.live_heads()
         hits = table.rows["hits"][heads].astype(np.int64)
         hot = heads[np.argsort(-hits, kind="stable")][: np.count_nonzero(hits)]
-        # Less what their lines in the footer may take.
+        # Leave room for their lines in the footer.
         room = log_dir.carry_pages * 15 // 16
         hot = hot[np.cumsum(disk_pages(table.rows[hot])) <= room]
         names = table.rows[["family", "epoch", "length", "shards"]][hot]
-        # Sorting them takes ten times as long, and mostly they are alike.
+        # Sorting takes ten times as long, and the blocks are mostly alike.
         alike = names[:1] if (names == names[:1]).all() else np.unique(names)
         for name in alike:
             mine = hot[names == name]
@@ -195,7 +200,7 @@ class Reclaimer:
         if transfers is None:
             return
         family = portion.family
-        # What went meanwhile is passed over.
+        # Skip blocks that were unbound or replaced meanwhile.
         now = self._index.find(family.namespace, family.group, portion.keys)
         same = np.flatnonzero(now == portion.entries)
         if not len(same):
@@ -244,8 +249,8 @@ class Reclaimer:
         out.finish_if_done()
 
     def _tell_doubted(self, batch: LoadBatch, done: Completion) -> None:
-        """What could not be read right was forgotten: whoever has it in memory must know that it
-        has no copy here, and why.
+        """Report unreadable blocks, which the index has forgotten, as evicted: the core must know
+        that the copies in memory have no copy on SSD any more, and why.
         """
         family = batch.family
         for outcome, rows in done.parts:
@@ -263,7 +268,7 @@ class Reclaimer:
 
 
 def _cause(outcome: Outcome) -> str:
-    """Why a block that was to be carried is gone."""
+    """Return the cause of the loss of a block that was to be carried."""
     match outcome:
         case Corrupt():
             return "checksum"

@@ -1,4 +1,4 @@
-"""What the SSD tier is told: places, sizes, bounds."""
+"""Settings of the SSD tier: places, sizes, bounds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 MIB = 1 << 20
 SEGMENTS_MAX = 1024
-"""Most segment files of a directory: each costs a descriptor for good."""
+"""Most segment files of a directory. Each one keeps a descriptor open permanently."""
 
 SEGMENTS_LEAST = 4
-"""Fewest: the open one, the next one, and two among which to choose when room must be made."""
+"""Fewest segment files: the open one, the next one, and two to choose from when room must be
+made.
+"""
 
 NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces.json", "namespaces.new"
-"""Not the tier's: whoever writes them keeps room for them beside each place's capacity."""
+"""Files that are not the tier's. Their writer keeps room for them beside each place's capacity."""
 
 _SEGMENT_BYTES_USUAL = 256 * MIB
 _SEGMENT_BYTES_LEAST = 64 * MIB
@@ -23,8 +25,8 @@ _SEGMENTS_WANTED = 32
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """A good segment size: 256 MiB, less for a small directory so that there is something to
-    choose from when room must be made, more for one that would need too many files.
+    """Return a good segment size: 256 MiB; less for a small directory, so that reclaiming has
+    segments to choose from; more for a directory that would need too many files.
     """
     size = _SEGMENT_BYTES_USUAL
     while size > _SEGMENT_BYTES_LEAST and capacity_bytes // size < _SEGMENTS_WANTED:
@@ -35,38 +37,40 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 
 
 def segment_cost_bytes(segment_bytes: int) -> int:
-    """Most that a segment file may take by the file system's count.
+    """Return the most bytes that a segment file may take by the file system's count.
 
-    File systems count the blocks of a file's extent tree as the file's: 12 to 16 bytes an extent,
+    File systems charge the blocks of a file's extent tree to the file: 12 to 16 bytes an extent,
     and at worst each page is an extent of its own.
     """
     return segment_bytes + segment_bytes // 256 + 16 * PAGE_BYTES
 
 
 def directory_overhead_bytes() -> int:
-    """Kept free for the directory itself and its head file."""
+    """Return the bytes kept free for the directory itself and its head file."""
     return 16 * PAGE_BYTES
 
 
 def segments_max(capacity_bytes: int, segment_bytes: int) -> int:
-    """Segment files that ``capacity_bytes`` have room for."""
+    """Return how many segment files fit into ``capacity_bytes``, at most ``SEGMENTS_MAX``."""
     return min(SEGMENTS_MAX, segments_that_fit(capacity_bytes, segment_bytes))
 
 
 def segments_that_fit(capacity_bytes: int, segment_bytes: int) -> int:
-    """The same if there could be any number of files."""
+    """Return how many segment files fit into ``capacity_bytes`` without that bound."""
     room = capacity_bytes - directory_overhead_bytes()
     return max(0, room // segment_cost_bytes(segment_bytes))
 
 
 def capacity_least(segment_bytes: int) -> int:
-    """Least capacity of a directory with such segments."""
+    """Return the least capacity of a directory with such segments."""
     return SEGMENTS_LEAST * segment_cost_bytes(segment_bytes) + directory_overhead_bytes()
 
 
 @dataclass(frozen=True)
 class Place:
-    """One directory, on a drive of its own if there are several, and what may be taken of it."""
+    """One directory and the capacity it may use. Several directories should be on different
+    drives.
+    """
 
     path: Path
     capacity_bytes: int
@@ -77,26 +81,26 @@ class SsdSettings:
     """Settings of the tier.
 
     Attributes:
-        places: directories that exist; records are striped over them.
-        segment_bytes: of new directories, 0 for ``segment_bytes_for``; one that has segments
-            keeps its size.
+        places: existing directories; records are striped across them.
+        segment_bytes: segment size of new directories, 0 for ``segment_bytes_for``; a directory
+            that has segments keeps its size.
         interface: auto, io_uring, libaio or threads.
         depth: requests in the kernel at once.
-        queue_reads, queue_writes: records to read, requests to write that wait or run before
-            ``Throttled("queue")``.
+        queue_reads, queue_writes: records to read and requests to write that may wait or run
+            before ``Throttled("queue")``.
         batch_blocks_max: most blocks of a batch.
-        request_bytes: neighbours are joined to requests of up to this. There is room for two blocks
-            of 2 MiB and their headers: together they cost the processor a tenth less.
+        request_bytes: upper bound of a request that joins neighbours. The default has room for two
+            blocks of 2 MiB and their headers: together they cost the processor a tenth less.
         flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
-            survives a power cut, not only the death of the process.
-        verify_stores: check a slot's bytes, before its store is acknowledged.
-        sum_threads: most threads that verify what was moved. One keeps up with 15 to 20 GB/s;
-            others help it when much comes at once, and cost the processor more a byte.
-        prewrite: write new segments once before use: first writes run at full speed then. Left out
-            while the budget does not have a whole segment.
-        bytes_per_day: most bytes written to all directories together, of whatever kind, 0 for no
-            bound. Over a span of time a debt of one segment may come on top.
-        carry_share: of a segment, at most so much is carried over when it is reclaimed.
+            it then survives a power cut, not only the death of the process.
+        verify_stores: check a slot's bytes before its store is acknowledged.
+        sum_threads: most threads that verify moved bytes. One keeps up with 15 to 20 GB/s; more
+            help with bursts, and cost the processor more for each byte.
+        prewrite: write new segments once before use, so that first writes run at full speed.
+            Skipped while the budget has less than a whole segment left.
+        bytes_per_day: most bytes of any kind written to all directories together, 0 for no bound.
+            Over any span of time a debt of one segment may be added.
+        carry_share: largest share of a segment that is carried over when it is reclaimed.
         slow_s: a request that takes longer makes the tier degraded.
         stuck_s: a request that takes longer is reported stuck.
         open_s: a directory that takes longer to open is not used.

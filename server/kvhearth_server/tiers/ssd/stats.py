@@ -1,4 +1,4 @@
-"""The tier in numbers: what metrics, statistics and probes show."""
+"""Statistics and self-check of the SSD tier."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvhearth_server.tiers.ssd.write_limits import WriteBudget
 
 @dataclass(frozen=True)
 class DirectoryFigures:
-    """One directory.
+    """Figures of one directory.
 
     Attributes:
-        capacity_bytes: most that it may take.
+        capacity_bytes: most bytes that it may use.
         file_bytes: length of its segment files, which are allocated in whole.
-        segments: files by state.
-        findings: what is not as it should be: a word of ``health.WORDS``, and a sentence.
+        segments: number of files by state.
+        findings: current problems: a word of ``health.WORDS``, and a sentence.
     """
 
     path: str
@@ -36,18 +36,18 @@ class DirectoryFigures:
 
 @dataclass(frozen=True)
 class SsdFigures:
-    """One moment.
+    """Figures of the tier at one moment.
 
     Attributes:
-        interface_broken: what is wrong with the driving of the disk, empty for nothing.
-        directories: also those that could not be opened, with no files.
-        blocks, live_bytes: what can be loaded, and its payload.
-        files_found, files_recovered: segment files at the start; those that are read back.
+        interface_broken: problem of the disk interface; empty for none.
+        directories: all of them; those that could not be opened have no files.
+        blocks, live_bytes: loadable blocks and their payload.
+        files_found, files_recovered: segment files at the start; those read back so far.
         locked_files: files that requests of a dead daemon may still hold.
         queued_reads, queued_writes: requests that wait or run.
-        running_requests: those in the kernel.
+        running_requests: requests in the kernel.
         read_latency_s, read_bytes_per_s: moving averages.
-        budget_left_bytes: what may be written now; None without a budget.
+        budget_left_bytes: bytes that may be written now; None without a budget.
         counts: the tier's counters since the start, by name.
     """
 
@@ -70,27 +70,27 @@ class SsdFigures:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of all directories together."""
+        """Capacity of all directories together."""
         return sum(each.capacity_bytes for each in self.directories)
 
     @property
     def file_bytes(self) -> int:
-        """Of all directories together."""
+        """Length of all directories' segment files."""
         return sum(each.file_bytes for each in self.directories)
 
     @property
     def reasons(self) -> list[str]:
-        """Everything that is not as it should be, for people."""
+        """All current problems, for people."""
         told = [sentence for each in self.directories for _, sentence in each.findings]
         return [*told, *filter(None, [self.interface_broken])]
 
     def count(self, name: str) -> int:
-        """A counter of the tier; 0 where nothing was counted."""
+        """Return a counter of the tier; 0 where nothing was counted."""
         return self.counts.get(name, 0)
 
 
 class SsdStatus:
-    """Reads the tier's parts, changes nothing. Calls from the loop."""
+    """Reads the tier's parts without changing them. Called on the loop."""
 
     def __init__(self, parts: TierComponents, budget: WriteBudget) -> None:
         self._parts, self._budget = parts, budget
@@ -100,51 +100,51 @@ class SsdStatus:
 
     @property
     def interface(self) -> str:
-        """The kernel interface in use."""
+        """Name of the kernel interface in use."""
         return self._parts.interface
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Interfaces that were tried at the start, best first."""
+        """Results of the interfaces that were tried at the start, best first."""
         return self._parts.verdicts
 
     @property
     def mended(self) -> list[str]:
-        """What was mended or begun anew when the directories were opened, for people."""
+        """Repairs made when the directories were opened, and logs begun afresh, for people."""
         return [told for log_dir in self._parts.log.log_dirs for told in log_dir.directory.told]
 
     @property
     def recovering(self) -> bool:
-        """The log is still being read back: absent blocks may yet appear."""
+        """Whether the log is still being read back, so that absent blocks may yet appear."""
         return self._parts.adopter.recovering
 
     @property
     def files_recovered(self) -> int:
-        """How many of them have been read back, or given up because their device fails."""
+        """Number of those files that were read back, or given up because their device fails."""
         return self._parts.counts["recovered_segments"] + self._parts.counts["segments_lost"]
 
     @property
     def locked_files(self) -> int:
-        """Files that requests of a dead daemon may still hold. While this is not zero, slots that
-        it was loading into must stay quarantined.
+        """Number of files that requests of a dead daemon may still hold. While it is not zero,
+        slots that the dead daemon was loading into must stay quarantined.
         """
         return self._parts.adopter.locked
 
     @property
     def unusable_places(self) -> int:
-        """Directories that could not be opened: nobody knows what a dead daemon's requests still
-        do there.
+        """Number of directories that could not be opened. A dead daemon's requests may still run
+        there.
         """
         return len(self._parts.failed_places)
 
     @property
     def blocks(self) -> int:
-        """Blocks that can be loaded."""
+        """Number of loadable blocks."""
         return len(self._parts.index)
 
     @property
     def live_bytes(self) -> int:
-        """Payload bytes of them."""
+        """Payload bytes of the loadable blocks."""
         return self._parts.index.live_bytes
 
     @property
@@ -156,19 +156,20 @@ class SsdStatus:
 
     @property
     def interface_broken(self) -> str:
-        """What is wrong with the driving of the disk; empty for nothing."""
+        """Problem of the disk interface; empty for none."""
         driver = self._parts.driver
         if driver.broken:
             return f"disk interface failed: {driver.broken}"
         return "" if driver.alive else "the thread that drives the disk has ended"
 
     def namespaces(self) -> dict[bytes, int]:
-        """Blocks of each namespace that has any."""
+        """Return the number of blocks of each namespace that has any."""
         return self._parts.index.namespaces()
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """About how long loading so many blocks of each family would take from now, behind
-        ``waiting`` records that have not come as far as the tier, which may be these themselves.
+        """Estimate the seconds that loading these numbers of blocks would take from now, behind
+        ``waiting`` records that have not reached the tier yet; the loads themselves may be among
+        these.
         """
         records = sum(blocks * family.shards for family, blocks in loads)
         size = sum(blocks * family.shards * family.length for family, blocks in loads)
@@ -176,12 +177,16 @@ class SsdStatus:
         return self._parts.rate.estimate_s(size, ahead)
 
     def allocated_bytes(self) -> dict[str, int]:
-        """What each directory takes by its file system's own count. Waits for the disk."""
+        """Return the bytes that each directory takes by its file system's own count. Waits for the
+        disk.
+        """
         directories = [log_dir.directory for log_dir in self._parts.log.log_dirs]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
     def figures(self) -> SsdFigures:
-        """The tier now, in numbers; costs the same whatever it holds, and waits for nothing."""
+        """Return the tier's current figures. The cost does not depend on its content; never
+        waits.
+        """
         parts, now = self._parts, self._parts.clock()
         unusable = [
             DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, told),))
@@ -223,7 +228,7 @@ class SsdStatus:
         )
 
     def by_kind(self) -> dict[Kind, str]:
-        """Everything that is not as it should be: a sentence for people for each kind."""
+        """Return all current problems: one sentence for people for each kind."""
         now = self._parts.clock()
         failed = self._parts.failed_places
         found = {Kind(str(place.path), UNUSABLE): told for place, told in failed.items()}
@@ -234,14 +239,14 @@ class SsdStatus:
         return found
 
     def health(self) -> Health:
-        """Everything that is not as it should be, for people."""
+        """Return all current problems, for people."""
         reasons = tuple(self.by_kind().values())
         return Health(bool(reasons), reasons)
 
     def check(self, *, idle: bool) -> None:
         """Raise ValueError unless index, segments and requests in flight agree.
 
-        ``idle``: no batch of the engine's is out.
+        ``idle``: none of the engine's batches is out.
         """
         parts = self._parts
         parts.index.check()

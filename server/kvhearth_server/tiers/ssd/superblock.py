@@ -1,5 +1,5 @@
-"""The file that makes a directory one of ours: opened, made, and made again from what the segments
-say when it is damaged or lost.
+"""The file that marks a directory as KVHearth's: opens it, makes it, and restores a damaged or lost
+one from the segments.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from kvhearth_server.tiers.ssd.format import (
 
 HEAD_NAME = "kvhearth.log"
 _WITNESSES = 64
-"""Segment files that are enough to decide."""
+"""Number of segment files that suffice to decide."""
 
 
 class DirectoryError(Exception):
-    """A directory that cannot be used at all; the text says why and what helps."""
+    """The directory cannot be used at all; the text gives the reason and a remedy."""
 
 
 @dataclass
 class Ownership:
-    """A directory that is locked.
+    """A locked directory.
 
     Attributes:
-        lock: the file that is there now, or the directory itself where none can be made.
-        older: what was replaced; its lock is kept, for somebody may have opened it just before.
-        doubts: why the file was not believed.
-        told: what was done about it, for people.
+        lock: the current file, or the directory itself where no file can be made.
+        older: replaced files. Their locks are kept, because another daemon may have opened one
+            just before.
+        pending_aborts: reasons for not believing the file.
+        told: repairs that were made, for people.
     """
 
     lock: OpenFile
@@ -57,17 +58,17 @@ class Ownership:
     told: list[str] = field(default_factory=list)
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Release the directory."""
         for each in (self.lock, *self.older):
             if each.fd >= 0:
                 os.close(each.fd)
                 each.fd = -1
 
     def rewrite(self, files: Files, path: Path, head: DirectoryHead) -> None:
-        """Put another file in the place of this one.
+        """Replace this file by another one.
 
         Raises:
-            OSError: it is as it was.
+            OSError: nothing has changed.
         """
         lock = _write(files, path, head, replace=True)
         self.older.append(self.lock)
@@ -75,16 +76,16 @@ class Ownership:
 
 
 def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) -> Ownership:
-    """Lock a directory and find out its log.
+    """Lock a directory and determine its log.
 
     Args:
         segments: its files, as witnesses if its own file cannot be believed.
-        segment_bytes: of a log that begins here.
+        segment_bytes: segment size of a log that begins here.
 
     Raises:
-        DirectoryError: it is of another version.
+        DirectoryError: another version wrote it.
         Busy: another daemon has it.
-        OSError: it cannot be read, or there is nothing in it and it cannot be written to.
+        OSError: it cannot be read, or it is empty and cannot be written to.
     """
     path = folder / HEAD_NAME
     try:
@@ -110,13 +111,13 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
         try:
             found.rewrite(files, path, new)
         except OSError as error:
-            # The segments will say it again the next time.
+            # The segments will supply it again at the next start.
             found.told.append(f"{path} cannot be written anew ({error.strerror})")
     return found
 
 
 def other_version(path: Path) -> str:
-    """The error of a directory whose file another version has written."""
+    """Return the error text for a directory whose file another version has written."""
     return (
         f"{path} is of another version of KVHearth and cannot be understood; use that version, or "
         "remove the directory's content to begin anew"
@@ -138,7 +139,7 @@ def _make(files: Files, path: Path, segments: list[Path], segment_bytes: int) ->
     except OSError:
         if said is None:
             raise
-        # No file can be made here, so that nobody else can make one either.
+        # No other daemon can make one either where this one cannot.
         found = Ownership(files.lock_directory(path.parent), head)
     if segments:
         found.pending_aborts[Doubt.TRUNCATED] += 1
@@ -157,7 +158,7 @@ def _new_id() -> int:
 
 
 def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> OpenFile:
-    """Make the file, locked; its name is durable."""
+    """Create and lock the file; its name is durable afterwards."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     lock = files.open(fresh, create=True)
     try:
@@ -176,17 +177,17 @@ def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> O
         raise
     finally:
         fresh.unlink(missing_ok=True)
-    # Where the name is lost in a power cut, the segments say it again.
+    # The segments restore the name if a power cut loses it.
     with contextlib.suppress(OSError):
         files.sync_directory(path.parent)
     return lock
 
 
-# -- what segments say -----------------------------------------------------------------------------
+# -- witnesses -------------------------------------------------------------------------------------
 
 
 def _said_by(files: Files, segments: Iterable[Path]) -> DirectoryHead | None:
-    """Log and segment size of most files, of those that have this size if there are any."""
+    """Return the head that most files name. Files whose size agrees with it take precedence."""
     right, others = Counter[DirectoryHead](), Counter[DirectoryHead]()
     for head, size in _witnesses(files, segments):
         (right if head.segment_bytes == size else others)[head] += 1
@@ -214,7 +215,7 @@ def _witnesses(files: Files, segments: Iterable[Path]) -> Iterator[tuple[Directo
 
 
 def _said(files: Files, fd: int, size: int) -> DirectoryHead | None:
-    """What one file says: its first page, its footer, or else its first record."""
+    """Return the head by one file: from its first page, its footer, or else its first record."""
     first = files.read_page(fd, 0)
     if len(first) == PAGE_BYTES:
         head = parse_segment_page(first)

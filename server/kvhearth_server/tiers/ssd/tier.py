@@ -1,9 +1,9 @@
-"""The SSD tier: what the engine sees of it. See ``tiers.base.Tier`` for what it promises.
+"""The SSD tier as the engine sees it. ``tiers.base.Tier`` describes its methods.
 
-Threads: one drives the disk (``driver``), one or more verify what it moved (``checking``), one per
-directory makes files (``janitor``), one reads the log back at the start (``recovery``). All state
-is the loop's, which calls the methods here; none of them waits, but ``drain`` and ``close``, and
-the constructor for opening directories.
+Threads: one drives the disk (``driver``), one or more verify moved bytes (its ``ChecksumPool``),
+one per directory makes files (``janitor``), one reads the log back at the start (``adopter``). All
+state belongs to the loop, which calls the methods of this module. Only ``drain``, ``close`` and,
+for opening directories, the constructor wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EVERY_S = 0.25
 
 
 class Watch:
-    """Looks at the age of requests, every quarter of a second at most."""
+    """Watches the age of requests, every quarter of a second at most."""
 
     def __init__(self, log: Log, counts: Counts, slow_s: float, stuck_s: float) -> None:
         self._log, self._counts = log, counts
@@ -56,14 +56,14 @@ class Watch:
         self._next_at = 0.0
 
     def ended(self, job: Job, now: float) -> None:
-        """A request came back: was it slow?"""
+        """Record a slow request that has ended."""
         took = job.ended_at - job.begun_at if job.begun_at and job.ended_at else 0.0
         if took > self._slow_s and (directory := self._directory_of(job)) is not None:
             directory.health.slow(took, now)
             self._counts.add("slow_requests")
 
     def look(self, tasks: Iterable[Task], now: float) -> list[Completion]:
-        """Notices for batches of which something is stuck that was not before."""
+        """Return notices for batches with requests that became stuck since the last look."""
         if now < self._next_at:
             return []
         self._next_at = now + _EVERY_S
@@ -92,7 +92,7 @@ class Watch:
 
 
 _abandoned: list[object] = []
-"""What a device that hangs still writes to; never freed."""
+"""Tiers whose memory a hanging device may still write to; never freed."""
 
 
 class SsdTier:
@@ -100,8 +100,8 @@ class SsdTier:
 
     Args:
         settings: places and bounds.
-        regions: the bytes of each arena segment, in the order that places number them.
-        admission: what is worth a write; everything by default.
+        regions: the bytes of each arena segment, in the order in which places number them.
+        admission: policy that selects the blocks worth a write; all blocks by default.
         on_progress: called while the log is read back.
         environment: files, clock and disk queue; the machine's own by default.
 
@@ -198,9 +198,9 @@ class SsdTier:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes with each step towards room for stores: a record, a first page or a footer that
-        was written, a piece of the log that was read back or adopted, a piece of a file that was
-        made, a block that was carried. Loads are none.
+        """Counters that change with each step towards room for stores: a record, first page or
+        footer written, a piece of the log read back or adopted, a piece of a file made, a block
+        carried. Loads do not count.
         """
         return self._steps, self._parts.files.steps
 
@@ -253,7 +253,7 @@ class SsdTier:
         return None
 
     def _admitted(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
-        """Rows that admission and the budget let through."""
+        """Return the rows that admission and the budget let through."""
         family = batch.family
         keys = [batch.keys[row] for row in rows.tolist()]
         good = self._admission.admit(family.namespace, family.group, keys, family.length)
@@ -273,7 +273,7 @@ class SsdTier:
         return rows[:through]
 
     def _no_place(self, family: BlockSpec) -> Throttled:
-        """Why the log had no place for a block."""
+        """Return the reason why the log had no place for a block."""
         pages = record_pages(family.length) * family.shards
         if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
             pages, family.shards
@@ -288,10 +288,10 @@ class SsdTier:
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
             return Throttled("degraded", max(0.1, min(waits, default=60.0)))
-        # Nothing is reclaimed before all that is stored is known.
+        # Reclaiming begins only when recovery knows every stored block.
         return Throttled("recovering", 0.1) if self.status.recovering else Throttled("full", 0.02)
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- lookup, removal, status -------------------------------------------------------------------
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
@@ -308,24 +308,25 @@ class SsdTier:
         return self._parts.index.unbind(namespace, group, keys)
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
-        """Serve up to ``count`` blocks of a namespace no more; which they were, of one KV group.
+        """Stop serving up to ``count`` blocks of a namespace, all of one KV group, and return them.
         None if there are none left.
         """
         return self._parts.index.forget_of(namespace, count)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """One step through all that is stored, in the order in which it lies on disk.
+        """Take one step through all stored blocks, in disk order.
 
-        What is there during a whole round comes in it, but for what lies in a segment that was
-        filled anew just then. A step takes well below a millisecond and reads nothing.
+        A complete round returns every block that is present all the time, except blocks in a
+        segment that is overwritten meanwhile. A step takes well below a millisecond and reads
+        nothing from the drive.
 
         Args:
-            cursor: 0 to begin, then what the last step returned.
+            cursor: 0 to begin, then the cursor that the last step returned.
             count: most blocks of this step; there may be fewer, or none.
 
         Returns:
-            The next cursor, 0 when all was gone through, and keys by family. They may be gone
-            when they are loaded (``Missing``).
+            The next cursor, 0 at the end of a round, and keys by family. The blocks may be gone by
+            the time they are loaded (``Missing``).
         """
         return walk(self._parts.index, cursor, count)
 
@@ -337,7 +338,7 @@ class SsdTier:
         return self.status.health()
 
     def check(self) -> None:
-        """Raise ValueError unless everything agrees (tests, ``/debug/books``)."""
+        """Raise ValueError unless all parts agree (tests, ``/debug/books``)."""
         self.status.check(idle=not self._tasks)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -366,17 +367,17 @@ class SsdTier:
         parts += [log_dir.janitor.stop for log_dir in self._parts.log.log_dirs]
         stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
         if not all(stopped):
-            # The kernel still has descriptors and memory of ours: they stay as they are.
+            # The kernel still uses our descriptors and memory: they must stay as they are.
             _abandoned.append(self)
             return
         for log_dir in self._parts.log.log_dirs:
-            log_dir.janitor.poll()  # a file that was made meanwhile is the directory's too
+            log_dir.janitor.poll()  # closes files that were made meanwhile, too
             log_dir.directory.close()
         self._parts.driver.close()
 
 
 def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:
-    """The refusal, with the blocks that it is for counted."""
+    """Count the blocks of a refusal and return it."""
     counts.add(f"{what}_refused_{refusal.reason}", blocks)
     return refusal
 

@@ -1,4 +1,6 @@
-"""A batch on its way: outcomes of its rows, and how many requests are still out."""
+"""Transfers of batches between arena slots and the log: requests, their results, outcomes of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,13 @@ from kvhearth_server.tiers.ssd.settings import SsdSettings
 
 
 class Task:
-    """One batch of the engine's or of the reclaimer's.
+    """One batch of the engine or of the reclaimer.
 
     Attributes:
         jobs: its requests that have not ended.
-        shards_left: of each row, requests' shards that have not ended.
-        replacing: of a carried batch, the entries that its blocks are carried from; a row is bound
-            only while its key is still bound there. None for a batch of the engine's.
+        shards_left: for each row, shards whose requests have not ended.
+        replacing: for a carried batch, the entries that its blocks are carried from; a row is bound
+            only while its key is still bound there. None for a batch of the engine.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Task:
         self._outcomes: list[Outcome | None] = [None] * len(batch.keys)
 
     def settle(self, rows: Iterable[int], outcome: Outcome) -> None:
-        """The outcome of rows; the first one of a row counts."""
+        """Set the outcome of rows; a row's first outcome counts."""
         for row in rows:
             if self._outcomes[row] is None:
                 self._outcomes[row] = outcome
 
     @property
     def out(self) -> I64:
-        """Rows of which requests are out, i64."""
+        """Rows with requests in flight, i64."""
         return np.array([row for row, left in enumerate(self.shards_left) if left], np.int64)
 
     def settled(self, row: int) -> bool:
@@ -81,28 +83,28 @@ class Task:
         return self._outcomes[row] is not None
 
     def undecided(self) -> I64:
-        """Rows without an outcome, i64."""
+        """Return the rows without an outcome, i64."""
         return np.array([r for r, each in enumerate(self._outcomes) if each is None], np.int64)
 
     def cancel(self) -> None:
-        """Let what has not begun end at once."""
+        """Let requests that have not begun end at once."""
         self.cancelled = True
         for job in self.jobs:
             job.cancelled = True
 
     def finish_if_done(self) -> None:
-        """Report the batch once no request of it is out."""
+        """Report the batch once none of its requests is in flight."""
         if not self.jobs:
             self._then(self)
 
     def completion(self) -> Completion:
-        """The final completion; every row has an outcome."""
+        """Return the final completion; rows without an outcome count as failed."""
         outcomes = [each or Failed("io") for each in self._outcomes]
         return Completion(self.ticket, gather(outcomes))
 
 
 _DONE = Done()
-"""One for all: a batch of which each row has the same outcome is quickly told."""
+"""Shared instance: a batch whose rows all have the same outcome is reported quickly."""
 
 _Record = tuple[int, int, bytes, int, int]
 """A record to read: the batch's row, position, checksum, region and offset of its place."""
@@ -111,16 +113,17 @@ _Span = tuple[int, list[_Record]]
 """A segment's number, and neighbouring records there that one request reads."""
 
 _UNREAD_PAGES = 1024
-"""For headers that are read only because they lie between payloads. Each has a page of its own: a
-file system with checksums, which looks at the memory after the read, must find there what it read.
+"""Pages for headers that are read only because they lie between payloads. Each header has its own
+page: a file system with checksums looks at the memory after the read and must find there what it
+read.
 """
 
 
 @dataclass(eq=False)
 class _Run:
-    """Neighbouring records on their way: ``records`` (n * shards,), ``owners`` the batch's row of
+    """Neighbouring records in flight: ``records`` (n * shards,), ``owners`` the batch's row of
     each, ``pages`` the header page of each, ``pieces`` two pieces of memory each, ``checks`` one
-    each if stores are verified; in ``jobs`` requests, of which ``writes`` have not ended.
+    each if stores are verified. ``jobs`` counts the requests, ``writes`` those that have not ended.
     """
 
     task: Task
@@ -135,7 +138,7 @@ class _Run:
 
 
 class Transfers:
-    """Makes the requests of batches and takes their ends. Every call is the loop's."""
+    """Makes the requests of batches and handles their ends. Called on the loop only."""
 
     def __init__(
         self,
@@ -158,13 +161,15 @@ class Transfers:
 
     @property
     def unread_pages(self) -> int:
-        """Pages for headers between payloads that are being read."""
+        """Pages in use for headers between payloads that are being read."""
         return _UNREAD_PAGES - self._unread.free
 
     # -- stores ------------------------------------------------------------------------------------
 
     def store(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
-        """Begin to write rows of a batch; those that found no place. Header pages must be free."""
+        """Begin to write rows of a batch. Return the rows that found no place. Header pages must be
+        free.
+        """
         family = batch.family
         pages = record_pages(family.length)
         carried = task.replacing is not None
@@ -197,7 +202,7 @@ class Transfers:
         return [self._write(out, span, size) for span in pairwise(starts)]
 
     def _gather(self, run: _Run, places: Records, length: int) -> None:
-        """Memory of all records of a run, and what is to be verified."""
+        """Collect the memory of all records of a run, and the checks to make on it."""
         padded = pages_of(length) * PAGE_BYTES
         run.pages = self._pages.take(run.records)
         sums = run.records["checksum"].tolist()
@@ -268,7 +273,7 @@ class Transfers:
             self._ended.append(run)
 
     def settle_writes(self) -> None:
-        """Enter what was written into the index, a whole run at a time."""
+        """Enter written blocks into the index, a whole run at a time."""
         ended, self._ended = self._ended, []
         for run in ended:
             self._log.ended(run.segment, self._bind(run), run.jobs)
@@ -276,7 +281,9 @@ class Transfers:
             task.finish_if_done()
 
     def _bind(self, run: _Run) -> Records | None:
-        """Bind the blocks that are wholly written, in the right place; their record headers."""
+        """Bind the blocks that are wholly written and not superseded. Return their record
+        headers.
+        """
         task, family = run.task, run.task.batch.family
         shards = family.shards
         # A block lies in one run, its shards one after another.
@@ -298,7 +305,7 @@ class Transfers:
             records = records[good]
         number, name = run.segment.number, (family.namespace, family.group)
         if not self._index.bind_new(*name, keys, number, rows_of(records)):
-            # New weights' block may have been written while this one still was.
+            # A block of newer weights may have been written while this write was in flight.
             bound = self._index.heads(self._index.find(*name, keys))["epoch"]
             mine = np.flatnonzero(bound <= family.epoch)
             keys, records = [keys[index] for index in mine.tolist()], records[mine]
@@ -313,21 +320,22 @@ class Transfers:
     # -- loads -------------------------------------------------------------------------------------
 
     def load(self, task: Task, rows: I64, entries: I64) -> None:
-        """Begin to read rows of a batch that are at ``entries``."""
+        """Begin to read the rows of a batch that lie at ``entries``."""
         batch = task.batch
         shards = batch.family.shards
         found = self._index.rows(entries, shards).reshape(-1)
         owners, numbers = rows.tolist(), (entries >> 32).tolist()
         if shards > 1:
             owners, numbers = _each(owners, shards), _each(numbers, shards)
-        # As plain numbers all at once: a conversion costs as much as half of what is done with it.
+        # Convert whole columns to plain numbers at once: a conversion for each row would cost half
+        # as much as the row's other work.
         places = batch.places[rows].reshape(-1)
         columns = (found["position"], found["checksum"], places["region"], places["offset"])
         records = zip(owners, *(column.tolist() for column in columns), strict=True)
         self._submit_reads(task, self._spans(task, numbers, records))
 
     def _spans(self, task: Task, numbers: list[int], records: Iterable[_Record]) -> list[_Span]:
-        """Neighbours together, but not so many that the drive would have too few requests."""
+        """Join neighbouring records, but keep enough requests to occupy the drive."""
         step = record_pages(task.batch.family.length)
         enough = len(numbers) // max(1, self._settings.depth // 2)
         most = max(1, min(self._together(step), enough))
@@ -348,7 +356,7 @@ class Transfers:
         return spans
 
     def _together(self, record_pages: int) -> int:
-        """Most neighbouring records of a request; each takes two pieces."""
+        """Return the most neighbouring records of a request; each takes two pieces."""
         most = self._settings.request_bytes // (record_pages * PAGE_BYTES)
         return max(1, min(most, PIECES_MAX // 2))
 
@@ -393,7 +401,7 @@ class Transfers:
         segment.reads -= len(records)
         health = segment.directory.health
         if not job.good and job.begun_at and job.reason != "cancelled" and len(records) > 1:
-            # One page that cannot be read must not cost its neighbours.
+            # A single unreadable page must not cost its neighbours.
             self._submit_reads(task, [(number, [record]) for record in records])
             return
         rows = [record[0] for record in records]
@@ -424,7 +432,9 @@ class Transfers:
         task.finish_if_done()
 
     def _pending_abort(self, batch: LoadBatch, row: int, number: int) -> None:
-        """Forget a block that could not be read right, if it is still the one that was read."""
+        """Forget a block that could not be read correctly, if its key is still bound to that
+        block.
+        """
         family, key = batch.family, batch.keys[row]
         entry = int(self._index.find(family.namespace, family.group, [key])[0])
         if entry >= 0 and entry >> 32 == number:

@@ -1,4 +1,4 @@
-"""Where blocks lie: of some, and going through all, a little at a time, in the order on disk."""
+"""Locates given blocks, and iterates over all blocks in disk order in small steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from kvhearth_server.tiers.ssd.index import SEGMENT_ENTRIES, SegmentRows, SsdInd
 from kvhearth_server.tiers.ssd.log import Log
 
 _ROWS_A_STEP = 1 << 15
-"""Most rows that are looked at for one step, so that none takes long where most of them are dead.
-"""
+"""Most rows examined in one step, so that a step stays short where most rows are dead."""
 
 
 def walk(
     index: SsdIndex, cursor: int, count: int
 ) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-    """One step: see ``SsdTier.walk``.
+    """Take one step: see ``SsdTier.walk``.
 
     A cursor is the entry at which the next step begins: the segment's number and a row in it. Both
-    stay what they are while blocks come and go; only a segment that was filled anew meanwhile is
-    gone through from the middle.
+    keep their meaning while blocks come and go; only a segment that was overwritten meanwhile is
+    walked from the middle.
     """
     number, row = divmod(cursor, SEGMENT_ENTRIES)
     found: dict[BlockSpec, list[bytes]] = {}
@@ -50,7 +49,7 @@ def walk(
 def _gather(
     index: SsdIndex, table: SegmentRows, heads: I64, found: dict[BlockSpec, list[bytes]]
 ) -> None:
-    """Add keys of blocks that begin at ``heads`` to their families'."""
+    """Add the keys of blocks that begin at ``heads`` to the lists of their families."""
     names = table.rows[["family", "epoch", "length", "shards"]][heads]
     for name in np.unique(names):
         namespace, group = index.of_family(int(name["family"]))
@@ -62,8 +61,8 @@ def _gather(
 def places(
     index: SsdIndex, log: Log, family: BlockSpec, keys: list[bytes]
 ) -> list[tuple[Path, int] | None]:
-    """The file of each block, and where the payload of its first shard begins in it; None where it
-    is not there. The next turn of the loop may move it.
+    """Return the file of each block and the offset of its first shard's payload there; None for
+    absent blocks. The next turn of the loop may move a block.
     """
     good, entries = index.present(family, keys)
     found: list[tuple[Path, int] | None] = [None] * len(keys)

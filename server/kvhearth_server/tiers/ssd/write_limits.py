@@ -1,4 +1,4 @@
-"""Which blocks are worth a write to the drive. Pure."""
+"""Limits on writes to the drives: admission policies and the daily byte budget. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvhearth_server.tiers.base import Counts
 
 
 class Admission(Protocol):
-    """Asked once for each block that might be stored."""
+    """Policy that decides once for each block that might be stored."""
 
     def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
-        """Which blocks of shards of ``length`` bytes are let in, shape (n,)."""
+        """Return which blocks with shards of ``length`` bytes are admitted, shape (n,)."""
 
 
 class AdmitAll:
-    """Everything within bounds of size.
+    """Admits every block within bounds of size.
 
     Args:
         length_min, length_max: bytes of a shard; ``length_max`` 0 stands for no bound.
@@ -35,11 +35,11 @@ class AdmitAll:
 
 
 class SeenTwice:
-    """A block gets in when it is offered for the second time: most of what one prompt leaves is
-    never asked for again, and costs the drive nothing.
+    """Admits a block when it is offered for the second time: most blocks that a prompt leaves
+    behind are never requested again, and cost the drive nothing this way.
 
-    The memory of what was offered is two sets of 64-bit hashes, of at most ``remembered`` each;
-    when the younger one is full, the older one is forgotten.
+    Offered blocks are remembered in two sets of 64-bit hashes, of at most ``remembered`` each. When
+    the younger set is full, the older one is forgotten.
     """
 
     def __init__(self, remembered: int = 1 << 18, rule: Admission | None = None) -> None:
@@ -69,9 +69,9 @@ DAY_S = 86400.0
 class WriteBudget:
     """A bucket that fills at ``bytes_per_day`` and holds ``burst_bytes``.
 
-    Whatever is written is spent, also what cannot be refused: the bucket is in debt then, and what
-    can be refused waits until that is paid. It starts empty but for a tenth of its size, so that
-    restarting again and again writes hardly more. Zero bytes a day stand for no bound.
+    All written bytes are spent, including writes that cannot be refused: these can put the bucket
+    into debt, and writes that can be refused wait until the debt is paid. The bucket starts a tenth
+    full, so that repeated restarts write hardly more. Zero bytes a day stand for no bound.
     """
 
     def __init__(self, bytes_per_day: int, now: float, *, burst_bytes: int = 0) -> None:
@@ -84,23 +84,23 @@ class WriteBudget:
 
     @property
     def unbounded(self) -> bool:
-        """Whether everything is let through."""
+        """Whether every write is allowed."""
         return self._rate == 0
 
     def spend(self, size: int, now: float) -> None:
-        """``size`` bytes are written, whether they were there or not."""
+        """Spend ``size`` bytes, even beyond the level."""
         self._fill(now)
         self._level -= size
 
     def give_back(self, size: int) -> None:
-        """``size`` bytes were spent and are not written after all."""
+        """Return ``size`` bytes that were spent but will not be written."""
         self._level = min(self._size, self._level + size)
 
     def take(self, size: int, count: int, now: float) -> int:
-        """Spend what is there on blocks of ``size`` bytes; how many of ``count`` may be written.
+        """Spend the level on blocks of ``size`` bytes; return how many of ``count`` may be written.
 
-        The last may overdraw the bucket, so that a block larger than the bucket is not kept out
-        for ever; what it overdraws is waited for.
+        The last block may overdraw the bucket: otherwise a block larger than the bucket would be
+        kept out forever. Later blocks wait until the overdraft is paid.
         """
         if self.unbounded:
             return count
@@ -114,12 +114,12 @@ class WriteBudget:
         return self.unbounded or self.left(now) - size >= -debt
 
     def left(self, now: float) -> int:
-        """Bytes that are there now; negative for debt."""
+        """Return the bytes available now; negative for debt."""
         self._fill(now)
         return int(self._level)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until something can be taken."""
+        """Return the seconds until something can be taken."""
         if self.unbounded:
             return 0.0
         self._fill(now)
@@ -132,14 +132,14 @@ class WriteBudget:
 
 
 class Wear:
-    """Whatever is written to drives: counted, taken off the budget. Every call is the loop's."""
+    """Counts all bytes written to drives and takes them off the budget. Called on the loop only."""
 
     def __init__(self, budget: WriteBudget, counts: Counts, clock: Callable[[], float]) -> None:
         self.budget = budget
         self._counts, self._clock = counts, clock
 
     def wrote(self, size: int, *, taken: bool = False) -> None:
-        """``size`` bytes go to a drive; ``taken``: they are off the budget already."""
+        """Count ``size`` bytes that go to a drive; ``taken``: they are off the budget already."""
         self._counts.add("written_bytes", size)
         if not taken and not self.budget.unbounded:
             self.budget.spend(size, self._clock())
@@ -147,7 +147,7 @@ class Wear:
     def may_carry(self, share_bytes: int) -> bool:
         """Whether blocks of a segment, ``share_bytes`` at most, may be written once more.
 
-        They may leave a debt of as much, which new blocks pay: those spend all that comes in, and
-        nothing hot would ever be kept otherwise.
+        They may leave a debt of ``share_bytes``, which new blocks pay: new blocks spend the whole
+        income of the budget, and without a debt no hot block would ever be kept.
         """
         return self.budget.unbounded or self.budget.has(0, self._clock(), debt=share_bytes)

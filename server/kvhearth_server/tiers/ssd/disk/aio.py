@@ -1,4 +1,6 @@
-"""libaio's system calls, without the library. Docker's default seccomp profile allows these."""
+"""Disk queue over libaio's system calls, without the library. Docker's default seccomp profile
+allows them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _EVENT = struct.Struct("<QQqq")
 
 
 class AioQueue:
-    """A context of ``depth`` requests. Its closing waits until the kernel has ended them all."""
+    """A context of ``depth`` requests. Closing it waits until the kernel has ended them all."""
 
     name = "libaio"
 
@@ -69,7 +71,7 @@ class AioQueue:
                     break
                 if error.errno == errno.ENOSYS:
                     raise
-                # The kernel looks at one request after another: it is the first that is wrong.
+                # The kernel examines one request after another: the first one is wrong.
                 self._refused.append(Reaped(offered[done].tag, -(error.errno or errno.EIO)))
                 self._free.append(slots[done])
                 signal_event(self.event_fd)

@@ -1,4 +1,4 @@
-"""What a queue of disk requests promises, whichever kernel interface is behind it."""
+"""Protocol of a disk queue, common to all kernel interfaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PIECES_MAX = 64
 
 
 class Op(enum.IntEnum):
-    """What to do with the file."""
+    """Operation on a file."""
 
     READ = 0
     WRITE = 1
@@ -24,9 +24,9 @@ class Request(NamedTuple):
     Attributes:
         op: ``SYNC`` flushes the file's data (as ``fdatasync``) and has no pieces.
         fd: an open file.
-        offset: where it begins in the file, bytes.
+        offset: start of the request in the file, bytes.
         pieces: (address, bytes) of the memory, in file order; at most ``PIECES_MAX``.
-        tag: the caller's number of it, given back with its result.
+        tag: the caller's number of the request, returned with its result.
 
     The caller keeps the memory mapped, and leaves it alone, until the request is reaped.
     """
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Reaped(NamedTuple):
-    """The end of a request: bytes moved (it may be fewer than asked for), or minus an errno."""
+    """The end of a request: bytes moved (perhaps fewer than requested), or a negative errno."""
 
     tag: int
     result: int
@@ -48,8 +48,8 @@ class Reaped(NamedTuple):
 class DiskQueue(Protocol):
     """At most ``depth`` requests in the kernel at once. Not thread-safe: one thread drives it.
 
-    ``event_fd`` is readable once something can be reaped; the driver waits for it together with
-    whatever else wakes it, and ``reap`` resets it.
+    ``event_fd`` is readable once something can be reaped. The driver waits for it together with its
+    other events, and ``reap`` resets it.
     """
 
     name: str
@@ -58,21 +58,20 @@ class DiskQueue(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Requests taken and not yet reaped."""
+        """Number of requests taken and not yet reaped."""
 
     def submit(self, requests: Sequence[Request]) -> int:
-        """Hand requests to the kernel, in order; how many of them were taken.
+        """Hand requests to the kernel, in order. Return how many of them were taken.
 
-        Fewer are taken when ``depth`` is reached or the kernel is short of something; offer the
-        rest again after the next ``reap``. What is wrong with a single request comes as its
-        result.
+        Fewer are taken when ``depth`` is reached or the kernel lacks resources; submit the rest
+        again after the next ``reap``. An error of a single request arrives as its result.
 
         Raises:
             OSError: the queue itself is broken.
         """
 
     def reap(self) -> list[Reaped]:
-        """All requests that have ended since the last call; never waits."""
+        """Return all requests that have ended since the last call; never waits."""
 
     def close(self) -> None:
-        """Give the queue back to the kernel. What is still in flight goes on into its memory."""
+        """Give the queue back to the kernel. Requests in flight still move their bytes."""

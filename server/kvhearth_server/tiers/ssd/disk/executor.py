@@ -1,4 +1,6 @@
-"""Threads that verify what the drive has moved, while the drive moves more."""
+"""Executes disk requests on a thread, verifies moved bytes on others, and measures the read
+rate.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +42,26 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: the loop makes it, the driver fills in how it went.
+    """A request in flight: the loop makes it, the driver fills in its result.
 
     Attributes:
         op, fd, offset, pieces: as in ``Request``.
         length: bytes of all pieces.
-        checks: verified when it has ended: so the drive has its next requests meanwhile, and of a
-            write nothing is acknowledged that was not right after it.
-        wrong: indices of checks that failed. Of a write, those records are in no footer, and a
-            scan finds that their payload is not what their header says; of a read, their bytes are
-            not to be used.
-        then: what the loop calls when it has ended.
-        keep: memory that must outlive it.
+        checks: checksums to verify when the request has ended. This leaves the drive busy with its
+            next requests, and no write is acknowledged whose source was wrong after it.
+        wrong: indices of checks that failed. Failed records of a write are in no footer, and a
+            scan finds that their payload does not match their header; failed bytes of a read must
+            not be used.
+        then: callback of the loop for the ended job.
+        keep: memory that must outlive the job.
         sync: a write is done only when the file's data is flushed.
-        urgent: goes before all that wait.
+        urgent: goes before all jobs that wait.
         cancelled: set by the loop; a job that has not begun then ends with ECANCELED.
         begun_at: by the driver's clock, 0 while it waits for its turn.
         error: errno, 0 for none.
-        short: fewer bytes were moved than asked for.
-        told_stuck: the loop has said that it is stuck.
-        group: those it was submitted with; set by the driver.
+        short: fewer bytes were moved than requested.
+        told_stuck: the loop has reported that it is stuck.
+        group: jobs it was submitted with; set by the driver.
     """
 
     op: Op
@@ -84,35 +86,36 @@ class Job:
 
     @property
     def is_read(self) -> bool:
-        """Whether it brings bytes."""
+        """Whether the job reads."""
         return self.op is Op.READ
 
     @property
     def good(self) -> bool:
-        """Whether the device did all of it; ``wrong`` is another matter."""
+        """Whether the device did all of it; ``wrong`` is independent of this."""
         return not self.error and not self.short
 
     @property
     def reason(self) -> str:
-        """Why it is not good, in a word."""
+        """Reason of a failure, in a word."""
         return "short" if self.short else _REASONS.get(self.error, "io")
 
 
 _FEW = 12
-"""So many waiting jobs are left to one thread: two that read memory at the same time cost the
-processor a fifth more for each byte.
+"""Most waiting jobs that are left to one thread: two threads that read memory at the same time cost
+the processor a fifth more for each byte.
 """
 
 
 class ChecksumPool:
-    """Compares jobs' bytes with their checksums; reads first, because they are waited for.
+    """Compares jobs' bytes with their checksums; reads first, because callers wait for them.
 
-    A checksum of a large block releases the interpreter lock, so the threads disturb nobody.
+    The checksum of a large block releases the interpreter lock, so the threads do not disturb
+    others.
 
     Args:
         then: called on one of the threads, with each job.
-        threads: how many; see ``SsdSettings.sum_threads``.
-        name: of the threads.
+        threads: number of threads; see ``SsdSettings.sum_threads``.
+        name: part of the threads' names.
     """
 
     def __init__(self, then: Callable[[Job], None], threads: int, name: str) -> None:
@@ -135,9 +138,9 @@ class ChecksumPool:
         return all(thread.is_alive() for thread in self._threads)
 
     def check(self, jobs: Sequence[Job]) -> None:
-        """Have jobs verified; the indices of checks that fail come into ``Job.wrong``.
+        """Queue jobs for verification; the indices of failed checks are added to ``Job.wrong``.
 
-        Never waits. Whoever hands jobs in bounds how many there are.
+        Never waits. The caller bounds the number of jobs.
         """
         for job in jobs:
             (self._reads if job.is_read else self._writes).append(job)
@@ -150,7 +153,7 @@ class ChecksumPool:
             self._calls.put(True)
 
     def stop(self, deadline_s: float) -> bool:
-        """End the threads once all is verified that was handed in; false if that takes too long."""
+        """End the threads once all queued jobs are verified; false if that takes too long."""
         end = time.monotonic() + deadline_s
         for _ in self._threads:
             self._calls.put(False)
@@ -167,7 +170,7 @@ class ChecksumPool:
                 self._then(job)
 
     def _next(self) -> Job | None:
-        """A job that waits; for none, this thread is idle from now on."""
+        """Return a job that waits; without one, this thread is idle from now on."""
         while True:
             for waiting in (self._reads, self._writes):
                 try:
@@ -175,8 +178,8 @@ class ChecksumPool:
                 except IndexError:
                     continue
             with self._lock:
-                # Jobs are put in before the lock is taken: either this sees them, or who puts
-                # them in sees that this thread is idle.
+                # Jobs are queued before the lock is taken: either this thread sees them, or the
+                # caller sees that this thread is idle.
                 if not self._reads and not self._writes:
                     self._idle += 1
                     return None
@@ -184,20 +187,24 @@ class ChecksumPool:
 
 _TICK_S = 0.25
 _CHECKED_S = 5.0
-"""So long the last checks may take when the thread ends."""
+"""Longest time that the last checks may take when the thread ends."""
 _FIRST_JOBS = 8
-"""For the first call of the kernel in a turn: so few that they do not wait for all others."""
+"""Jobs of the first submission in a turn: few, so that they need not wait until all others are
+prepared.
+"""
 _TOLD_JOBS = 32
-"""So many are told before their group has ended: the loop should not get too many at once."""
+"""Ended jobs that are reported before their whole group has ended, lest the loop get too many at
+once.
+"""
 _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
 
 
 class IoExecutor:
-    """Runs jobs: reads before writes, at most ``depth`` at once.
+    """Executes jobs: reads before writes, at most ``depth`` at once.
 
-    While reads wait or run, writes get at most a quarter of the depth, and always one: a promotion
-    is waited for, a demotion is not, but must not starve either.
+    While reads wait or run, writes get at most a quarter of the depth, and always at least one:
+    callers wait for a promotion but not for a write-back, which must not starve either.
     """
 
     def __init__(
@@ -216,7 +223,7 @@ class IoExecutor:
         self._ended: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self.running: Mapping[int, Job] = MappingProxyType(self._running)
-        """Reads and writes in the kernel, which the thread changes: for a count of them."""
+        """Reads and writes in the kernel, for counting them; the executor's thread changes it."""
         self._running_writes = 0
         self._unflushed: dict[int, list[Job]] = {}
         self._flushing: dict[int, tuple[int, list[Job]]] = {}
@@ -233,7 +240,7 @@ class IoExecutor:
     # -- the loop's side ---------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs; never waits. The caller bounds how many there are.
+        """Queue jobs; never waits. The caller bounds the number of jobs.
 
         ``event_fd`` becomes readable when the last of them has ended, or many have.
         """
@@ -250,10 +257,11 @@ class IoExecutor:
         signal_event(self._wake)
 
     def take(self) -> list[Job]:
-        """Jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         reset_event(self.event_fd)
         if not self._thread.is_alive():
-            # What came while the thread was ending; nobody else touches these any more.
+            # Jobs that were queued while the thread was ending; no other thread touches them any
+            # more.
             self._cancel_waiting(errno.EIO)
         ended = []
         while self._ended:
@@ -266,7 +274,7 @@ class IoExecutor:
         return self._thread.is_alive() and self._checkers.alive
 
     def stop(self, deadline_s: float) -> bool:
-        """End the thread once nothing runs; false if the device did not let go in time.
+        """End the thread once nothing runs; false if the device did not finish in time.
 
         Jobs that have not begun end with ECANCELED.
         """
@@ -308,7 +316,7 @@ class IoExecutor:
                 self._running_writes -= job.op is Op.WRITE
                 ended.append((job, result))
         if ended and not self._stop:
-            self._start()  # the drive works on while what it did is looked at
+            self._start()  # keeps the drive busy while the results are examined
         unchecked = [job for job, result in ended if self._end(job, result, now)]
         if unchecked:
             self._checkers.check(unchecked)
@@ -350,8 +358,8 @@ class IoExecutor:
             self._break(error)
 
     def _pick_some(self, most: int) -> list[Job]:
-        """Jobs for one call of the kernel. Each call gives the interpreter lock away, and getting
-        it back from a busy loop takes longer than many jobs.
+        """Pick jobs for one submission. Each system call releases the interpreter lock, and getting
+        it back from a busy loop takes longer than preparing many jobs.
         """
         jobs: list[Job] = []
         while len(jobs) < most and (job := self._pick(len(jobs))):
@@ -382,7 +390,7 @@ class IoExecutor:
             (self._reads if job.op is Op.READ else self._writes).appendleft(job)
 
     def _end(self, job: Job, result: int, now: float) -> bool:
-        """Note how a job went; whether its bytes are to be verified."""
+        """Record the result of a job. Return whether its bytes are to be verified."""
         job.ended_at = now
         if result < 0:
             self._finish(job, -result)
@@ -395,7 +403,7 @@ class IoExecutor:
         return False
 
     def _verified(self, job: Job) -> None:
-        """Hand a job back, or have its file flushed first. Also called by threads that verify."""
+        """Hand a job back, or have its file flushed first. Also called by the checksum threads."""
         if job.good and job.sync:
             self._checked.append(job)
             signal_event(self._wake)
@@ -425,8 +433,8 @@ class IoExecutor:
             self._finish(job, -result if result < 0 else 0)
 
     def _finish(self, job: Job, error: int) -> None:
-        """Hand a job back, and wake the loop once for a whole group: a batch is of use to nobody
-        before its end, and each turn of the loop costs as much as a few blocks.
+        """Hand a job back, and wake the loop once for a whole group: a batch is useless before its
+        end, and each turn of the loop costs as much as a few blocks.
         """
         job.error = error
         self._ended.append(job)
@@ -439,14 +447,18 @@ class IoExecutor:
             signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:
-        """The queue itself failed: nothing new is begun; what runs belongs to the kernel."""
+        """Stop after the queue itself failed: no job begins, and running ones belong to the
+        kernel.
+        """
         self.broken = f"{self._queue.name}: {error.strerror or error}"
         self._stop = True
         self._cancel_waiting(errno.EIO)
         signal_event(self.event_fd)
 
     def close(self) -> None:
-        """Close the queue and the descriptors; only after ``stop`` was true, and last of all."""
+        """Close the queue and the descriptors; call it last, and only after ``stop``
+        returned true.
+        """
         self._queue.close()
         os.close(self._wake)
         os.close(self.event_fd)
@@ -470,7 +482,7 @@ class ReadRate:
         self._last_at = 0.0
 
     def note(self, jobs: Iterable[Job], now: float) -> None:
-        """Jobs that have just ended."""
+        """Update the averages with jobs that have just ended."""
         reads = [job for job in jobs if job.op is Op.READ and job.good and job.begun_at]
         if not reads:
             return
@@ -479,16 +491,16 @@ class ReadRate:
         self.latency_s += _WEIGHT * (took - self.latency_s)
         records = sum(max(1, len(job.checks)) for job in reads)
         self._read_bytes += _WEIGHT * (size / records - self._read_bytes)
-        # Not the time in which nothing was asked for: few reads do not make the drive slow.
+        # Idle time is left out: few reads do not make the drive slow.
         busy_since = max(self._last_at, min(job.begun_at for job in reads))
         gap, self._last_at = now - busy_since, now
         if 0 < gap < _GAP_S:
             self.bytes_per_s += _WEIGHT * (size / gap - self.bytes_per_s)
 
     def wait_s(self, records: int) -> float:
-        """Until so many records that are queued have been read."""
+        """Estimate the seconds until this many queued records have been read."""
         return min(5.0, self.estimate_s(0, records))
 
     def estimate_s(self, size_bytes: int, ahead: int) -> float:
-        """For so many bytes behind ``ahead`` records of others."""
+        """Estimate the seconds to read ``size_bytes`` behind ``ahead`` records of others."""
         return self.latency_s + (ahead * self._read_bytes + size_bytes) / self.bytes_per_s

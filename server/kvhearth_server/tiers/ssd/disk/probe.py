@@ -1,4 +1,4 @@
-"""Which kernel interface is allowed here, best first, and why the others are not."""
+"""Probes the kernel interfaces for disk I/O, best first, and reports why the others do not work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAKERS: dict[str, Callable[[int], DiskQueue]] = {
     "threads": ThreadQueue,
 }
 NAMES = tuple(_MAKERS)
-"""Best first."""
+"""Names of all interfaces, best first."""
 
 _WHY = {
     ("io_uring", errno.EPERM): "not permitted: a seccomp profile or kernel.io_uring_disabled",
@@ -36,7 +36,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a kernel interface works here; ``reason`` is empty if so."""
+    """Result of probing a kernel interface; ``reason`` is empty if it works."""
 
     name: str
     reason: str
@@ -47,7 +47,9 @@ class Verdict:
 
 
 def probe(name: str, depth: int = _PROBE_DEPTH) -> Verdict:
-    """Try one interface with a real read; some limits are met only at the depth that is wanted."""
+    """Try one interface with a real read, at ``depth``: some limits are reached only at the depth
+    that will be used.
+    """
     try:
         queue = _MAKERS[name](depth)
     except OSError as error:
@@ -61,18 +63,18 @@ def probe(name: str, depth: int = _PROBE_DEPTH) -> Verdict:
 
 
 def probe_all() -> list[Verdict]:
-    """All interfaces, best first."""
+    """Probe all interfaces, best first."""
     return [probe(name) for name in NAMES]
 
 
 def choose(
     wanted: str = "auto", depth: int = _PROBE_DEPTH, tried: Callable[[str, int], Verdict] = probe
 ) -> tuple[str, list[Verdict]]:
-    """The interface to use, and what was found out on the way: each was ``tried`` at ``depth``.
+    """Return the interface to use, and the results of all that were ``tried`` at ``depth``.
 
     Raises:
         ValueError: no such interface.
-        OSError: the one that was asked for by name does not work here.
+        OSError: the interface requested by name does not work here, or none works.
     """
     if wanted != "auto":
         if wanted not in _MAKERS:
@@ -90,10 +92,10 @@ def choose(
 
 
 def open_queue(name: str, depth: int) -> DiskQueue:
-    """A queue of the interface ``name``.
+    """Open a queue of the interface ``name``.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: it is not available.
     """
     return _MAKERS[name](depth)
 
@@ -103,7 +105,7 @@ def _reason(name: str, error: OSError) -> str:
 
 
 def _try_read(queue: DiskQueue) -> str:
-    """What is wrong with a read of a file that is always there; empty for nothing."""
+    """Read a file that always exists. Return the problem, empty for none."""
     buffer = (ctypes.c_char * _PROBE_BYTES)()
     descriptor = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
     try:

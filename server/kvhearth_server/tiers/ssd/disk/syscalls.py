@@ -1,4 +1,4 @@
-"""The door to the system calls that Python has no function for."""
+"""System calls for which Python has no function."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ IO_URING_ENTER = 426
 IO_URING_REGISTER = 427
 
 _AIO_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-"""io_setup, io_destroy, io_getevents, io_submit, as each platform numbers them."""
+"""Numbers of io_setup, io_destroy, io_getevents, io_submit on each platform."""
 
-# A CDLL gives the interpreter lock away for the time of each call.
+# A CDLL releases the interpreter lock during each call.
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
-# A PyDLL keeps it. What never waits is called so: while another thread is busy, to get the lock
-# back takes the switch interval, each time.
+# A PyDLL keeps the lock, which suits calls that never wait: while another thread is busy, getting
+# the lock back takes the switch interval, each time.
 _quick = ctypes.PyDLL(None, use_errno=True)
 _eventfd_read, _eventfd_write = _quick.eventfd_read, _quick.eventfd_write
 _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _COUNT = ctypes.c_uint64()
 _COUNT_AT = ctypes.byref(_COUNT)
-"""Nobody looks at it: threads may share it."""
+"""Unused result: threads may share it."""
 
 
 def system_call(number: int, *arguments: int) -> int:
     """Make a system call; arguments are numbers and addresses.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the kernel's error.
     """
     result = int(_syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
     if result < 0:
@@ -46,11 +46,11 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def reserve(descriptor: int, size_bytes: int) -> None:
-    """Reserve the blocks of a file. Not ``posix_fallocate``: where the file system cannot, glibc's
-    writes a byte of each block, unless the file is open with O_DIRECT, and nobody is told.
+    """Reserve the blocks of a file. ``posix_fallocate`` is not used: where the file system cannot
+    reserve, glibc silently writes a byte of each block, unless the file is open with O_DIRECT.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the kernel's error.
     """
     while _libc.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size_bytes)) != 0:
         code = ctypes.get_errno()
@@ -59,7 +59,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def aio_numbers() -> tuple[int, int, int, int]:
-    """Numbers of io_setup, io_destroy, io_getevents and io_submit.
+    """Return the numbers of io_setup, io_destroy, io_getevents and io_submit.
 
     Raises:
         OSError: ENOSYS on a platform whose numbers are not known here.
@@ -85,7 +85,7 @@ def put_vectors(
 
 
 def make_event() -> int:
-    """A descriptor to signal with, not blocking."""
+    """Return a non-blocking descriptor to signal with."""
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
@@ -96,7 +96,7 @@ def signal_event(descriptor: int) -> None:
         OSError: it is no such descriptor.
     """
     if _eventfd_write(descriptor, 1) < 0:
-        _check_event()  # its counter is full: it is readable
+        _check_event()  # its counter is full, so it is readable
 
 
 def reset_event(descriptor: int) -> None:

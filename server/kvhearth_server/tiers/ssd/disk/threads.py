@@ -1,6 +1,7 @@
-"""preadv and pwritev on threads: the last resort, where neither io_uring nor libaio is allowed.
+"""Disk queue that calls preadv and pwritev on threads: the fallback where io_uring and libaio are
+not allowed.
 
-A busy interpreter starves it, because each request takes a turn of the lock.
+A busy interpreter starves it, because each request needs the interpreter lock once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _THREADS_MAX = 8
 
 
 class ThreadQueue:
-    """A few threads that block in the kernel in our place."""
+    """A few threads that block in the kernel on behalf of the driver."""
 
     name = "threads"
 
@@ -73,7 +74,7 @@ class ThreadQueue:
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            # One that hangs in the kernel is left there: it is a daemon thread.
+            # A thread that hangs in the kernel is left there: it is a daemon thread.
             thread.join(timeout=0.2)
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self.event_fd)

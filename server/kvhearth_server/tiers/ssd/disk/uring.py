@@ -1,8 +1,8 @@
-"""io_uring over the raw system calls.
+"""Disk queue over io_uring's raw system calls.
 
-PyPI's ``liburing`` is not used: its wait holds the interpreter lock. Here nothing waits at all: the
-ring signals an eventfd, and every system call releases the lock. No buffers are registered, which
-would need a memlock limit that daemons seldom have.
+PyPI's ``liburing`` is not used: its wait holds the interpreter lock. Nothing waits in this module:
+the ring signals an eventfd, and every system call releases the lock. No buffers are registered,
+because that would need a memlock limit that daemons seldom have.
 """
 
 from __future__ import annotations

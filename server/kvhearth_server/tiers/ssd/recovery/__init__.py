@@ -1,1 +1,1 @@
-"""Reads the log of the SSD tier back after a start."""
+"""Recovers the log of the SSD tier after a start."""

@@ -1,8 +1,8 @@
-"""Reading a log back: from footers where segments have them, from record headers where not.
+"""Reads the log back: from footers where segments have them, from record headers where not.
 
-A thread reads and parses one segment after another and hands each to the loop, which serves what
-is known so far. What is not believed is counted by reason and left alone. The segments that stores
-need come first: unused files, then the youngest, which were being filled or were next.
+A thread reads and parses one segment after another and hands each to the loop, which serves the
+blocks known by then. Pieces that are not believed are counted by reason and left alone. Segments
+that stores need come first: unused files, then the youngest, which were being filled or were next.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _AHEAD = 4
 
 
 class Recovery:
-    """The thread, from ``start`` until its queue is empty and ``done`` is true.
+    """The reading thread, from its start until its queue is empty and ``done`` is true.
 
     Attributes:
         youngest: the greatest sequence of all segments, set before the first ``take`` returns one;
-            None where the first page of a segment does not tell its sequence.
+            None if a segment's first page does not tell its sequence.
     """
 
     def __init__(self, segments: list[Segment], files: Files, event_fd: int) -> None:
@@ -70,16 +70,16 @@ class Recovery:
 
     @property
     def done(self) -> bool:
-        """Everything was read and taken."""
+        """Whether every segment was read and taken."""
         return not self._thread.is_alive() and self._ready.empty()
 
     @property
     def unread(self) -> list[Segment]:
-        """Of a thread that is done without having been told to stop: what it did not come to."""
+        """Segments that the ended thread did not reach, unless it was stopped."""
         return [] if self._stop.is_set() else self._segments[self.read :]
 
     def take(self) -> Recovered | None:
-        """The next segment, if one is ready."""
+        """Return the next segment, if one is ready."""
         try:
             return self._ready.get_nowait()
         except queue.Empty:
@@ -126,8 +126,8 @@ class Recovery:
 
 
 def _sequence(segment: Segment, reader: Reader) -> int | None:
-    """A segment's sequence by its first page; 0 for a file without one or that cannot be read, None
-    if only its footer or its records tell it.
+    """Return a segment's sequence by its first page; 0 for a file without one or that cannot be
+    read, None if only its footer or its records tell it.
     """
     try:
         _open(segment)
@@ -146,7 +146,7 @@ def _open(segment: Segment) -> None:
 
 
 def _never_written(segment: Segment) -> bool:
-    """Whether the file system knows of no byte behind the first page."""
+    """Whether the file system has no data behind the first page."""
     try:
         os.lseek(segment.fd, PAGE_BYTES, os.SEEK_DATA)
     except OSError as error:
@@ -157,7 +157,7 @@ def _never_written(segment: Segment) -> bool:
 def read_segment(
     segment: Segment, reader: Reader, stopped: Callable[[], bool] = lambda: False
 ) -> Recovered:
-    """Open, lock and read one segment file; whatever is wrong with it is in the result."""
+    """Open, lock and read one segment file; problems are reported in the result."""
     found = Recovered(segment)
     try:
         _open(segment)
@@ -193,7 +193,7 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
         found.foreign, found.empty = foreign, True
         return
     if isinstance(head, Doubt):
-        # Its footer, or else its records, still say which life of the segment they are of.
+        # Its footer, or else its records, still identify the life of the segment.
         head = SegmentHead(directory.log_id, 0, wanted, 0)
         overwritten = _overwritten(segment, reader, stopped)
     else:
@@ -202,7 +202,8 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
     whole = facts.st_size == wanted and not overwritten
     lines = _footer(segment, reader, found) if whole else None
     if lines is None:
-        # Nothing of ours lies behind: a file that was made longer is not read to its end.
+        # A file that was made longer is not read to its end: nothing behind its proper size is
+        # ours.
         scan(segment, reader, found, min(facts.st_size, wanted), stopped)
         return
     found.sealed = True
@@ -214,7 +215,7 @@ def _other_size(head: SegmentHead | Doubt, wanted: int) -> bool:
 
 
 def _foreign(segment: Segment, reader: Reader, head: SegmentHead | Doubt) -> bool:
-    """Whether its first page, or its footer where that is lost, is of another log."""
+    """Whether its first page, or its footer if that page is lost, belongs to another log."""
     mine = segment.directory.log_id
     if isinstance(head, SegmentHead):
         return head.log_id != mine
@@ -231,8 +232,8 @@ def _footer_said(segment: Segment, reader: Reader) -> SegmentHead | None:
 
 
 def _unused(segment: Segment, reader: Reader) -> bool:
-    """Whether a file whose first page is zeros was never used, by little reading: nothing was ever
-    written behind that page, or there is neither a footer nor a record among the first.
+    """Whether a file whose first page is zeros was never used. Little reading decides it: nothing
+    was ever written behind that page, or there is neither a footer nor a record near the beginning.
     """
     if _never_written(segment):
         return True
@@ -242,10 +243,10 @@ def _unused(segment: Segment, reader: Reader) -> bool:
 
 
 def _overwritten(segment: Segment, reader: Reader, stopped: Callable[[], bool]) -> bool:
-    """Whether the footer of a segment whose first page is lost is of an earlier life than its
-    records: then it was being filled anew, and what that footer lists is gone in part.
+    """Whether a segment without a valid first page was being overwritten, i.e. its footer is older
+    than its records and lists blocks that are partly gone.
 
-    Mostly the first record says it. All headers are looked at if there is none to be believed.
+    Mostly the first record decides. All headers are examined if none of the first is believed.
     """
     footer = _footer_said(segment, reader)
     if footer is None:
@@ -257,7 +258,7 @@ def _overwritten(segment: Segment, reader: Reader, stopped: Callable[[], bool]) 
 
 
 def _footer(segment: Segment, reader: Reader, found: Recovered) -> Records | None:
-    """The lines of a footer of this life of the segment."""
+    """Return the lines of a footer of this life of the segment."""
     size = segment.directory.segment_bytes
     tail = reader.lend(segment.fd, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
     if len(tail) < PAGE_BYTES:
@@ -290,7 +291,7 @@ def _head_of_footer(page: U8, head: SegmentHead) -> SegmentHead:
 def _believed(
     lines: Records, head: SegmentHead, end_bytes: int, pending_aborts: Counter[Doubt]
 ) -> Records:
-    """Lines that belong here, of whole blocks only."""
+    """Return the lines that belong here, of whole blocks only."""
     wrong = pending_aborts_of(lines, head, end_bytes)
     if wrong:
         for reason, rows in wrong.items():

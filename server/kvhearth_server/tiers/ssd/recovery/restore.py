@@ -1,4 +1,4 @@
-"""Taking over what recovery found, a little at each turn of the loop."""
+"""Adopts recovered segments into the index and the log, a little at each turn of the loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BLOCKS_A_TURN = 2048
 _RETRY_S = 0.5
 
 Progress = Callable[[int, int], None]
-"""Called with (segments read, segments in all)."""
+"""Callback with (segments read, segments in all)."""
 
 
 class Adopter:
-    """From the list of segment files to an index of all blocks that are believed."""
+    """Turns the list of segment files into an index of all believed blocks."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Adopter:
 
     @property
     def locked(self) -> int:
-        """Files that requests of a dead daemon still hold: slots that it was loading into may
-        still be written to.
+        """Number of files that requests of a dead daemon still hold. Slots that it was loading into
+        may still be written to.
         """
         return len({*self._locked, *self._retried}) + self.recovering
 
@@ -83,14 +83,16 @@ class Adopter:
         return False
 
     def _let_write(self) -> None:
-        """Begin to write as soon as there is a place, although older segments are not read yet."""
+        """Allow writes as soon as there is a place, although older segments are not read yet."""
         if self._log.paused and self._recovery is not None and self._log.has_place:
             youngest = self._recovery.youngest
             if youngest is not None:
                 self._log.begin(youngest)
 
     def _pass_over(self, unread: list[Segment]) -> None:
-        """The reader failed over the first of these, by a bug: go on with the others."""
+        """Continue behind the first of these segments, on which the reader failed because of
+        a bug.
+        """
         lost = Recovered(unread[0], failed=OSError("the reader failed"))
         self._counts.add("recovery_failures")
         self._end(lost)
@@ -127,7 +129,7 @@ class Adopter:
             self._current = None
 
     def _adopt(self, segment: Segment, of: Portion, keys: list[bytes], rows: Records) -> None:
-        """Bind blocks, ``keys`` and ``rows`` some of a portion's."""
+        """Bind some blocks of a portion, given by ``keys`` and ``rows``."""
         if self._index.number_of(of.namespace) < 0:
             self._counts.add("dropped_namespaces", len(keys))
             return
@@ -135,7 +137,8 @@ class Adopter:
         if not self._index.bind_new(of.namespace, of.group, keys, number, rows):
             younger = self._younger(segment, of, keys, rows["epoch"][:, 0])
             self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", int(younger.sum()))
-            # A carried block of old weights may lie behind new ones': of these the last is taken.
+            # A carried block of old weights may lie behind the block of newer weights: the last one
+            # is bound.
             kept = np.flatnonzero(~younger)
             kept = kept[np.argsort(rows["epoch"][kept, 0], kind="stable")]
             rows, keys = rows[kept], [keys[row] for row in kept.tolist()]
@@ -147,10 +150,11 @@ class Adopter:
         self._counts.add("recovered_blocks", len(keys) - replaced)
 
     def _younger(self, segment: Segment, of: Portion, keys: list[bytes], epochs: U32) -> Bools:
-        """Which keys are bound to a block that is younger than the one that is in this segment.
+        """Return which keys are bound to a block that is younger than the one in this segment.
 
-        The epoch decides before the segment: each directory has a segment open, so that new
-        weights' block may lie in one that was begun before that of the old weights' block.
+        The epoch takes precedence over the segment: each directory has a segment open, so a block
+        of newer weights may lie in a segment that was begun before that of the older weights'
+        block.
         """
         entries = self._index.find(of.namespace, of.group, keys)
         bound = self._index.heads(entries)["epoch"]

@@ -1,4 +1,4 @@
-"""What was read back of a segment, in the form in which the index takes it over."""
+"""Scans segments without a footer for records, and sorts recovered records for the index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 _OFFSETS = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
 _ALIKE = ("key", "key_bytes", "namespace", "sequence", "epoch", "group", "shard_count", "length")
-"""Equal in all shards of a block."""
+"""Fields that are equal in all shards of a block."""
 _NAMESPACE_WORDS = slice(_OFFSETS["namespace"] // 8, _OFFSETS["namespace"] // 8 + 4)
 
 
@@ -41,7 +41,7 @@ class Portion:
     """Blocks alike in namespace, group, shards and width of their keys.
 
     Attributes:
-        keys: n.
+        keys: n keys.
         rows: ``index.ROW_DTYPE`` (n, shards).
     """
 
@@ -53,18 +53,18 @@ class Portion:
 
 @dataclass
 class Recovered:
-    """What one segment has.
+    """Content of one segment.
 
     Attributes:
-        records: headers that are believed, in the order of their places; of whole blocks only. Of a
-            segment with a footer they lie in the reader's memory.
+        records: believed headers of whole blocks, in the order of their places. For a segment with
+            a footer they lie in the reader's memory.
         portions: the same for the index; set by ``sort_out``.
         sealed: it had its footer.
-        resume: it can be appended to at ``end``; otherwise it is closed for good.
-        empty: nothing of ours is in it.
-        foreign: it is of another log: left alone.
-        locked: another process's requests hold it, or may, and there was no descriptor to look
-            with, as ``failed`` says; to be tried again.
+        resume: it can be appended to at ``end``; otherwise it is closed permanently.
+        empty: it holds nothing of this log.
+        foreign: it belongs to another log and is left alone.
+        locked: requests of another process hold it; or they may, because no descriptor was left to
+            examine it, as ``failed`` says. It is tried again.
         failed: it cannot be read at all.
     """
 
@@ -82,7 +82,7 @@ class Recovered:
     pending_aborts: Counter[Doubt] = field(default_factory=Counter)
 
     def sort_out(self) -> None:
-        """Make the portions; what lies in the reader's memory is referred to no more."""
+        """Make the portions; afterwards nothing refers to the reader's memory."""
         if not self.locked and self.failed is None:
             self.portions = list(_portions(self.records))
         if not self.resume:
@@ -90,7 +90,7 @@ class Recovered:
 
 
 def whole_blocks(lines: Records, pending_aborts: Counter[Doubt]) -> Records:
-    """Leave out shards of blocks that are not all there, one after another."""
+    """Drop shards of blocks whose shards are not all there, one after another."""
     if not len(lines) or (lines["shard_count"] == 1).all():
         return lines
     count = lines["shard_count"].astype(np.int64)
@@ -117,7 +117,7 @@ def _portions(lines: Records) -> Iterator[Portion]:
     for rows in _families(lines):
         mine = lines if rows is None else lines[rows]
         namespace, group = mine["namespace"][0].tobytes(), int(mine["group"][0])
-        # The shape of a block as one number: most often it is the same for all.
+        # The shape of a block as one number, which most often is the same for all.
         shape = mine["shard_count"].astype(np.int64) * 256 + mine["key_bytes"]
         kinds = [int(shape[0])] if (shape == shape[0]).all() else np.unique(shape).tolist()
         for kind in kinds:
@@ -130,14 +130,16 @@ def _portions(lines: Records) -> Iterator[Portion]:
 
 
 def _families(lines: Records) -> Iterator[I64 | None]:
-    """Rows of each namespace and group among contiguous lines, rising; None for all of them."""
+    """Yield the rows of each namespace and group among contiguous lines, rising; None for
+    all rows.
+    """
     if not len(lines):
         return
     words = lines.view("<u8").reshape(len(lines), -1)[:, _NAMESPACE_WORDS]
     if (words == words[0]).all() and (lines["group"] == lines["group"][0]).all():
         yield None
         return
-    # Not a view of the two fields: that would have all the others between them.
+    # Not a view of the two fields: it would include all fields between them.
     names = np.column_stack([words, lines["group"].astype(np.uint64)])
     packed = np.ascontiguousarray(names).view("V40").reshape(-1)
     groups: dict[bytes, list[int]] = {}
@@ -148,19 +150,19 @@ def _families(lines: Records) -> Iterator[I64 | None]:
 
 
 SCAN_BYTES = 8 << 20
-"""Read at once."""
+"""Bytes read at once."""
 
 _DOUBTS = (Doubt.DAMAGED, Doubt.FOREIGN, Doubt.MISPLACED)
 
 
 class Reader:
-    """Aligned reads into memory that is used again and again."""
+    """Aligned reads into reused memory."""
 
     def __init__(self, memory: mmap.mmap, files: Files) -> None:
         self._memory, self._files = memory, files
 
     def read(self, fd: int, offset: int, size: int) -> U8:
-        """Up to ``size`` bytes, fewer at the end of the file, as a copy.
+        """Return a copy of up to ``size`` bytes, fewer at the end of the file.
 
         Raises:
             OSError: the device failed.
@@ -168,7 +170,7 @@ class Reader:
         return self.lend(fd, offset, size).copy()
 
     def lend(self, fd: int, offset: int, size: int) -> U8:
-        """The same without a copy: valid until the next call."""
+        """Return the same without a copy: valid until the next call."""
         if size > len(self._memory):
             self._memory = mmap.mmap(-1, size)
         done = 0
@@ -196,8 +198,8 @@ class _Window:
         self._checksums: list[bytes] = self.rows["checksum"].tolist()
 
     def candidates(self, head: SegmentHead, end_bytes: int) -> Iterator[tuple[int, Doubt | None]]:
-        """(index, why it is not believed) of pages that look like a header, in order; but for
-        those of an earlier life.
+        """Yield (index, reason for not believing it) of pages that look like a header, in order.
+        Headers of an earlier life are left out.
         """
         places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
         rows = self.rows[places]
@@ -218,7 +220,7 @@ class _Window:
             yield int(places[index]), pending_aborts[index]
 
     def youngest_life(self, log_id: int) -> int:
-        """The greatest segment sequence of a header that is right otherwise; 0 for none."""
+        """Return the greatest segment sequence of an otherwise valid header; 0 for none."""
         places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
         rows = self.rows[places]
         good = np.array(_whole(rows), np.bool_) & (rows["log_id"] == log_id)
@@ -227,7 +229,7 @@ class _Window:
         return int(rows["segment_sequence"][good].max(initial=0))
 
     def payload_good(self, index: int) -> bool:
-        """Whether the bytes behind a header have its checksum; they must be in the window."""
+        """Whether the payload of a header has its checksum; it must lie in the window."""
         begin = (index + 1) * PAGE_BYTES
         payload = self._bytes[begin : begin + self.lengths[index]]
         return xxhash.xxh3_128_digest(payload) == self._checksums[index]
@@ -240,8 +242,8 @@ def scan(
     size: int,
     stopped: Callable[[], bool],
 ) -> None:
-    """Find records by their headers, on any page that is not inside a believed one, and sum their
-    payloads: the last ones may be torn. The file is gone through once, in large reads.
+    """Find records by their headers, on any page that is not inside a believed one, and verify
+    their payloads, because the last ones may be torn. The file is read once, in large pieces.
     """
     _Scan(segment, reader, found, size).run(stopped)
 
@@ -249,7 +251,9 @@ def scan(
 def youngest_life(
     segment: Segment, reader: Reader, size: int, stopped: Callable[[], bool] = lambda: False
 ) -> int:
-    """The greatest segment sequence of record headers in the first ``size`` bytes; 0 for none."""
+    """Return the greatest segment sequence of record headers in the first ``size`` bytes; 0 for
+    none.
+    """
     last, page = 0, 1
     while (window := _Window(segment, reader, page, size)).pages and not stopped():
         last = max(last, window.youngest_life(segment.directory.log_id))
@@ -258,7 +262,7 @@ def youngest_life(
 
 
 class _Scan:
-    """Goes through one file of ``size`` bytes."""
+    """Scan of one file of ``size`` bytes."""
 
     def __init__(self, segment: Segment, reader: Reader, found: Recovered, size: int) -> None:
         self._segment, self._reader = segment, reader
@@ -269,7 +273,7 @@ class _Scan:
         found = self._found
         closed = not found.head.sequence
         if closed:
-            # The segment's own page is lost: the youngest life among its records is the one.
+            # The segment's first page is lost: the youngest life among its records counts.
             last = youngest_life(self._segment, self._reader, self._size, stopped)
             found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
         page = found.end
@@ -280,14 +284,15 @@ class _Scan:
         lines = np.concatenate([np.zeros(0, RECORD_DTYPE), *self._good])
         found.records = whole_blocks(lines, found.pending_aborts)
         found.empty = not len(found.records)
-        # A torn record may lie behind the last good one; it is overwritten, and nobody believes it.
+        # A torn record may lie behind the last good one; it is overwritten, and it is never
+        # believed.
         found.resume = not closed and not self._segment.damaged and not found.empty
 
     def _window(self, page: int) -> _Window:
         return _Window(self._segment, self._reader, page, self._size)
 
     def _go_through(self, window: _Window) -> int:
-        """Take what is good; the page with which the next window begins."""
+        """Take the good records. Return the page at which the next window begins."""
         good: list[int] = []
         page = self._take(window, good)
         self._good.append(window.rows[good])
@@ -299,7 +304,7 @@ class _Scan:
         for index, doubt in window.candidates(found.head, end_bytes):
             at = window.first + index
             if at < found.end:
-                continue  # inside of one that is believed: its payload only looks like a header
+                continue  # inside a believed record: its payload only looks like a header
             if doubt is not None:
                 found.pending_aborts[doubt] += 1
                 continue
@@ -321,7 +326,7 @@ class _Scan:
         return max(found.end, window_end)
 
     def _long_payload_good(self, row: Records) -> bool:
-        """As ``_Window.payload_good``, of one that is longer than a window."""
+        """Whether a payload that is longer than a window has its checksum."""
         left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
         digest = xxhash.xxh3_128()
         while left:
@@ -336,7 +341,7 @@ class _Scan:
 
 
 def _whole(rows: Records) -> list[bool]:
-    """Which headers are as they were written."""
+    """Return which headers are as they were written."""
     data, step = rows.tobytes(), RECORD_BYTES
     crcs = enumerate(rows["crc"].tolist())
     return [zlib.crc32(data[index * step : (index + 1) * step - 4]) == crc for index, crc in crcs]
