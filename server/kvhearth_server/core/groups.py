@@ -58,7 +58,7 @@ class Leases(MutableMapping[int, I64]):
 
     @property
     def slot_count(self) -> int:
-        """Slots held, each once for every lease on it."""
+        """Number of slots held, each counted once for every lease on it."""
         return self.nbytes // 4
 
     @property
@@ -165,8 +165,8 @@ class Member:
 
 @dataclass(frozen=True)
 class SlotGrant:
-    """Slots of one KV group as they were handed out, shape (n, shards), with their generations
-    then.
+    """Slots of one KV group as handed out, shape (n, shards), with their generations at that
+    time.
     """
 
     kv_group: int
@@ -196,8 +196,8 @@ class SlotGrant:
 class Unfinished:
     """A reservation between two of its portions.
 
-    ``left`` are pairs of (KV group, blocks) that are still to be granted; ``short`` is the bound
-    that made an earlier pair smaller.
+    ``left`` are the pairs of (KV group, blocks) still to be granted; ``short`` is the bound that
+    made an earlier pair smaller.
     """
 
     left: list[tuple[int, int]]

@@ -124,7 +124,7 @@ class Buckets:
 
     @property
     def growing(self) -> bool:
-        """Some buckets are split, and some are not yet."""
+        """Whether some buckets are split and some are not yet."""
         return self._split > 0
 
     def _home(self, hashes: Hashes) -> I64:

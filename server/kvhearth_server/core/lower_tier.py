@@ -1,4 +1,6 @@
-"""What the core may ask of a slower tier: what is there, in memory, without waiting."""
+"""Interface of a slower tier to the core: presence of keys, answered from memory without
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ class LowerTier(Protocol):
     """The slower tiers, as a lookup sees them."""
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
-        """Which keys of the namespace's current epoch could be loaded, shape (n,)."""
+        """Report which keys of the namespace's current epoch could be loaded, shape (n,)."""
 
 
 @dataclass(frozen=True)
