@@ -24,7 +24,7 @@ class LowerTier(Protocol):
 class PromotionRequest:
     """Blocks on a slower tier that would lengthen a hit, root first.
 
-    ``parents`` are the keys before each in its chain, empty for none.
+    ``parents`` are the preceding keys in the chain, empty for none.
     """
 
     namespace: Namespace

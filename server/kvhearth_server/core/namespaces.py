@@ -11,9 +11,9 @@ from kvhearth.errors import KVHearthError, Reason
 
 @dataclass
 class Namespace:
-    """One namespace; ``number`` is what slots and the journal know it by.
+    """One namespace; slots and the journal refer to it by ``number``.
 
-    ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is a part of the
+    ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is part of the
     namespace's name there, so that copies from before are never found again.
     """
 

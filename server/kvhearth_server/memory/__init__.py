@@ -1,1 +1,3 @@
-"""Doors to memory: shared segments, page kinds, small durable files, the directory lock."""
+"""Access to memory: shared segments, page kinds, the journal, small durable files, directory
+lock.
+"""
