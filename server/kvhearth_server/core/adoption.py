@@ -37,10 +37,10 @@ class AdoptedBlocks:
 class Adoption:
     """Result of reading the journal.
 
-    ``slabs``: (slab, slot size) in use; ``damaged``: slabs whose slot size is unknown, each taken
-    as one slot. ``held``: slots by the number of the group that may still write to them; 0 for an
-    unknown group. ``orphaned_loads``: slots that the kernel may still write to for an earlier run.
-    ``dropped``: slots that become free, with the causes counted in ``reasons``.
+    ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose slot size is unknown, each
+    taken as one slot. ``held``: slots by the number of the group that may still write to them; 0
+    for an unknown group. ``orphaned_loads``: slots that the kernel may still write to for an
+    earlier run. ``dropped``: slots that become free, with the causes counted in ``reasons``.
     """
 
     slabs: list[tuple[int, int]] = field(default_factory=list)

@@ -191,7 +191,9 @@ class Evictor:
         return self._cold.setdefault((segment, slot_bytes), Coldest())
 
     def _evict_of_size(self, segment: int, slot_bytes: int, count: int, most: int) -> bool:
-        """Evict up to ``most`` blocks of one tenant with at least ``count`` slots, or just over."""
+        """Evict up to ``most`` blocks of one tenant that together have ``count`` slots or just
+        more.
+        """
         heads = self._pick(self._coldest(segment, slot_bytes), most, slots=count)
         if not len(heads):
             return False
@@ -253,8 +255,8 @@ class Evictor:
 
         Walking down a long chain for each of its blocks would cost its length squared. Therefore
         the next search starts at the last victim's parent, one for each root because namespaces
-        take turns. That start is valid while it is the same block and only this evictor has
-        unlinked blocks since.
+        take turns. The start is valid while it is the same block and only this evictor has unlinked
+        blocks since.
         """
         state = self._state
         if state.chains.cuts != self._cuts or len(self._lines) > _LINES_MAX:

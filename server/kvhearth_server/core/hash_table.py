@@ -35,8 +35,8 @@ _LOAD_CELLS = 4
 split at five keys per bucket, and no call that adds n keys splits many more than n buckets.
 """
 _SPLIT_MIN, _SPLIT_PART = 64, 8
-"""Buckets that are split at once: a batch of ``_SPLIT_MIN`` costs hardly more than one. A small
-table splits only one ``_SPLIT_PART``-th of itself.
+"""Buckets that are split at once: ``_SPLIT_MIN`` cost hardly more than one. A small table splits
+one in ``_SPLIT_PART`` of its buckets.
 """
 _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)

@@ -100,7 +100,8 @@ class Index:
         return self._find_runs(space, _words(keys))
 
     def find_rows(self, namespace: int, group: int, keys: Sequence[bytes]) -> Pick | None:
-        """Heads of all of at least one key; None if the first or the last key is not bound.
+        """Heads of one or more keys, all or nothing: None if the first or the last key is not
+        bound.
 
         Returns a slice if the keys stand side by side from the first one's slot on. The caller must
         check that all of those slots hold blocks of this namespace and group: a slot keeps its last

@@ -76,7 +76,7 @@ class PolicySet:
         return self._arrays.places[head] > 0
 
     def take_changed(self) -> Collection[tuple[int, int]]:
-        """Return the (namespace, slot size) pairs of policies that may have changed since the last
+        """Return the (namespace, slot size) pairs with insertions or removals since the last
         call.
         """
         changed, self._changed = self._changed, set()

@@ -23,7 +23,7 @@ class Portion:
     """Blocks of one namespace, epoch and KV group that are to be written.
 
     ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
-    ``sequences`` and ``parents`` (n,): the numbers of these commits and of those that they
+    ``sequences`` and ``parents`` (n,): the numbers of these commits and of the commits that they
     continue, 0 for none.
     """
 
@@ -168,9 +168,10 @@ class Writeback:
         return len(saved)
 
     def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
-        """Record that the tier dropped these keys; resident blocks are offered again when needed.
+        """Record that the tier dropped the copies of these keys; returns which keys are in memory,
+        (n,).
 
-        They are offered when their slots are wanted. Returns which keys are in memory, (n,).
+        Blocks in memory are offered again when their slots are wanted.
         """
         table = self._state.table
         heads = self._state.index.find(namespace.number, kv_group, keys)

@@ -108,9 +108,9 @@ HEADER_BYTES = 64
 class DurableBlob:
     """One value of at most ``capacity_bytes`` in the file ``path``.
 
-    The file takes at least two pages of its file system, whatever the capacity (on a hugetlbfs of 1
-    GiB pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds
-    the same value. Two processes must not open one file (see ``lock_directory``).
+    The file takes at least two pages, on hugetlbfs one huge page, whatever the capacity (with 1 GiB
+    pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds the
+    same value. Two processes must not open one file (see ``lock_directory``).
 
     Raises:
         KVHearthError: ``HUGEPAGES_UNAVAILABLE`` or ``MEMORY_UNAVAILABLE`` if there is no room,

@@ -81,9 +81,9 @@ class S3FifoPolicy:
 
     Two things differ from the paper. First, the ghost learns a key when the key enters the small
     queue, not when it is evicted from it. Both orders are the same in a FIFO, an inserted key is
-    not resident (so known means gone), and no fingerprint has to be kept per slot (4 bytes). As a
-    consequence, a key that was *removed* and soon returns is known, too. Second, a block that
-    cannot be evicted is rotated to the new end of its queue.
+    not resident (so known means gone), and no fingerprint has to be kept per slot (4 bytes). A key
+    that was *removed* and soon returns is therefore known, too. Second, a block that cannot be
+    evicted is rotated to the new end of its queue.
     """
 
     def __init__(self, arrays: PolicyArrays) -> None:
