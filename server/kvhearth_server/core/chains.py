@@ -33,9 +33,7 @@ class Chains:
         """
 
     def link_run(self, heads: I64) -> None:
-        """Link fresh heads that follow each other: each becomes the only child of the one before
-        it.
-        """
+        """Link fresh heads that follow each other, each as the only child of the one before it."""
         table = self._table
         links = heads.astype(np.uint32) + np.uint32(1)
         table.parent[heads[1:]] = links[:-1]

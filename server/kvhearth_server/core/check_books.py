@@ -108,9 +108,7 @@ def _equal(what: str, counted: int, booked: int) -> None:
 
 
 def _row_portions(state: CoreState, segment: int, slots_max: int | None) -> Iterator[list[slice]]:
-    """Yield all rows of a segment, some at a time, by the slab layout at the time of each
-    portion.
-    """
+    """Yield all rows of a segment in portions, by its slab layout at the time of each."""
     pool = state.pools[segment]
     most = slots_max or state.table.geometry.slot_count
     parts, room = list[slice](), most
@@ -242,9 +240,7 @@ def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
-    """Check that every reserved or quarantined slot belongs to one group, a reader or the
-    kernel.
-    """
+    """Check that each reserved or quarantined slot belongs to a group, a reader or the kernel."""
     table, segment = state.table, used.segment
     mine = used.rows[(used.states == _RESERVED) | (used.states == _QUARANTINED)]
     owners = _tally(table.owner[mine].astype(np.int64))

@@ -133,9 +133,7 @@ class Core:
         check_books(self.state, self._holders)
 
     def book_portions(self) -> Iterator[None]:
-        """Recount in portions; other calls may come in between. See
-        ``check_books.book_portions``.
-        """
+        """Recount in portions between which other calls may come; see ``check_books``."""
         return book_portions(self.state, self._holders)
 
     @property

@@ -23,9 +23,7 @@ _CONSIDER_SLABS_EVERY = 64
 _BATCH_MAX = 256
 """Upper bound on victims taken from policies and chains before their removal from the index."""
 _PASSED_MAX = 1024
-"""Upper bound on blocks that wait to be saved and are passed over in one call; keeps a call
-short.
-"""
+"""Upper bound on unsaved blocks that are passed over in one call, which keeps the call short."""
 _USED_MAX = 512
 """Used blocks passed over in a call with a bound; each costs as much as half a victim."""
 _LINES_MAX = 4096
@@ -73,10 +71,10 @@ class Evictor:
     def make_room(
         self, segment: int, slot_bytes: int, count: int, blocks_max: int | None = None
     ) -> int:
-        """Evict until ``count`` slots of a size can be taken, nothing more helps, or ``blocks_max``
-        blocks are evicted (more only to empty a slab).
+        """Evict until ``count`` slots of a size can be taken; returns the number that can be taken.
 
-        Returns the number of slots that can be taken.
+        Stops earlier if nothing more helps, or ``blocks_max`` blocks are evicted (more only to
+        empty a slab).
         """
         self._passed = self._under_way = 0
         self._bound(blocks_max)
@@ -102,11 +100,10 @@ class Evictor:
     def shrink(
         self, namespace: Namespace, used_bytes_max: int, cause: str, blocks_max: int | None = None
     ) -> int:
-        """Evict a namespace's own blocks until it uses at most ``used_bytes_max``, or
-        ``blocks_max`` are evicted.
+        """Evict a namespace's own blocks until it uses at most ``used_bytes_max``.
 
-        Returns the number of evicted blocks. With the cause "asked", blocks without a copy in a
-        lower tier go too.
+        Stops earlier after ``blocks_max`` blocks. Returns the number of evicted blocks. With the
+        cause "asked", blocks without a copy in a lower tier go too.
         """
         evicted = self._passed = self._under_way = 0
         self._bound(blocks_max)
@@ -139,9 +136,7 @@ class Evictor:
         self._used_left = None if blocks_max is None else _USED_MAX
 
     def _pass_used(self) -> None:
-        """Count a used block that a policy passed over; many of them can cost as much as
-        victims.
-        """
+        """Count a used block that a policy passed over; many of them cost as much as victims."""
         if self._used_left is not None:
             self._used_left -= 1
             if self._used_left < 0:
@@ -167,8 +162,7 @@ class Evictor:
         return False
 
     def _offer_unsaved(self, wanted: int) -> None:
-        """Queue blocks for write-back that would have been evicted, but lost their copy in the
-        lower tier.
+        """Queue blocks for write-back that would have been evicted, but have no copy any more.
 
         The coldest come first, and no more of them than will be wanted soon.
         """
@@ -179,9 +173,7 @@ class Evictor:
             self._writeback_queue.offer(heads[: max(0, room)])
 
     def _coldest(self, segment: int, slot_bytes: int) -> Coldest:
-        """Policies of one tenant that hold slots of a size; blocks of other tenants are
-        excluded.
-        """
+        """Policies of one tenant that hold slots of a size; other tenants are excluded."""
         state = self._state
         for number, size in state.policies.take_changed():
             policy = state.policies.get(number, size)
@@ -191,9 +183,7 @@ class Evictor:
         return self._cold.setdefault((segment, slot_bytes), Coldest())
 
     def _evict_of_size(self, segment: int, slot_bytes: int, count: int, most: int) -> bool:
-        """Evict up to ``most`` blocks of one tenant that together have ``count`` slots or just
-        more.
-        """
+        """Evict up to ``most`` blocks of one tenant that have ``count`` slots, or just more."""
         heads = self._pick(self._coldest(segment, slot_bytes), most, slots=count)
         if not len(heads):
             return False
@@ -229,9 +219,7 @@ class Evictor:
         return np.array(heads, np.int64)
 
     def _victim(self, policy: EvictionPolicy) -> int | None:
-        """Remove the policy's next victim, or rather the end of its chain, from policy and
-        chains.
-        """
+        """Remove the policy's next victim, or the end of its chain, from policy and chains."""
         proposed = policy.victim(self.evictable, self._pass_used)
         if proposed is None:
             return None

@@ -119,10 +119,10 @@ class Singles:
         return True
 
     def lookup(self, group: Group, namespace: Namespace, asked: Asked) -> int:
-        """Lease one key's block and count the lookup; its head, or -1 if the general path must
-        decide.
+        """Lease one key's block and count the lookup; returns its head, or -1.
 
-        The caller enters the lease and marks the block as used.
+        -1 means that the general path must decide. The caller enters the lease and marks the block
+          as used.
         """
         state = self._state
         kv_group, key, lease_id = asked

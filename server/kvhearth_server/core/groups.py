@@ -139,9 +139,7 @@ TOMBSTONES_REMEMBERED = 1024
 
 
 class MemberState(enum.StrEnum):
-    """State of a member. ``GONE``: left without a word, may still write. ``DRAINED``: cannot
-    write.
-    """
+    """State of a member. ``GONE``: left without a word, may write. ``DRAINED``: cannot write."""
 
     ATTACHED = "attached"
     GONE = "gone"
@@ -165,9 +163,7 @@ class Member:
 
 @dataclass(frozen=True)
 class SlotGrant:
-    """Slots of one KV group as handed out, shape (n, shards), with their generations at that
-    time.
-    """
+    """Slots of one KV group as handed out, shape (n, shards), with their generations then."""
 
     kv_group: int
     slots: I64

@@ -90,9 +90,7 @@ def hash_words(words: _U64, by: _U64, start: int = 0) -> Hashes:
 
 
 def hash_one(key: bytes, by: list[int], start: int = 0) -> int:
-    """Hash one key padded to whole words, as ``hash_words``; for few keys numpy's calls cost
-    more.
-    """
+    """Hash one key padded to whole words, as ``hash_words``, without numpy's cost per call."""
     mixed, column = start, 0
     for word in _WORDS[len(key) // 8](key):
         mixed = (mixed + word) * by[column] & _WORD

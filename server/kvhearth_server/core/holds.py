@@ -36,8 +36,8 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
     """Count one more lease (or pin) on each slot; slots are distinct and committed.
 
     Raises:
-        KVHearthError: ``too_many_leases`` if leases would name more slots than allowed; nothing
-            has changed.
+        KVHearthError: ``too_many_leases`` if leases would name more slots than allowed; nothing has
+            changed.
     """
     table, books = state.table, state.ledger.segments[segment]
     if not pin:
@@ -56,8 +56,9 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
 
 
 def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
-    """Remove one lease (or pin) from each slot; slots quarantined only for their readers become
-    free.
+    """Remove one lease (or pin) from each slot.
+
+    Slots that were quarantined only for their readers become free.
     """
     table = state.table
     if not pin and _let_go_plain(state, segment, slots):
@@ -86,8 +87,9 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
 
 
 def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
-    """Fast path of ``let_go`` for a lease on served blocks without other holders; False if not
-    done.
+    """Fast path of ``let_go`` for a lease on served blocks that have no other holders.
+
+    Returns False, with nothing changed, if ``let_go`` must decide.
     """
     table = state.table
     refs = table.refs[slots]

@@ -80,9 +80,7 @@ class Index:
 
     @property
     def moved(self) -> int:
-        """Keys that growth has moved so far; a call that binds n keys never moves many more than
-        n.
-        """
+        """Keys that growth has moved so far; binding n keys moves not many more than n."""
         return self._table.moved
 
     @property
@@ -100,12 +98,11 @@ class Index:
         return self._find_runs(space, _words(keys))
 
     def find_rows(self, namespace: int, group: int, keys: Sequence[bytes]) -> Pick | None:
-        """Heads of one or more keys, all or nothing: None if the first or the last key is not
-        bound.
+        """Heads of one or more keys; None if the first or the last key is not bound.
 
         Returns a slice if the keys stand side by side from the first one's slot on. The caller must
         check that all of those slots hold blocks of this namespace and group: a slot keeps its last
-        block's key.
+        block's key. For callers that need all keys or none.
         """
         space = self._spaces.get((namespace, group))
         first = keys[0]

@@ -42,9 +42,7 @@ def window_blocks(spec: GroupSpec) -> int:
 
 
 def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
-    """For k = 0..n: whether this group can be restored up to its k-th block boundary; shape (n +
-    1,).
-    """
+    """For k = 0..n: whether this group can be restored up to block boundary k; shape (n + 1,)."""
     count = len(ready)
     boundaries = np.ones(count + 1, np.bool_)
     if spec.kind is GroupKind.FULL:
@@ -228,8 +226,9 @@ class Reading:
     def _lookup_plain(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """Fast path of ``lookup`` for a group that has all its keys; None if the general path must
-        decide.
+        """Fast path of ``lookup`` for a group that has all its keys.
+
+        Returns None, with nothing changed, if the general path must decide.
         """
         group = self._state.group_of(session)
         namespace = self._state.namespaces.get(group.namespace)
@@ -402,8 +401,7 @@ class Reading:
     def _affordable(
         self, group: Group, seen: list[_Seen], boundaries: I64, leasing: bool
     ) -> tuple[int, I64, Reason | None]:
-        """The longest boundary that the cap on held bytes allows, its slots, and the bound if it is
-        short.
+        """The longest affordable boundary, its slots, and the bound that made it shorter.
 
         Without a lease it is the longest boundary, without slots.
         """
@@ -431,9 +429,7 @@ class Reading:
         return hit, self._lease_slots(seen, hit), Reason.HELD_CAP
 
     def _lease_slots(self, seen: list[_Seen], hit: int) -> I64:
-        """All shards of the blocks that a hit needs, each once, even if a key is requested
-        twice.
-        """
+        """All shards of the blocks that a hit needs, each once even for repeated keys."""
         table = self._state.table
         parts = []
         for one in seen:

@@ -1,6 +1,4 @@
-"""Interface of a slower tier to the core: presence of keys, answered from memory without
-waiting.
-"""
+"""Interface of a slower tier to the core, which answers from memory without waiting."""
 
 from __future__ import annotations
 

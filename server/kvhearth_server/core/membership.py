@@ -111,8 +111,9 @@ class Membership:
         self.settle(group)
 
     def drained(self, session: int) -> None:
-        """Note that a session that left without a word can no longer write (or has since reported
-        so).
+        """Note that a session that left without a word can no longer write.
+
+        The session may have reported so itself since.
         """
         group = self._state.groups.of_session(session)
         if group is None:
@@ -172,9 +173,7 @@ class Membership:
             )
 
     def _end(self, group: Group) -> None:
-        """End a group: its leases end, and its reserved slots are quarantined until no member can
-        write.
-        """
+        """End a group and its leases; quarantine its reserved slots until no member can write."""
         state = self._state
         group.ended = True
         state.count("groups_ended")

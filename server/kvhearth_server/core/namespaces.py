@@ -45,9 +45,7 @@ class Namespaces:
         quota_bytes: int | None = None,
         forgotten: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Make an empty catalogue; ``forgotten`` is called with the number of each forgotten
-        namespace.
-        """
+        """Make an empty catalogue; ``forgotten`` gets the number of each forgotten namespace."""
         self._forgotten = forgotten
         self._count_max = min(count_max, NUMBER_MAX)
         self._quota_bytes = quota_bytes
@@ -128,9 +126,7 @@ class Namespaces:
     def explain(
         self, tenant: str, contract: Contract, count_max: int = 8
     ) -> list[tuple[Namespace, list[tuple[str, str, str]]]]:
-        """The tenant's namespaces, nearest first, each with the fields in which the contract
-        differs.
-        """
+        """The tenant's namespaces, nearest first, each with the fields that differ."""
         pairs = [
             (space, differences(contract, space.contract))
             for space in self._by_number.values()

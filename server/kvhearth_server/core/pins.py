@@ -17,9 +17,7 @@ from kvhearth_server.core.state import CoreState, flat, require
 
 @dataclass(frozen=True)
 class Pin:
-    """Slots pinned until ``expires_at``; a slot whose generation has changed is no longer part of
-    it.
-    """
+    """Slots pinned until ``expires_at``; a slot leaves the pin when its generation changes."""
 
     segment: int
     slots: U32
@@ -51,8 +49,7 @@ class Pinning:
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_ttl``,
-                ``pin_exists``,
-                ``too_many_pins``, ``too_many_keys``, ``held_cap``.
+                ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
         """
         state, table = self._state, self._state.table
         group = state.group_of(session)

@@ -76,8 +76,9 @@ class PolicySet:
         return self._arrays.places[head] > 0
 
     def take_changed(self) -> Collection[tuple[int, int]]:
-        """Return the (namespace, slot size) pairs with insertions or removals since the last
-        call.
+        """Return the (namespace, slot size) pairs that changed since the last call.
+
+        A pair changes when its policy gains blocks or blocks are removed from it.
         """
         changed, self._changed = self._changed, set()
         return changed

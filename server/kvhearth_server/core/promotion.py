@@ -221,9 +221,7 @@ class Promotions:
             self._state.free_slots(promotion.segment, np.sort(flat(slots)))
 
     def free_orphaned_loads(self) -> int:
-        """Free the orphaned loads after the last disk request of a dead daemon; returns their
-        number.
-        """
+        """Free the orphaned loads when a dead daemon has no disk request left; returns how many."""
         orphaned_loads, self.orphaned_loads = self.orphaned_loads, self.orphaned_loads[:0]
         state = self._state
         if len(orphaned_loads):

@@ -15,11 +15,10 @@ EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
 
 
 def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
-    """Remove distinct bound blocks of any namespaces and groups; every extent of them becomes
-    invalid at once.
+    """Remove distinct bound blocks of any namespaces and groups.
 
-    Slots that are still leased are quarantined until the lease ends, the others become free. Pins
-    end.
+    Every extent of them becomes invalid at once. Slots that are still leased are quarantined until
+    the lease ends, the others become free. Pins end.
     """
     state.policies.remove(state.table, heads)
     state.chains.unlink_many(heads)

@@ -68,14 +68,12 @@ class Writing:
             epoch: weights epoch of the client.
             wants: number of blocks for each KV group.
             evicted_max: upper bound on the blocks evicted in this call. If more are needed, a part
-                is
-                handed out, and ``reserve_more`` continues.
+                is handed out, and ``reserve_more`` continues.
 
         Raises:
             KVHearthError: ``group_incomplete``, ``group_gone``, ``stale_epoch``, ``bad_group``,
                 ``too_many_keys``, ``not_reserved`` if the reservation was aborted before, or the
-                    bound
-                that left nothing at all.
+                bound that left nothing at all.
         """
         state = self._state
         group, namespace = self._reserving(session, epoch)
@@ -206,8 +204,7 @@ class Writing:
         return slots.reshape(count, spec.shards), bound, cut
 
     def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
-        """Bytes of the namespace's quota that may still be reserved: at most half, but at least one
-        block.
+        """Bytes of the namespace's quota that may still be reserved: up to half, or one block.
 
         Otherwise a stock of empty slots as large as the quota would evict all blocks of the
         namespace.

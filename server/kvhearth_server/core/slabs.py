@@ -29,9 +29,7 @@ class _SizeClass:
         self.count = need
 
     def pop(self, count: int) -> I64:
-        """Take ``count`` slots, lowest pushed last so that neighbours come out in ascending
-        order.
-        """
+        """Take ``count`` slots; the lowest was pushed last, so neighbours come out ascending."""
         start = self.count - count
         taken = self.free[start : self.count][::-1].copy()
         self.count = start

@@ -220,9 +220,7 @@ class SlotTable:
         return slots
 
     def blocks_of(self, heads: I64) -> list[I64]:
-        """All slots of each block in rank order, as one array of shape (blocks, shards) per shard
-        count.
-        """
+        """All slots of each block in rank order, one array (blocks, shards) per shard count."""
         found, rows = list[I64](), heads.reshape(-1, 1)
         while len(rows):
             links = self.sibling[rows[:, -1]].astype(np.int64)
@@ -286,9 +284,7 @@ class SlotTable:
         return records
 
     def _extent(self, slot: int, length: int, summed: bool) -> Records:
-        """Make the extent of one slot: packing a record is faster than filling it field by
-        field.
-        """
+        """Make the extent of one slot: a record is packed faster than filled field by field."""
         slab, row = divmod(slot, self._stride)
         offset = (slab - self.slab_first.item(slab)) * self.geometry.slab_bytes
         offset += row * self.slab_slot_bytes.item(slab)

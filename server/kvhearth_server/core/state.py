@@ -118,8 +118,9 @@ class CoreState:
             counts[place] = counts.get(place, 0) + amount
 
     def tick(self) -> int:
-        """Return a logical time that rises with every call, for ages of slabs; wraps after 2**32
-        calls.
+        """Return a logical time that rises with every call, for ages of slabs.
+
+        It wraps after 2**32 calls.
         """
         self.clock = (self.clock + 1) & 0xFFFFFFFF
         return self.clock

@@ -168,8 +168,7 @@ class Writeback:
         return len(saved)
 
     def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
-        """Record that the tier dropped the copies of these keys; returns which keys are in memory,
-        (n,).
+        """Record that the tier dropped these keys; returns which of them are in memory, (n,).
 
         Blocks in memory are offered again when their slots are wanted.
         """

@@ -41,9 +41,7 @@ class WritebackQueue:
         """Number of blocks in the queue; blocks removed meanwhile count until it is their turn."""
 
     def offer(self, heads: I64) -> None:
-        """Queue blocks of one segment for saving, oldest first; waiting and saved ones are passed
-        over.
-        """
+        """Queue blocks of one segment for saving, oldest first, except waiting and saved ones."""
         if not self.on:
             return
         table = self._table
@@ -89,9 +87,7 @@ class WritebackQueue:
         self._last = segment
 
     def take(self, segment: int) -> tuple[I64, U32] | None:
-        """Take the oldest heads of a segment that still wait, with their generations; None if
-        none.
-        """
+        """Take the oldest entry of a segment that still waits: heads and generations; or None."""
         queue = self._queues[segment]
         while queue:
             heads, generations = queue.popleft()

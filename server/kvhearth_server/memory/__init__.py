@@ -1,3 +1,1 @@
-"""Access to memory: shared segments, page kinds, the journal, small durable files, directory
-lock.
-"""
+"""Access to memory: shared segments, page kinds, journal, small durable files, directory lock."""

@@ -110,11 +110,10 @@ class Arena:
         hit("catalogue.after")
 
     def trim(self, ours: Collection[int] = ()) -> bool:
-        """Free the memory of an earlier, larger arena that no client maps any more; True if none is
-        left.
+        """Free the memory of an earlier, larger arena that no client maps any more.
 
-        ``ours``: client bytes of this run's sessions. Such a byte was free when it was given out,
-        so its holder of an earlier run has let go.
+        Returns True if none is left. ``ours``: client bytes of this run's sessions. Such a byte was
+        free when it was given out, so its holder of an earlier run has let go.
         """
         for segment, held in list(self._surplus):
             held.intersection_update(set(segment.held_bytes()) - set(ours))

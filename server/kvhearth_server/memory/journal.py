@@ -1,5 +1,4 @@
-"""Journal: a header per slot in a file beside the segments, from which a successor adopts the
-arena.
+"""Journal: a header per slot in a file beside the segments, for adoption by a successor.
 
 The file never leaves the daemon. It must survive the death of the process at any instruction, not
 the death of the machine (the arena does not either). Therefore no flush is needed: writes of a

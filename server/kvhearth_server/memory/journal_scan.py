@@ -218,9 +218,7 @@ class _Reader:
         self._columns.add(rows, slots)
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
-        """Tell which committed headers are undamaged and fit the catalogue; the others are
-        dropped.
-        """
+        """Tell which committed headers are undamaged and fit the catalogue; drop the others."""
         found, specs = self._found, self._specs
         good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
         good &= rows["identity_check"] == identity_check(rows)
@@ -286,9 +284,7 @@ def _complete(found: Adoption, columns: _Columns, rows: I64, shards: int) -> I64
 
 
 def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, specs: _Specs) -> None:
-    """Adopt blocks of one namespace and group; ``rows`` hold all their shards, oldest block
-    first.
-    """
+    """Adopt blocks of one namespace and group; ``rows`` hold all shards, oldest block first."""
     shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
     slots = columns.slot[rows].reshape(-1, shards)
     if not len(slots):

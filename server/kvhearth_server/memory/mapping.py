@@ -142,8 +142,7 @@ class Segment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def lock_client_byte(self, index: int) -> int:
-        """Open a description that holds an OFD write lock on byte ``index``; returns its
-        descriptor.
+        """Open a description with an OFD write lock on byte ``index``; returns its descriptor.
 
         Pass it to the client and close it. The lock then lasts while the client has the descriptor
         or maps the memory through it, and is not ended by close, fork or kill -9 of one of several
@@ -166,9 +165,7 @@ class Segment:
         return descriptor
 
     def client_byte_held(self, index: int) -> bool:
-        """Whether any process still holds or maps the descriptor from
-        ``lock_client_byte(index)``.
-        """
+        """Whether any process still holds or maps the result of ``lock_client_byte(index)``."""
         answer = fcntl.fcntl(self.fd, _F_OFD_GETLK, _byte_lock(index))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -190,9 +187,7 @@ class Segment:
         return os.fstat(self.fd).st_size - self.bytes
 
     def trim(self) -> None:
-        """Free the surplus. A process that still maps that part gets a SIGBUS when it touches
-        it.
-        """
+        """Free the surplus; a process that still maps that part gets a SIGBUS on touching it."""
         os.ftruncate(self.fd, self.bytes)
 
     def close(self) -> None:

@@ -73,9 +73,7 @@ class Filesystem:
 
 @dataclass(frozen=True)
 class HugePool:
-    """One pool of reserved huge pages, in pages; ``free`` excludes pages that are promised
-    already.
-    """
+    """One pool of reserved huge pages, in pages; ``free`` excludes pages promised already."""
 
     page_bytes: int
     total: int
@@ -158,9 +156,7 @@ class KernelMemory:
         return min(known) if known else None
 
     def pmd_mapped_bytes(self, address: int) -> int:
-        """Bytes of the mapping at ``address`` of this process that are in transparent huge
-        pages.
-        """
+        """Bytes of this process's mapping at ``address`` that are in transparent huge pages."""
         inside = False
         for line in (self._text("proc/self/smaps") or "").splitlines():
             word = line.split(maxsplit=1)[0] if line else ""

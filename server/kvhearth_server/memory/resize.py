@@ -80,9 +80,9 @@ def resize(
     Returns its catalogue, and a sentence for the log.
 
     Raises:
-        KVHearthError: ``ARENA_BUSY`` if a client of an earlier run may still write to the part
-            that is to be added; otherwise as ``open_segment`` and ``create_segment``. The old
-            arena then still exists.
+        KVHearthError: ``ARENA_BUSY`` if a client of an earlier run may still write to the part that
+            is to be added; otherwise as ``open_segment`` and ``create_segment``. The old arena then
+            still exists.
     """
     new = plan.geometry
     path = segment_path(folder, 0)
@@ -201,9 +201,7 @@ def _latest(headers: Records, slabs: I64, geometry: Geometry) -> npt.NDArray[np.
 
 
 def _evict(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, slabs: I64) -> None:
-    """Empty slabs in the old journal, so that after a crash the bytes copied there are not
-    believed.
-    """
+    """Empty slabs in the old journal; after a crash, bytes copied there are not believed."""
     for slab in slabs.tolist():
         headers["state"][slab * old.stride : (slab + 1) * old.stride] = _FREE
         words[slab] = 0

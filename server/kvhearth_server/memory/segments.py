@@ -62,16 +62,16 @@ def create_segment(
     while the daemon uses it.
 
     Args:
-        bytes: a multiple of the page size (with ``OFF`` 4 KiB, else 2 MiB, or that of the
-            hugetlbfs which ``path`` is on).
+        bytes: a multiple of the page size (with ``OFF`` 4 KiB, else 2 MiB, or that of the hugetlbfs
+            which ``path`` is on).
         policy: ``REQUIRE`` takes hugetlb pages only, ``OFF`` 4 KiB pages only.
         path: a file that does not exist, on hugetlbfs or tmpfs.
         on_progress: called with (done bytes, total bytes) while the pages are faulted in.
         kernel: source of the figures on free memory (tests).
 
     Raises:
-        KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE``
-            (the size is wrong, or the place is not suitable for an arena).
+        KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE`` (the
+            size is wrong, or the place is not suitable for an arena).
     """
     maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory())
     return maker.memfd() if path is None else maker.file(path)
@@ -93,8 +93,8 @@ def open_segment(
 
     Raises:
         KVHearthError: ``ARENA_UNUSABLE`` (no such file, not a segment's file or file system),
-            ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be
-            filled, or it contradicts ``policy``).
+            ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled,
+            or it contradicts ``policy``).
     """
     try:
         filesystem = filesystem_kind(path.parent)

@@ -34,9 +34,7 @@ _ONE_USE_MORE = bytes(min(uses + 1, FREQ_MAX) for uses in range(256))
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``CHUNK_ENTRIES`` consecutive ring entries; entries in use are ``[start, filled)``, by
-    age.
-    """
+    """``CHUNK_ENTRIES`` consecutive ring entries; ``[start, filled)`` are in use, by age."""
 
     base: int
     """Index of its first entry in ``PolicyArrays.entries``."""
@@ -143,9 +141,7 @@ class PolicyArrays:
         self._uses[slot] = 0
 
     def require_range(self, slots: I64) -> None:
-        """Raise ValueError if one of the slots (at least one) does not exist; negative ones would
-        wrap.
-        """
+        """Raise ValueError if one of at least one slot does not exist; negative ones would wrap."""
         low, high = int(slots.min()), int(slots.max())
         if low < 0 or high >= self.slot_count:
             raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
@@ -262,9 +258,7 @@ class FifoRing:
         return int(entry) - 1
 
     def move_oldest(self, target: FifoRing) -> None:
-        """Move the slot just returned by ``peek`` to the new end of a ring, which may be this
-        one.
-        """
+        """Move the slot that ``peek`` just returned to the new end of a ring, possibly this one."""
         chunk = self._first
         assert chunk is not None
         index = chunk.base + chunk.start

@@ -205,8 +205,7 @@ class S3FifoPolicy:
         return None
 
     def _any_of_small(self, evictable: Callable[[int], bool]) -> int | None:
-        """Return the oldest evictable block of the small queue, used or not, if all of main is
-        held.
+        """Return the oldest evictable block of the small queue, used or not, if main is all held.
 
         Promotes nothing: the main queue's scan of a second call would find it first.
         """

@@ -19,11 +19,10 @@ from kvhearth_server.core.eviction.ring import (
 
 
 class SievePolicy:
-    """``EvictionPolicy`` by SIEVE: the hand moves from old to new, clears marks and evicts unmarked
-    blocks.
+    """``EvictionPolicy`` by SIEVE: a hand moves from old to new and evicts unmarked blocks.
 
-    Blocks that the hand passes keep their place. A count of uses serves as the mark. Keys are not
-    remembered.
+    The hand clears the marks of the blocks that it passes, and these keep their place. A count of
+    uses serves as the mark. Keys are not remembered.
     """
 
     def __init__(self, arrays: PolicyArrays) -> None:
