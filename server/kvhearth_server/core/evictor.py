@@ -252,7 +252,7 @@ class Evictor:
         line = self._lines.get(proposed)
         if line is not None:
             same = state.table.generation.item(line.end) == line.generation
-            # Its slot may still be unassigned, so that its generation has not moved on.
+            # A block that was taken out may still have its old generation; no policy tracks it.
             same = same and state.policies.tracks(line.end)
             if same and self.evictable(line.end) and state.chains.is_leaf(line.end):
                 return line.end

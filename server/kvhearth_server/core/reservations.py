@@ -204,7 +204,7 @@ class Writing:
         return slots.reshape(count, spec.shards), bound, cut
 
     def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
-        """Bytes of the namespace's quota that may still be reserved: up to half, or one block.
+        """Bytes of the quota that may still be reserved: half of it, but at least one block.
 
         Otherwise a stock of empty slots as large as the quota would evict all blocks of the
         namespace.
