@@ -1,4 +1,4 @@
-"""What the core asks its shell to do, in order, before a reply leaves."""
+"""Actions that the core asks its shell to perform, in order, before a reply leaves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bind:
-    """Write the headers of blocks that were just committed.
+    """Write the headers of newly committed blocks.
 
-    ``slots`` has shape (n, shards), ``sequences`` (n,): every shard of a block bears the same
-    sequence. ``parents`` (n,) are the heads that the blocks continue, -1 for none. ``length`` is a
-    shard's bytes.
+    ``slots`` has shape (n, shards), ``sequences`` (n,): every shard of a block carries the same
+    sequence. ``parents`` (n,) are the heads that the blocks continue, -1 for none. ``length`` is
+    the bytes of one shard.
     """
 
     slots: I64
@@ -41,7 +41,7 @@ class Bind:
 
 
 class BindOne(NamedTuple):
-    """As ``Bind``, of one block of one slot, handed out at ``generation``, in plain numbers."""
+    """``Bind`` for one block of one slot, handed out at ``generation``, in plain numbers."""
 
     slot: int
     generation: int
@@ -55,7 +55,7 @@ class BindOne(NamedTuple):
     state: State
 
     def whole(self) -> Bind:
-        """The same, as the general action."""
+        """Convert to the general action."""
         return Bind(
             np.array([[self.slot]], np.int64),
             np.array([self.sequence], np.int64),
@@ -78,8 +78,9 @@ class Summed:
 
 @dataclass(frozen=True)
 class Sum:
-    """Compute checksums of slots off the loop and report them to ``Writing.summed``; shape (n,
-    shards).
+    """Compute checksums of slots off the loop and report them to ``Writing.summed``.
+
+    Arrays have shape (n, shards).
     """
 
     slots: I64
@@ -87,19 +88,19 @@ class Sum:
 
 
 class SumOne(NamedTuple):
-    """As ``Sum``, of one block of one slot, in plain numbers."""
+    """``Sum`` for one block of one slot, in plain numbers."""
 
     slot: int
     generation: int
 
     def whole(self) -> Sum:
-        """The same, as the general action."""
+        """Convert to the general action."""
         return Sum(np.array([[self.slot]], np.int64), np.array([[self.generation]], np.uint32))
 
 
 @dataclass(frozen=True)
 class SlabSized:
-    """Write the slot size that a slab has from now on (0: none)."""
+    """Write the new slot size of a slab (0: none)."""
 
     slab: int
     slot_bytes: int

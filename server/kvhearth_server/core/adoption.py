@@ -1,4 +1,4 @@
-"""Taking over what an earlier run left in the arena, as the shell read it from the journal."""
+"""Adoption of the blocks of an earlier run, as the shell read them from the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AdoptedBlocks:
     """Complete blocks of one namespace and group, oldest first.
 
     ``slots`` (n, shards); ``parents`` (n,) heads or -1; ``summed`` (n,); ``checksums`` (n, shards)
-    of 16 bytes, meaningless where not summed; ``sequences`` (n,), the commits' numbers.
+    of 16 bytes, meaningless where not summed; ``sequences`` (n,), the numbers of the commits.
     """
 
     namespace: int
@@ -35,12 +35,12 @@ class AdoptedBlocks:
 
 @dataclass
 class Adoption:
-    """What the journal gave.
+    """Result of reading the journal.
 
-    ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose size nobody knows, taken
-    as one slot. ``held``: slots by the number of the group that may still write to them; 0 for a
-    group that nobody knows. ``strays``: slots that the kernel may write to for an earlier run.
-    ``dropped``: slots that become free, with why in ``reasons``.
+    ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose slot size is unknown, each
+    taken as one slot. ``held``: slots by the number of the group that may still write to them; 0
+    for an unknown group. ``orphaned_loads``: slots that the kernel may still write to for an
+    earlier run. ``dropped``: slots that become free, with the causes counted in ``reasons``.
     """
 
     slabs: list[tuple[int, int]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Adoption:
 
 
 def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
-    """Fill a fresh core; ``groups`` are the holders of ``found.held`` by number, restored."""
+    """Fill a fresh core; ``groups`` are the restored holders of ``found.held`` by number."""
     damaged = set(found.damaged)
     _restore_slabs(state, found)
     for part in found.blocks:
@@ -62,8 +62,8 @@ def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
     for number, slots in found.held.items():
         _restore_held(state, groups[number], slots)
     state.sequence = max(state.sequence, found.sequence)
-    # The journal says the sizes already, but of damaged slabs; those last, so that a crash before
-    # finds them damaged again.
+    # The journal already has the sizes of all slabs except damaged ones. Those are written last, so
+    # that after a crash before this point they are found damaged again.
     sized = [a for a in state.take_actions() if isinstance(a, SlabSized) and a.slab in damaged]
     state.actions += [
         Mark(slots, State.QUARANTINED, number) for number, slots in found.held.items()
@@ -110,8 +110,8 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     state.chains.link_many(heads, part.parents)
     state.table.sequence[heads] = part.sequences
     state.writeback_queue.offer(heads[part.summed])
-    # Commits were leaf first among blocks of one age; by age alone the root would be coldest, so
-    # the links above keep the leaf-first rule.
+    # Commits were leaf first among blocks of one age. Ordered by age alone, the root would be
+    # coldest; the links above keep the leaf-first rule.
     state.policies.insert(part.namespace, state.slot_bytes(spec), heads, None)
     state.count("adopted_blocks", len(heads))
 

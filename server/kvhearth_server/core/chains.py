@@ -1,8 +1,8 @@
-"""Chains: which block continues which, so that eviction takes a chain from its end.
+"""Links between the blocks of a chain, so that eviction takes a chain from its end.
 
-A prefix is usable up to its first hole. Without links a chain that grew over many commits is
-oldest, and so coldest, at its root; evicting the root first would make all the rest useless while
-it still takes memory.
+A prefix is usable up to its first hole. Without links, a chain that grew over many commits is
+oldest, and therefore coldest, at its root. Evicting the root first would make the rest useless
+while it still takes memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.slot_table import SlotTable
 
 _FEW = 4
-"""So many heads cost less one by one."""
+"""Number of heads up to which handling them one by one is cheaper."""
 
 
 class Chains:
-    """A forest over heads of one namespace and group; four u32 links a slot."""
+    """A forest over the heads of one namespace and group; four u32 links per slot."""
 
     def __init__(self, table: SlotTable) -> None:
         self._parent = table.parent.data
@@ -28,10 +28,12 @@ class Chains:
         self._younger = table.younger.data
         self._table = table
         self.cuts = 0
-        """Heads taken out so far: who remembers a place in a chain asks whether this has moved."""
+        """Number of heads unlinked so far; a remembered place in a chain is stale once this has
+        changed.
+        """
 
     def link_run(self, heads: I64) -> None:
-        """Link fresh heads that follow each other: each is the only child of the one before it."""
+        """Link fresh heads that follow each other, each as the only child of the one before it."""
         table = self._table
         links = heads.astype(np.uint32) + np.uint32(1)
         table.parent[heads[1:]] = links[:-1]
@@ -68,10 +70,10 @@ class Chains:
         self._parent[head] = self._child[head] = self._older[head] = self._younger[head] = 0
 
     def unlink_many(self, heads: I64) -> None:
-        """As ``unlink``, of distinct heads."""
+        """Unlink distinct heads; see ``unlink``."""
         table = self._table
         self.cuts += len(heads)
-        # All children become roots, one of each head at a time.
+        # All children become roots, one child of each head per round.
         links = table.child[heads]
         while len(links := links[links > 0]) > _FEW:
             children = _slots(links)
@@ -88,7 +90,7 @@ class Chains:
             column[heads] = 0
 
     def _make_roots(self, link: int) -> None:
-        """Of a child and its older siblings."""
+        """Make a child and its older siblings roots."""
         while link:
             child = link - 1
             link = self._older[child]
@@ -104,7 +106,7 @@ class Chains:
             self._child[parent - 1] = older
 
     def leaf(self, head: int) -> int:
-        """The end of the youngest line from ``head``."""
+        """Follow the youngest children from ``head`` to the end of the line."""
         while link := self._child[head]:
             head = link - 1
         return head
@@ -114,18 +116,18 @@ class Chains:
         return self._parent[head] - 1
 
     def is_leaf(self, head: int) -> bool:
-        """No resident block continues this one."""
+        """Whether no resident block continues this one."""
         return not self._child[head]
 
     def check(self, heads: I64) -> None:
-        """Raise ValueError unless links agree in both directions and join these heads only."""
+        """Raise ValueError unless links agree in both directions and join only these heads."""
         self.check_links(heads, lambda slots: np.isin(slots, heads))
         self.check_siblings(heads)
 
     def check_links(self, heads: I64, bound: Callable[[I64], Bools]) -> None:
-        """Raise ValueError unless the links of some heads agree with those that answer them.
+        """Raise ValueError unless the links of some heads agree with their counterparts.
 
-        ``bound`` says which slots are heads that are bound to keys. Array work, O(n).
+        ``bound`` tells which slots are heads that are bound to keys. Array work, O(n).
         """
         table = self._table
         parent, child = table.parent[heads], table.child[heads]
@@ -153,10 +155,10 @@ class Chains:
             _none(heads[there][wrong], f"names an {what} sibling that says otherwise")
 
     def check_siblings(self, heads: I64) -> None:
-        """Raise ValueError if siblings among all heads of an arena name each other in a ring.
+        """Raise ValueError if siblings among all heads of an arena form a ring.
 
-        For heads whose links agree. Pointer doubling over those that have a younger sibling: as
-        many steps as the logarithm of the most children of a head.
+        Requires heads whose links agree. Uses pointer doubling over the heads that have a younger
+        sibling: the number of steps is the logarithm of the largest number of children.
         """
         followers = np.sort(heads[self._table.younger[heads] > 0])
         count = len(followers)

@@ -1,8 +1,7 @@
-"""The books must balance: recompute every total from scratch and compare.
+"""Self-check of the core's books: recomputes every total from scratch and compares.
 
-The work is cut into portions, so that a daemon that serves can do something else in between. Each
-portion compares accounts of one moment only: a state that changes between two of them is no
-disagreement.
+The work is cut into portions, so that a serving daemon can do other work in between. Each portion
+compares only accounts of one moment: a change of state between two portions is no disagreement.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.writeback import Writeback
 
 PORTION_SLOTS = 2000
-"""Slots that a portion looks at one by one; what is done to all at once is array work."""
+"""Number of slots that a portion examines one by one; work on all slots at once is array work."""
 
 _TALLY_DENSE_MAX = 1 << 20
-"""Up to this value counting takes a third of the time of sorting."""
+"""Largest value up to which counting takes a third of the time of sorting."""
 
 _RESERVED, _QUARANTINED = int(State.RESERVED), int(State.QUARANTINED)
 _LOADING = int(State.LOADING)
@@ -35,12 +34,12 @@ _COMMITTED, _SUMMED = int(State.COMMITTED), int(State.SUMMED)
 
 
 class BooksError(ValueError):
-    """Two accounts of the same thing disagree; the message has both numbers."""
+    """Disagreement of two accounts of the same quantity; the message has both numbers."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds slots beside groups."""
+    """Holders of slots other than groups."""
 
     pinning: Pinning
     writeback: Writeback
@@ -48,7 +47,7 @@ class Holders:
 
 
 def check_books(state: CoreState, holders: Holders) -> None:
-    """Recount slots, bytes, leases, reservations, chains and policies, all of one moment.
+    """Recount slots, bytes, leases, reservations, chains and policies, all at one moment.
 
     Raises:
         BooksError: the first disagreement, with its numbers.
@@ -58,7 +57,9 @@ def check_books(state: CoreState, holders: Holders) -> None:
 
 
 def book_portions(state: CoreState, holders: Holders) -> Iterator[None]:
-    """As ``check_books``, in portions: each ``next`` is one. The core may be called between them.
+    """Do the work of ``check_books`` in portions, one for each ``next``.
+
+    The core may be called between portions.
 
     Raises:
         BooksError: the first disagreement, with its numbers.
@@ -67,7 +68,7 @@ def book_portions(state: CoreState, holders: Holders) -> Iterator[None]:
 
 
 def _portions(state: CoreState, holders: Holders, slots_max: int | None) -> Iterator[None]:
-    """``slots_max`` are the slots of a portion that looks at each; None: all at once."""
+    """Check portions of ``slots_max`` slots where each slot is examined; None: all at once."""
     try:
         for segment, pool in enumerate(state.pools):
             pool.check()
@@ -107,7 +108,7 @@ def _equal(what: str, counted: int, booked: int) -> None:
 
 
 def _row_portions(state: CoreState, segment: int, slots_max: int | None) -> Iterator[list[slice]]:
-    """All rows of a segment, some at a time, as its slabs are when it is their turn."""
+    """Yield all rows of a segment in portions, by its slab layout at the time of each."""
     pool = state.pools[segment]
     most = slots_max or state.table.geometry.slot_count
     parts, room = list[slice](), most
@@ -124,7 +125,7 @@ def _row_portions(state: CoreState, segment: int, slots_max: int | None) -> Iter
 
 
 def _rows_of(state: CoreState, parts: Iterable[slice]) -> I64:
-    """Slots that are not free, in rising order."""
+    """Slots that are not free, in ascending order."""
     states = state.table.state
     found = [np.flatnonzero(states[part]) + part.start for part in parts]
     return np.concatenate([np.zeros(0, np.int64), *found])
@@ -143,7 +144,7 @@ def _is_head(state: CoreState, slots: I64) -> Bools:
 
 @dataclass(frozen=True)
 class _Used:
-    """The slots of a segment that are not free: numbers in rising order, states, bytes."""
+    """The slots of a segment that are not free: numbers in ascending order, states, bytes."""
 
     segment: int
     rows: I64
@@ -153,7 +154,7 @@ class _Used:
 
     @classmethod
     def now(cls, state: CoreState, segment: int) -> _Used:
-        """As the table has them."""
+        """Take the current values from the table."""
         pool, table = state.pools[segment], state.table
         rows = _rows_of(state, map(pool.slots_in, range(pool.first_slab, pool.end_slab)))
         states = table.state[rows]
@@ -167,7 +168,7 @@ class _Used:
 
 
 def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
-    """Leases, writes to slower tiers and pins, slot by slot."""
+    """Compare leases, writes to slower tiers and pins, slot by slot."""
     table, segment = state.table, used.segment
     groups = [group for group in state.groups if group.segment == segment]
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
@@ -192,7 +193,7 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
-    """The bytes of a segment."""
+    """Compare the bytes of a segment."""
     table, segment = state.table, used.segment
     books = state.ledger.segments[segment]
     busy = used.bound & ((table.refs[used.rows] > 0) | (table.pins[used.rows] > 0))
@@ -207,7 +208,7 @@ def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
-    """What each namespace of a tenant has in the table and in its own books."""
+    """Compare a tenant's namespaces: counts in the table against each namespace's own books."""
     table, segment = state.table, used.segment
     rows = used.rows[used.bound]
     numbers = table.namespace[rows]
@@ -239,7 +240,7 @@ def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
-    """Every slot that is reserved or aside is one group's, or some reader's, or the kernel's."""
+    """Check that each reserved or quarantined slot belongs to a group, a reader or the kernel."""
     table, segment = state.table, used.segment
     mine = used.rows[(used.states == _RESERVED) | (used.states == _QUARANTINED)]
     owners = _tally(table.owner[mine].astype(np.int64))
@@ -265,7 +266,7 @@ def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _tally(values: npt.NDArray[Any]) -> dict[int, int]:
-    """How often each value occurs; none is negative."""
+    """Count the occurrences of each value; none is negative."""
     if int(values.max(initial=0)) < _TALLY_DENSE_MAX:
         counts = np.bincount(values)
         numbers = np.flatnonzero(counts)
@@ -276,7 +277,7 @@ def _tally(values: npt.NDArray[Any]) -> dict[int, int]:
 
 
 def _check_group(state: CoreState, group: Group) -> None:
-    """What a group holds in stock and aside, and since when its leases are."""
+    """Compare a group's stock, its quarantined bytes and the grant times of its leases."""
     table = state.table
     held = group.held_slots(table)
     stock = held[table.state[held] == State.RESERVED]
@@ -297,7 +298,7 @@ def _check_group(state: CoreState, group: Group) -> None:
 
 
 def _check_blocks(state: CoreState, segment: int, parts: list[slice]) -> None:
-    """Of the blocks whose heads are in some rows: shards, keys and links."""
+    """Check shards, keys and links of the blocks whose heads are in some rows."""
     table = state.table
     rows = _rows_of(state, parts)
     heads = rows[_is_head(state, rows)]
@@ -312,7 +313,7 @@ def _check_blocks(state: CoreState, segment: int, parts: list[slice]) -> None:
 
 
 def _check_pair(state: CoreState, segment: int, number: int, kv_group: int, heads: I64) -> None:
-    """Heads of one namespace and KV group."""
+    """Check heads of one namespace and KV group."""
     table, what = state.table, f"namespace {number} group {kv_group}"
     if number not in state.namespaces:
         raise BooksError(f"{what}: {len(heads)} blocks of no namespace")
@@ -333,9 +334,10 @@ def _check_pair(state: CoreState, segment: int, number: int, kv_group: int, head
 
 
 def _check_members(state: CoreState, number: int, slot_bytes: int) -> None:
-    """A policy's members are heads of its namespace in slots of its size.
+    """Check that a policy's members are heads of its namespace in slots of its size.
 
-    That there are as many members as blocks, and none twice, makes each head a member of one.
+    The policies have as many members as there are blocks, and none twice, so each head is a member
+    of exactly one policy.
     """
     table = state.table
     members = state.policies.members(number, slot_bytes)

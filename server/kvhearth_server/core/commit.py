@@ -1,4 +1,4 @@
-"""Binding keys to written slots: the core of a commit, after its checks."""
+"""Binding of keys to written slots: the core of a commit, after its checks."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class Binder:
     def place(
         self, segment: int, namespace: Namespace, item: CommitItem, *, promoted: bool = False
     ) -> Bools:
-        """Bind keys to slots that are in nobody's books, but are billed to the namespace; slots of
-        keys that are bound already become free.
+        """Bind keys to slots that are in no books yet, but are billed to the namespace.
+
+        Slots whose keys are already bound become free.
 
         Args:
-            risen: the blocks come from a slower tier, where their copies stay.
+            promoted: the blocks come from a slower tier, where their copies stay.
         """
         state, keys = self._state, item.keys
         heads = self._current(namespace, item.kv_group, keys)
@@ -58,7 +59,7 @@ class Binder:
                 fresh[position] &= first.setdefault(key, position) == position
         slots = item.slots[fresh]
         spare = flat(item.slots[~fresh])
-        state.release_epoch += 1  # a slab of reserved slots could not be emptied, one of blocks can
+        state.release_epoch += 1  # a slab of blocks can be emptied, one of reserved slots cannot
         if len(spare):
             state.table.bump(spare)
             namespace.used_bytes -= state.table.total_bytes(spare)
@@ -89,8 +90,9 @@ class Binder:
         return fresh
 
     def _current(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> I64:
-        """Heads of the keys that are bound, -1 for the others; blocks of an older epoch under these
-        keys make place.
+        """Heads of the keys that are bound, -1 for the others.
+
+        Removes blocks of an older epoch under these keys.
         """
         state = self._state
         heads = state.index.find(namespace.number, kv_group, keys)
@@ -121,7 +123,7 @@ class Binder:
             table.state[every] = State.SUMMED
 
     def _chain(self, namespace: Namespace, item: CommitItem, heads: I64, fresh: Bools) -> None:
-        """Link new blocks to the ones before them; keys come root first."""
+        """Link new blocks to their predecessors; keys come root first."""
         chains, index = self._state.chains, self._state.index
         if item.parent:
             before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
@@ -137,7 +139,7 @@ class Binder:
     def _record(
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
     ) -> None:
-        """Number the blocks, and have their headers written."""
+        """Number the blocks and request the writing of their headers."""
         state = self._state
         spec = state.spec(namespace, kv_group)
         parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1

@@ -1,5 +1,6 @@
-"""The pure core: one state, and the parts that change it. Requests and ``now`` in, replies and
-actions out.
+"""Facade of the core: requests and ``now`` go in, replies and actions come out.
+
+The core is one state and the parts that change it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvhearth_server.core.writeback import Writeback
 
 
 class Core:
-    """Everything that decides, nothing that acts."""
+    """Makes all decisions and performs no actions."""
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class Core:
         self.promotions = Promotions(self.state, self.evictor)
 
     def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
-        """Make all older blocks of the session's namespace invalid; returns the new epoch.
+        """Invalidate all older blocks of the session's namespace; returns the new epoch.
 
-        Costs the same whatever the namespace holds: old blocks are never found again, and leave by
-            eviction.
+        Takes constant time, whatever the namespace holds: old blocks are never found again and
+        leave by eviction.
 
         Args:
-            session: whose namespace.
-            expected: the epoch that the caller believes in.
+            session: selects the namespace.
+            expected: the epoch that the caller assumes.
             only_alone: refuse if another group lives in the namespace.
 
         Raises:
@@ -70,10 +71,10 @@ class Core:
         return epoch
 
     def bump_namespace(self, digest: bytes, expected: int | None = None) -> int:
-        """``bump_epoch`` by an operator, who names the namespace; returns the new epoch.
+        """Bump the epoch of a namespace named by an operator; returns the new epoch.
 
         Args:
-            expected: refuse unless this is the current epoch; None bumps whatever it is.
+            expected: refuse unless this is the current epoch; None bumps any epoch.
 
         Raises:
             KVHearthError: ``unknown_namespace``, ``stale_epoch``.
@@ -85,11 +86,12 @@ class Core:
         return epoch
 
     def evict(self, digest: bytes, keep_bytes: int, blocks_max: int | None = None) -> int:
-        """Remove blocks of a namespace, coldest first, until it uses ``keep_bytes``; returns how
-        many.
+        """Evict blocks of a namespace, coldest first, until it uses at most ``keep_bytes``.
+
+        Returns the number of evicted blocks.
 
         Args:
-            blocks_max: remove no more in this call; each costs some microseconds.
+            blocks_max: bound on the blocks removed in this call; each costs some microseconds.
 
         Raises:
             KVHearthError: ``unknown_namespace``.
@@ -99,7 +101,7 @@ class Core:
     def drop_copies(self, digest: bytes) -> None:
         """Make all copies of a namespace on slower tiers unfindable, for good.
 
-        Blocks in memory still count as saved until ``Sinking.lost`` is told of them.
+        Blocks in memory still count as saved until they are passed to ``Writeback.lost``.
 
         Raises:
             KVHearthError: ``unknown_namespace``.
@@ -108,7 +110,7 @@ class Core:
         self.state.actions.append(Catalogue())
 
     def blocks_of(self, digest: bytes) -> int:
-        """How many blocks a namespace has.
+        """Number of blocks of a namespace.
 
         Raises:
             KVHearthError: ``unknown_namespace``.
@@ -127,11 +129,11 @@ class Core:
         return namespace
 
     def check_books(self) -> None:
-        """Recount everything; see ``books.check_books``."""
+        """Recount everything; see ``check_books.check_books``."""
         check_books(self.state, self._holders)
 
     def book_portions(self) -> Iterator[None]:
-        """Recount in portions between which other calls may come; see ``books.book_portions``."""
+        """Recount in portions between which other calls may come; see ``check_books``."""
         return book_portions(self.state, self._holders)
 
     @property

@@ -1,7 +1,8 @@
-"""The ordered stream of what happened to blocks, for whoever subscribes.
+"""Ordered stream of block events for subscribers.
 
-Events are numbered without gaps. The log keeps a bounded window; a reader that fell out of it is
-told so and must take a snapshot. Nothing is kept while nobody subscribes, but the numbers go on.
+Events are numbered without gaps. The log keeps a bounded window; a reader that falls out of it
+learns how many events it lost and must take a snapshot. Without subscribers no events are kept, but
+the numbers continue.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 
 class EventKind(enum.StrEnum):
-    """What happened."""
+    """The kind of change that an event reports."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -21,9 +22,10 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One batch of blocks to which the same thing happened at once.
+    """One batch of blocks that changed in the same way at once.
 
-    ``cause`` is why (an eviction reason), ``tier`` where the blocks are now ("" for nowhere).
+    ``cause`` is the reason (an eviction cause), ``tier`` the present location of the blocks ("" for
+    nowhere).
     """
 
     sequence: int
@@ -37,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Events from a reader's cursor on; ``lost`` is how many fell out of the window unread."""
+    """Events from a reader's cursor on; ``lost`` is the number that left the window unread."""
 
     events: tuple[Event, ...]
     next_sequence: int
@@ -45,7 +47,7 @@ class EventBatch:
 
 
 class EventLog:
-    """A bounded window over the stream; ``keys_max`` bounds its memory."""
+    """Bounded window over the stream; ``keys_max`` bounds its memory."""
 
     def __init__(self, keys_max: int = 1 << 18) -> None:
         self._keys_max = keys_max
@@ -56,16 +58,16 @@ class EventLog:
 
     @property
     def next_sequence(self) -> int:
-        """Number that the next event will have."""
+        """Number of the next event."""
         return self._next
 
     def subscribe(self) -> int:
-        """Start to keep events; returns the cursor to read from."""
+        """Start keeping events; returns the cursor to read from."""
         self._readers += 1
         return self._next
 
     def unsubscribe(self) -> None:
-        """One reader less; the window is dropped with the last one."""
+        """Remove one reader; the window is dropped with the last one."""
         self._readers -= 1
         if self._readers == 0:
             self._window.clear()
@@ -81,7 +83,7 @@ class EventLog:
         cause: str = "",
         tier: str = "",
     ) -> None:
-        """Number an event, and keep it if somebody reads."""
+        """Number an event, and keep it if there are readers."""
         sequence = self._next
         self._next += 1
         if not self._readers:

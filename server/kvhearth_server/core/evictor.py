@@ -1,7 +1,7 @@
-"""Making room: whom to evict when a store needs a slot, and when a slab changes its slot size.
+"""Eviction of blocks when a store needs slots, and reassignment of slabs to other slot sizes.
 
-Eviction happens at allocation, so a store is refused only when nothing evictable is left. Victims
-are proposed by the policies; of a proposed block's chain the leaf goes first.
+Eviction happens at allocation, so a store is refused only when nothing evictable is left. The
+policies propose victims; of a proposed block's chain the leaf goes first.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
 
 _CONSIDER_SLABS_EVERY = 64
-"""Between two looks at whether another size's coldest slab is colder than our own next victim."""
+"""Calls between two checks whether another size's coldest slab is colder than the next victim."""
 _BATCH_MAX = 256
-"""Victims that are taken from policies and chains before they are removed from the index."""
+"""Upper bound on victims taken from policies and chains before their removal from the index."""
 _PASSED_MAX = 1024
-"""Blocks that wait to be saved and are passed over in one call: a call must stay short."""
+"""Upper bound on unsaved blocks that are passed over in one call, which keeps the call short."""
 _USED_MAX = 512
-"""Used blocks that are passed over in a call with a bound: each costs as much as half a victim."""
+"""Used blocks passed over in a call with a bound; each costs as much as half a victim."""
 _LINES_MAX = 4096
 _AHEAD_MIN, _AHEAD_MAX = 8, 64
-"""Passed-over blocks without a copy below that are saved at once. More of them would drive each
-other out of a tier that is smaller than memory, before they can be evicted here: it would write
-without end.
+"""Passed-over blocks without a copy in a lower tier that are saved at once. Larger batches would
+drive each other out of a tier that is smaller than memory before the blocks can be evicted here,
+and writing would never end.
 """
 
 
 class _PassedEnough(Exception):
-    """Too many blocks were passed over; a policy that is left in between goes on from there."""
+    """Too many blocks were passed over; an interrupted policy continues from there."""
 
 
 class _Line(NamedTuple):
-    """Where the next search for the end of a chain starts, and its generation then."""
+    """Start of the next search for the end of a chain, and its generation at that time."""
 
     end: int
     generation: int
@@ -66,13 +66,15 @@ class Evictor:
         self._under_way = 0
         self._at_any_cost = False
         self.cut_short = False
-        """The last call stopped at its bound, and another one may do more."""
+        """Whether the last call stopped at its bound, so that another one may do more."""
 
     def make_room(
         self, segment: int, slot_bytes: int, count: int, blocks_max: int | None = None
     ) -> int:
-        """Evict until ``count`` slots of a size can be taken, nothing more helps, or ``blocks_max``
-        are evicted (more only to empty a slab); returns how many can be taken.
+        """Evict until ``count`` slots of a size can be taken; returns the number that can be taken.
+
+        Stops earlier if nothing more helps, or ``blocks_max`` blocks are evicted (more only to
+        empty a slab).
         """
         self._passed = self._under_way = 0
         self._bound(blocks_max)
@@ -98,8 +100,10 @@ class Evictor:
     def shrink(
         self, namespace: Namespace, used_bytes_max: int, cause: str, blocks_max: int | None = None
     ) -> int:
-        """Evict a namespace's own blocks until it uses at most so many bytes, or ``blocks_max`` are
-        evicted; returns how many were. If it was asked for, blocks without a copy below go too.
+        """Evict a namespace's own blocks until it uses at most ``used_bytes_max``.
+
+        Stops earlier after ``blocks_max`` blocks. Returns the number of evicted blocks. With the
+        cause "asked", blocks without a copy in a lower tier go too.
         """
         evicted = self._passed = self._under_way = 0
         self._bound(blocks_max)
@@ -113,7 +117,7 @@ class Evictor:
             if blocks_max is not None and evicted >= blocks_max:
                 self.cut_short = True
                 break
-            # As many as are certainly needed: in batches, but not one block too many.
+            # Never more than certainly needed: in batches, but not one block too many.
             most = min(_BATCH_MAX, -(-excess // max(largest, 1)))
             if blocks_max is not None:
                 most = min(most, blocks_max - evicted)
@@ -127,12 +131,12 @@ class Evictor:
         return evicted
 
     def _bound(self, blocks_max: int | None) -> None:
-        """Begin a call that may stop early."""
+        """Start a call that may stop early."""
         self.cut_short = False
         self._used_left = None if blocks_max is None else _USED_MAX
 
     def _pass_used(self) -> None:
-        """Count a used block that a policy passed over; that many can cost as much as victims."""
+        """Count a used block that a policy passed over; many of them cost as much as victims."""
         if self._used_left is not None:
             self._used_left -= 1
             if self._used_left < 0:
@@ -140,13 +144,13 @@ class Evictor:
                 raise _PassedEnough
 
     def evictable(self, head: int) -> bool:
-        """Nobody leases or pins the block, and it is not to be saved first."""
+        """Whether the block is neither leased nor pinned, and need not be saved first."""
         if self._refs[head] or self._pins[head]:
             return False
         return self._writeback_queue.evictable(head) or self._at_any_cost or self._pass(head)
 
     def _pass(self, head: int) -> bool:
-        """A block that is to be saved first: false, or so many that it is enough for one call."""
+        """Pass over a block that must be saved first: returns False, or raises after too many."""
         self._writeback_queue.under_pressure = True
         if self._state.table.copy_state.item(head) == CopyState.NOT:
             self._unsaved.append(head)
@@ -158,8 +162,9 @@ class Evictor:
         return False
 
     def _offer_unsaved(self, wanted: int) -> None:
-        """Blocks that would have been evicted, but have no copy below any more: the coldest first,
-        and no more of them than are wanted soon.
+        """Queue blocks for write-back that would have been evicted, but have no copy any more.
+
+        The coldest come first, and no more of them than will be wanted soon.
         """
         if self._unsaved:
             heads, self._unsaved = np.array([*dict.fromkeys(self._unsaved)], np.int64), []
@@ -168,9 +173,7 @@ class Evictor:
             self._writeback_queue.offer(heads[: max(0, room)])
 
     def _coldest(self, segment: int, slot_bytes: int) -> Coldest:
-        """The policies of one tenant that hold slots of a size: its neighbours' blocks are none of
-        its business.
-        """
+        """Policies of one tenant that hold slots of a size; other tenants are excluded."""
         state = self._state
         for number, size in state.policies.take_changed():
             policy = state.policies.get(number, size)
@@ -180,7 +183,7 @@ class Evictor:
         return self._cold.setdefault((segment, slot_bytes), Coldest())
 
     def _evict_of_size(self, segment: int, slot_bytes: int, count: int, most: int) -> bool:
-        """Evict up to ``most`` blocks, of one tenant, whose slots are ``count`` or just more."""
+        """Evict up to ``most`` blocks of one tenant that have ``count`` slots, or just more."""
         heads = self._pick(self._coldest(segment, slot_bytes), most, slots=count)
         if not len(heads):
             return False
@@ -189,8 +192,9 @@ class Evictor:
         return True
 
     def _pick(self, cold: Coldest, most: int, slots: int | None = None) -> I64:
-        """Up to ``most`` victims that have ``slots`` slots, already out of policies and chains, the
-        coldest policy's first.
+        """Pick up to ``most`` victims with ``slots`` slots together, the coldest policy's first.
+
+        They are already out of policies and chains.
         """
         heads: list[int] = []
         freed, namespaces = 0, self._state.namespaces
@@ -215,14 +219,14 @@ class Evictor:
         return np.array(heads, np.int64)
 
     def _victim(self, policy: EvictionPolicy) -> int | None:
-        """The policy's next victim, or rather the end of its chain; let go by policy and chains."""
+        """Remove the policy's next victim, or the end of its chain, from policy and chains."""
         proposed = policy.victim(self.evictable, self._pass_used)
         if proposed is None:
             return None
         end = self._end_of(proposed)
         chains, victim = self._state.chains, end
         while victim != proposed and not self.evictable(victim):
-            # A held tail (a window's lease, a pin) stays; what is in front of it goes from there.
+            # A held tail (a window's lease, a pin) stays; eviction proceeds in front of it.
             victim = chains.parent_of(victim)
         parent = chains.parent_of(victim) if victim != proposed else -1
         chains.unlink(victim)
@@ -237,9 +241,10 @@ class Evictor:
     def _end_of(self, proposed: int) -> int:
         """The end of the chain of a proposed block.
 
-        Walking down a long chain for each of its blocks would cost its length squared, so the last
-        victim's parent is where the next search starts: for each root, since namespaces take turns.
-        It counts while it is the same block, and no block was taken out since but by us.
+        Walking down a long chain for each of its blocks would cost its length squared. Therefore
+        the next search starts at the last victim's parent, one for each root because namespaces
+        take turns. The start is valid while it is the same block and only this evictor has unlinked
+        blocks since.
         """
         state = self._state
         if state.chains.cuts != self._cuts or len(self._lines) > _LINES_MAX:
@@ -247,14 +252,14 @@ class Evictor:
         line = self._lines.get(proposed)
         if line is not None:
             same = state.table.generation.item(line.end) == line.generation
-            # Its slot may have been given to nobody yet, its generation not have moved on.
+            # A block that was taken out may still have its old generation; no policy tracks it.
             same = same and state.policies.tracks(line.end)
             if same and self.evictable(line.end) and state.chains.is_leaf(line.end):
                 return line.end
         return state.chains.leaf(proposed)
 
     def _prefer_slab(self, segment: int, slot_bytes: int) -> bool:
-        """Now and then: does another size hold a slab that is colder than our own next victim?"""
+        """Check now and then whether another size holds a slab colder than the next victim."""
         self._countdown -= 1
         if self._countdown > 0:
             return False
@@ -267,7 +272,7 @@ class Evictor:
         return best is not None and (age is None or best[1] < age)
 
     def _next_age(self, cold: Coldest) -> int | None:
-        """The last use of the next victim; None if there is none."""
+        """Time of the last use of the next victim; None if there is none."""
         try:
             while (found := cold.first()) is not None:
                 name, policy = found
@@ -287,8 +292,8 @@ class Evictor:
             return False
         best = self._coldest_slab(segment, slot_bytes)
         if best is None:
-            # Looking through all slabs costs milliseconds; nothing changes until something is let
-            # go.
+            # Scanning all slabs costs milliseconds, and nothing changes until something is
+            # released.
             self._stuck[place] = self._state.release_epoch
             return False
         slab = best[0]
@@ -303,9 +308,7 @@ class Evictor:
         self._state.pools[segment].take_back(slab)
 
     def _coldest_slab(self, segment: int, slot_bytes: int) -> tuple[int, int] | None:
-        """(slab, last use) of the slab of another size that was used longest ago and can be
-        emptied.
-        """
+        """(slab, last use) of the least recently used slab of another size that can be emptied."""
         table, pool = self._state.table, self._state.pools[segment]
         best: tuple[int, int] | None = None
         waits: tuple[int, int, I64] | None = None
@@ -333,7 +336,7 @@ class Evictor:
         return best
 
     def _unsaved_in(self, rows: slice) -> I64:
-        """Heads of blocks with a shard in these slots that are to be saved before they go."""
+        """Heads of blocks with a shard in these slots that must be saved before eviction."""
         table = self._state.table
         if not self._writeback_queue.on:
             return np.zeros(0, np.int64)

@@ -1,8 +1,9 @@
-"""One key, one slot: the commits and lookups of an engine that decodes, a block at a time.
+"""Fast paths of commit and lookup: one key in one slot, and lookups of whole prefixes.
 
-They do what ``writing``, ``binding`` and ``reading`` do, in a few plain numbers instead of some
-hundred calls of numpy. Only what is plain and goes well is done here; for everything else the
-answer is "no" with nothing changed, and the general way decides, refuses and finds the words.
+``One`` and ``Singles`` serve engines that decode, a block at a time. They do the work of
+``reservations``, ``commit`` and ``lookup`` with a few plain numbers instead of some hundred calls
+of numpy. Only plain requests that succeed are handled here. For everything else the answer is "no"
+with nothing changed, and the general path decides, refuses and words the error.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, promoting
 from kvhearth_server.core.state import CoreState
 
-# A member of an enumeration costs a search each time it is named.
+# Each access to an enumeration member by name costs a search.
 _RESERVED, _COMMITTED, _SUMMED = int(State.RESERVED), int(State.COMMITTED), int(State.SUMMED)
 _BOUND = (State.COMMITTED, State.SUMMED)
-"""By whether the checksum is known."""
+"""States of a bound slot, by whether the checksum is known."""
 _FULL, _STORED = GroupKind.FULL, EventKind.STORED
 _ONE_SUM = (1, 1, CHECKSUM_BYTES)
 
@@ -43,7 +44,7 @@ class One(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One key of a KV group that a lease is wanted on."""
+    """One key of a KV group to be leased."""
 
     kv_group: int
     key: bytes
@@ -51,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class Singles:
-    """Single blocks of attached schedulers."""
+    """Fast path for single blocks of attached schedulers."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -78,7 +79,7 @@ class Singles:
         self._checksum = table.checksum.view(np.uint8).data
 
     def commit(self, group: Group, namespace: Namespace, item: CommitItem) -> bool:
-        """Bind one new key to its slot; False: see the module."""
+        """Bind one new key to its slot; False if the general path must decide."""
         if len(item.keys) != 1 or item.slots.shape != (1, 1) or item.generations.shape != (1, 1):
             return False
         if item.checksums is not None and item.checksums.shape != _ONE_SUM:
@@ -89,7 +90,7 @@ class Singles:
         return self.bind(group, namespace, one)
 
     def bind(self, group: Group, namespace: Namespace, one: One) -> bool:
-        """As ``commit``, of plain numbers; the checksum has its length or none."""
+        """Do ``commit`` with plain numbers; the checksum has its full length or is empty."""
         state = self._state
         kv_group, key, slot, generation, checksum, parent = one
         spec = self._spec(namespace, kv_group)
@@ -118,9 +119,10 @@ class Singles:
         return True
 
     def lookup(self, group: Group, namespace: Namespace, asked: Asked) -> int:
-        """Hold one key's block and count that; its head, or -1: see the module.
+        """Lease one key's block and count the lookup; returns its head, or -1.
 
-        The caller enters the lease and marks the block as used.
+        -1 means that the general path must decide. The caller enters the lease and marks the block
+          as used.
         """
         state = self._state
         kv_group, key, lease_id = asked
@@ -154,7 +156,7 @@ class Singles:
         return head
 
     def mark_used(self, head: int) -> None:
-        """A bound head was asked for."""
+        """Mark a bound head as used."""
         state = self._state
         state.policies.touch_one(head)
         self._used_at[head] = state.tick()
@@ -162,7 +164,7 @@ class Singles:
             state.writeback_queue.used(np.array([head], np.int64))
 
     def extent(self, slot: int, length: int) -> bytes:
-        """As ``SlotTable.extents`` of one SUMMED slot: its record."""
+        """The extent record of one SUMMED slot; see ``SlotTable.extents``."""
         slab, row = divmod(slot, self._stride)
         offset = (slab - self._slab_first[slab]) * self._slab_bytes
         start = slot * CHECKSUM_BYTES
@@ -182,7 +184,7 @@ class Singles:
         return spec if spec is not None and spec.shards == 1 else None
 
     def _is_reserved(self, group: Group, slot: int, generation: int, size: int) -> bool:
-        """By this group, at this generation, in a slab of this slot size."""
+        """Whether this group has reserved it, at this generation, in a slab of this slot size."""
         return (
             0 <= slot < self._slot_count
             and self._slot_state[slot] == _RESERVED
@@ -231,22 +233,22 @@ class Singles:
         state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier="dram")
 
 
-# A member of an enumeration costs a search each time it is named.
+# Each access to an enumeration member by name costs a search.
 _FULL_WHOLE = GroupKind.FULL
 _SUMMED_WHOLE = bytes([State.SUMMED])
-"""As the table's column has it."""
+"""A SUMMED state as the table's column holds it."""
 _ONE = np.uint32(1)
 
 
 class Whole(NamedTuple):
-    """What was found and is held now: its slots, rising, and over the keys their extents."""
+    """A leased result: its slots, ascending, and the extents in the order of the keys."""
 
     slots: I64
     extents: Records
 
 
 class Wholes:
-    """Whole lookups of attached schedulers."""
+    """Fast path for lookups of attached schedulers that find all keys."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -259,9 +261,10 @@ class Wholes:
         keys: Sequence[bytes],
         lease_id: int,
     ) -> Whole | None:
-        """Hold the blocks of all keys, mark them as used and count that; see the module.
+        """Lease the blocks of all keys, mark them as used and count the lookup.
 
-        The caller enters the lease.
+        The caller enters the lease. Returns None, with nothing changed, if the general path must
+        decide.
         """
         state, table = self._state, self._state.table
         groups, count = namespace.contract.groups, len(keys)
@@ -300,7 +303,8 @@ class Wholes:
 
     def _are_served(self, rows: Pick, count: int, namespace: Namespace, kv_group: int) -> bool:
         """Whether all are blocks of this namespace and group that may be served."""
-        # Bytes are compared at once, numbers at several times the cost, most of it numpy's own.
+        # Bytes are compared at once; numbers cost several times as much, mostly numpy's own
+        # overhead.
         table = self._state.table
         for column, word in (
             (table.state, _SUMMED_WHOLE),
@@ -313,7 +317,7 @@ class Wholes:
         return True
 
     def _hold(self, group: Group, rows: Pick, count: int, slot_bytes: int) -> bool:
-        """Count one more lease on each; False if that would hold more than may be."""
+        """Count one more lease on each; False if that would exceed the cap on held bytes."""
         state, table = self._state, self._state.table
         refs, pins = table.refs[rows], table.pins[rows]
         loose = all_zero(refs) and all_zero(pins)
@@ -346,7 +350,7 @@ class Wholes:
 
 
 def _each_once(heads: I64) -> Pick | None:
-    """Heads in rising order; None if one is missing (-1) or there twice."""
+    """Heads in ascending order; None if one is missing (-1) or occurs twice."""
     if np.count_nonzero(heads[1:] > heads[:-1]) < len(heads) - 1:
         heads = np.sort(heads)
         if np.count_nonzero(heads[1:] == heads[:-1]):

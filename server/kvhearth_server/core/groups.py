@@ -1,4 +1,4 @@
-"""Reservations that were aborted in doubt, so that a later word can free what they put aside."""
+"""Engine groups: their members, leases, reservations and aborts in doubt."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from kvhearth_server.core.slot_table import SlotTable, State
 class Leases(MutableMapping[int, I64]):
     """Lease id to slots, in the order in which the leases were granted.
 
-    Slots are given and taken as I64, as all of the core does, but kept in 4 bytes each: a lease
-    names every slot that it keeps, and many leases may keep the same ones.
+    Slots are exchanged as I64, as everywhere in the core, but stored in 4 bytes each: a lease names
+    every slot that it keeps, and many leases may keep the same ones.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, U32 | int] = {}
-        """A lease on one slot may stand here as its number: an array costs more to make."""
+        """Slots by lease id; a lease on one slot may be stored as its number, since an array costs
+        more.
+        """
 
     def __getitem__(self, lease_id: int) -> I64:
         slots = self._slots[lease_id]
@@ -33,7 +35,7 @@ class Leases(MutableMapping[int, I64]):
         self._slots[lease_id] = slots.astype(np.uint32)
 
     def enter_one(self, lease_id: int, slot: int) -> None:
-        """As ``self[lease_id] = slots``, of one slot."""
+        """Store a lease on one slot; equivalent to ``self[lease_id] = slots``."""
         self._slots[lease_id] = slot
 
     def __delitem__(self, lease_id: int) -> None:
@@ -49,19 +51,19 @@ class Leases(MutableMapping[int, I64]):
         return len(self._slots)
 
     def all_slots(self) -> U32:
-        """The slots of all leases, one after the other; shape (slots held,)."""
+        """The slots of all leases, concatenated; shape (slots held,)."""
         each = self._slots.values()
         ones = np.array([slots for slots in each if isinstance(slots, int)], np.uint32)
         return np.concatenate([ones, *(slots for slots in each if not isinstance(slots, int))])
 
     @property
     def slot_count(self) -> int:
-        """Slots held, each once for every lease on it."""
+        """Number of slots held, each counted once for every lease on it."""
         return self.nbytes // 4
 
     @property
     def nbytes(self) -> int:
-        """What the lists take."""
+        """Bytes of the slot lists."""
         return sum(4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())
 
 
@@ -70,10 +72,11 @@ _SLOTS_KEPT_MIN = 4096
 
 
 class PendingAborts:
-    """What each of one group's reservations was when it was aborted in doubt.
+    """Slot grants of a group's reservations that were aborted in doubt, kept for a later abort.
 
-    Memory is bounded by the number of reservations and by what is still put aside: records of which
-    nothing is are dropped when there is twice as much on record as there was at the last look.
+    A later abort that is not in doubt frees the slots that these aborts quarantined. Memory is
+    bounded by the number of reservations and by the slots still held: when the record has doubled
+    since the last check, reservations without held slots are dropped from it.
     """
 
     def __init__(self) -> None:
@@ -93,14 +96,15 @@ class PendingAborts:
         return self._slots
 
     def get(self, reservation_id: int) -> list[SlotGrant] | None:
-        """What a reservation was, if it was aborted in doubt."""
+        """Grants of a reservation, if it was aborted in doubt."""
         return self._handed.get(reservation_id)
 
     def add(
         self, table: SlotTable, owner: int, reservation_id: int, handed: list[SlotGrant]
     ) -> None:
-        """Remember a reservation; of too many the oldest is forgotten, and what it put aside comes
-        back with the group's end.
+        """Remember a reservation; beyond the limit, forget the oldest.
+
+        The quarantined slots of a forgotten one come back when the group ends.
         """
         self._handed[reservation_id] = handed
         self._slots += _size(handed)
@@ -118,7 +122,7 @@ class PendingAborts:
         self._slots = 0
 
     def pop(self, reservation_id: int) -> list[SlotGrant] | None:
-        """Forget a reservation; what it was."""
+        """Forget a reservation and return its grants."""
         handed = self._handed.pop(reservation_id, None)
         if handed is not None:
             self._slots -= _size(handed)
@@ -135,14 +139,14 @@ TOMBSTONES_REMEMBERED = 1024
 
 
 class MemberState(enum.StrEnum):
-    """``GONE``: left without a word, may still be writing. ``DRAINED``: certainly not."""
+    """State of a member. ``GONE``: left without a word, may write. ``DRAINED``: cannot write."""
 
     ATTACHED = "attached"
     GONE = "gone"
     DRAINED = "drained"
 
 
-# A member of an enumeration costs a search each time it is named.
+# Each access to an enumeration member by name costs a search.
 _ATTACHED = MemberState.ATTACHED
 
 
@@ -159,16 +163,14 @@ class Member:
 
 @dataclass(frozen=True)
 class SlotGrant:
-    """Slots of one KV group as they were handed out, shape (n, shards), with their generations
-    then.
-    """
+    """Slots of one KV group as handed out, shape (n, shards), with their generations then."""
 
     kv_group: int
     slots: I64
     generations: U32
 
     def joined(self, other: SlotGrant) -> SlotGrant:
-        """These slots and others of the same KV group."""
+        """Concatenate these slots and others of the same KV group."""
         return SlotGrant(
             self.kv_group,
             np.concatenate([self.slots, other.slots]),
@@ -176,11 +178,11 @@ class SlotGrant:
         )
 
     def still_held(self, table: SlotTable, owner: int) -> I64:
-        """Those that are still reserved, or were put aside and not freed since; flat."""
+        """Slots still reserved, or quarantined and not freed since; flat."""
         slots, generations = self.slots.reshape(-1), self.generations.reshape(-1)
         state, now = table.state[slots], table.generation[slots]
         reserved = (state == State.RESERVED) & (now == generations)
-        # Putting a slot aside moved its generation on by one; whatever happens later, by more.
+        # Quarantining a slot raised its generation by one; any later change raises it further.
         quarantined = (state == State.QUARANTINED) & (now == generations + np.uint32(1))
         held: I64 = slots[(table.owner[slots] == owner) & (reserved | quarantined)]
         return held
@@ -190,8 +192,8 @@ class SlotGrant:
 class Unfinished:
     """A reservation between two of its portions.
 
-    ``left`` are pairs of (KV group, blocks) that are still to be granted; ``short`` is the bound
-    that made an earlier pair smaller.
+    ``left`` are the pairs of (KV group, blocks) still to be granted; ``short`` is the bound that
+    made an earlier pair smaller.
     """
 
     left: list[tuple[int, int]]
@@ -202,12 +204,12 @@ class Unfinished:
 class Group:
     """One engine's incarnation.
 
-    ``stock_bytes`` are its RESERVED slots; ``aside_bytes`` what was put aside (QUARANTINED) because
-    a member may still write to it. ``handed`` holds arrays of slots that may be in either state;
-    see ``held_slots``. ``doubtful`` are slots that go free once no member is ``GONE``. A
-    reservation is in ``reservations`` until it is aborted, then in ``doubts`` if that was in doubt;
-    while it is granted in portions it is in ``unfinished``, too.
-    ``leased_at`` is when each of ``leases`` was granted.
+    ``stock_bytes`` are the bytes of its RESERVED slots; ``quarantined_bytes`` those of its
+    QUARANTINED slots, which a member may still write to. ``handed`` holds arrays of slots that may
+    be in either state; see ``held_slots``. ``doubtful`` are slots that become free once no member
+    is ``GONE``. A reservation is in ``reservations`` until it is aborted, then in
+    ``pending_aborts`` if the abort was in doubt; while it is granted in portions it is in
+    ``unfinished``, too. ``leased_at`` is the grant time of each of ``leases``.
     """
 
     number: int
@@ -233,29 +235,30 @@ class Group:
 
     @property
     def attached(self) -> list[Member]:
-        """Members whose life line is open."""
+        """Members whose attach socket is open."""
         return [m for m in self.members.values() if m.state is MemberState.ATTACHED]
 
     @property
     def complete(self) -> bool:
-        """A scheduler and all ranks are attached."""
+        """Whether a scheduler and all ranks are attached."""
         here = self.attached
         ranks = {m.rank for m in here if m.rank >= 0}
         return any(m.scheduler for m in here) and len(ranks) == self.world_size
 
     @property
     def has_undrained_member(self) -> bool:
-        """A member left without a word and may still be writing."""
+        """Whether a member left without a word and may still be writing."""
         return any(m.state is MemberState.GONE for m in self.members.values())
 
     @property
     def drained(self) -> bool:
-        """No member may still be writing."""
+        """Whether no member may still be writing."""
         return all(m.state is MemberState.DRAINED for m in self.members.values())
 
     def remember(self, reservation_id: int, handed: list[SlotGrant]) -> None:
-        """Note what a reservation gave, for a client that asks again or never saw the answer; of
-        too many the oldest that is finished is forgotten.
+        """Record the grants of a reservation, for a client that asks again or never saw the answer.
+
+        Beyond the limit, the oldest finished reservation is forgotten.
         """
         known = self.reservations[reservation_id] = self.reservations.pop(reservation_id, [])
         for part in handed:
@@ -270,19 +273,19 @@ class Group:
             del self.reservations[next(n for n in self.reservations if n not in self.unfinished)]
 
     def forget_reservation(self, reservation_id: int) -> list[SlotGrant] | None:
-        """Forget a reservation that was not aborted before; what it gave."""
+        """Forget a reservation that was not aborted before; returns its grants."""
         self.unfinished.pop(reservation_id, None)
         return self.reservations.pop(reservation_id, None)
 
     def doubt(self, slots: I64) -> None:
-        """Let slots go free once no member is ``GONE``."""
+        """Record slots that become free once no member is ``GONE``."""
         self.doubtful.append(slots)
         if len(self.doubtful) > _DOUBTFUL_PARTS_MAX:
-            # The same word may come again and again.
+            # The same message may arrive repeatedly.
             self.doubtful = [np.unique(np.concatenate(self.doubtful))]
 
     def held_slots(self, table: SlotTable) -> I64:
-        """Slots that this group holds now, reserved or put aside."""
+        """Slots that this group holds now, reserved or quarantined."""
         if not self.handed:
             return np.zeros(0, np.int64)
         slots = np.concatenate(self.handed)
@@ -290,15 +293,13 @@ class Group:
         mine = (table.owner[slots] == self.number) & (
             (state == State.RESERVED) | (state == State.QUARANTINED)
         )
-        kept: I64 = np.unique(slots[mine])  # last: it takes ten times as long as to look
+        kept: I64 = np.unique(slots[mine])  # last: it takes ten times as long as the look-up
         self.handed = [kept]
         self.handed_count = len(kept)
         return kept
 
     def tidy(self, table: SlotTable) -> None:
-        """Keep the list of handed slots within twice what is held, at a cost spread over
-        reservations.
-        """
+        """Bound the list of handed slots, at a cost spread over reservations."""
         if self.handed_count > 4096 + 8 * (self.handed[0].size if self.handed else 0):
             self.held_slots(table)
 
@@ -310,7 +311,7 @@ class Group:
 
 
 class Groups:
-    """All groups that live or still hold something, and which session is in which."""
+    """All groups that live or still hold something, by number, session and namespace."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -331,7 +332,7 @@ class Groups:
 
     @property
     def sessions(self) -> int:
-        """Sessions whose life line is open."""
+        """Number of sessions whose attach socket is open."""
         return sum(len(group.attached) for group in self._groups.values())
 
     def of_session(self, session: int) -> Group | None:
@@ -339,7 +340,7 @@ class Groups:
         return self._by_session.get(session)
 
     def attached_of(self, session: int) -> Group | None:
-        """The group of a session whose life line is open, unless the group has ended."""
+        """The group of a session whose attach socket is open, unless the group has ended."""
         group = self._by_session.get(session)
         if group is None or group.ended:
             return None
@@ -356,7 +357,7 @@ class Groups:
     def create(
         self, tenant: str, segment: int, engine_id: str, namespace: int, world_size: int
     ) -> Group:
-        """A new incarnation of an engine."""
+        """Create a new incarnation of an engine."""
         name = (tenant, engine_id)
         incarnation = self._incarnations.pop(name, 0) + 1
         self._incarnations[name] = incarnation
@@ -373,7 +374,7 @@ class Groups:
         self._by_namespace.setdefault(group.namespace, {})[group.number] = group
 
     def restore(self, group: Group) -> None:
-        """Bring back a group of a daemon that died, with members that are gone but not drained."""
+        """Restore a group of a daemon that died, with members that are gone but not drained."""
         self._add(group)
         self._next = max(self._next, group.number + 1)
         name = (group.tenant, group.engine_id)
@@ -387,7 +388,7 @@ class Groups:
         self._by_session[member.session] = group
 
     def forget_drained(self, group: Group) -> None:
-        """Forget members that can do nothing any more."""
+        """Forget drained members."""
         for member in list(group.members.values()):
             if member.state is MemberState.DRAINED:
                 del group.members[member.session]

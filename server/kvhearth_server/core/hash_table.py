@@ -1,7 +1,7 @@
-"""A hash table of buckets in arrays: 32 bits of a hash to a slot's number, many at a time.
+"""Hash table of buckets in arrays: maps 32 bits of a hash to a slot number, many at a time.
 
-See ``index`` for what it is for. Everything that a search, a growth or a removal needs of a key
-is in its cell: the bucket is made of the same 32 bits.
+See ``index`` for its use. A search, a growth or a removal needs only a key's cell: the bucket is
+derived from the same 32 bits.
 
 The table grows by splitting buckets in their order, some at each call that adds keys (linear
 hashing). With ``size`` a power of two, the buckets before ``_split`` have been split: a key whose
@@ -22,30 +22,32 @@ from kvhearth.model import I64, U32, Bools
 
 _U64 = npt.NDArray[np.uint64]
 Hashes = npt.NDArray[np.uint64]
-"""32 bits each, never 0, shape (n,)."""
+"""Hashes of keys, 32 bits each, never 0, shape (n,)."""
 Same = Callable[[I64, I64], Bools]
-"""Positions among the keys asked for, and a head for each: is it the key's own?"""
+"""Test whether heads belong to keys, given positions among the requested keys and a head for
+each.
+"""
 
 _CELLS = 8
 _BUCKETS_MIN = 1
 _LOAD_CELLS = 4
-"""Keys for each bucket at which splitting begins. One bucket is split for each further key, so all
-are at five keys for each, and no call that adds n keys splits many more than n buckets.
+"""Keys per bucket at which splitting begins. One bucket is split for each further key, so all are
+split at five keys per bucket, and no call that adds n keys splits many more than n buckets.
 """
 _SPLIT_MIN, _SPLIT_PART = 64, 8
-"""Buckets that are split at once: so many cost hardly more than one. Of a small table it is this
-part.
+"""Buckets that are split at once: ``_SPLIT_MIN`` cost hardly more than one. A small table splits
+one in ``_SPLIT_PART`` of its buckets.
 """
 _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _WORD = (1 << 64) - 1
 _WORDS = tuple(struct.Struct(f"<{words}Q").unpack for words in range(9))
-"""By how many there are: a key has at most eight."""
+"""Unpackers by the number of words; a key has at most eight."""
 _ROW = struct.Struct(f"<{_CELLS}Q")
 _CELL = struct.Struct("<Q")
 _STEP = 6364136223846793005
-# The first bits of the golden ratio and of square roots: numbers without a pattern.
+# Leading bits of the golden ratio and of square roots: numbers without a pattern.
 _CONSTANTS = (
     0x9E3779B97F4A7C15,
     0xBB67AE8584CAA73B,
@@ -59,8 +61,9 @@ _CONSTANTS = (
 
 
 def multipliers(seed: int) -> _U64:
-    """What keys are hashed with, two numbers a word. A secret seed keeps keys from being made to
-    collide.
+    """Multipliers of the hash, two per word of a key.
+
+    A secret seed prevents clients from making keys collide.
     """
     numbers = []
     for constant in (*_CONSTANTS, *_CONSTANTS):
@@ -70,15 +73,16 @@ def multipliers(seed: int) -> _U64:
 
 
 def hash_words(words: _U64, by: _U64, start: int = 0) -> Hashes:
-    """Hashes of keys given as rows of words, shape (n, words); ``by``: see ``multipliers``. Another
-    64-bit ``start`` gives other hashes.
+    """Hash keys given as rows of words, shape (n, words); for ``by`` see ``multipliers``.
+
+    Another 64-bit ``start`` gives other hashes.
     """
     mixed: Hashes = np.full(len(words), start, np.uint64)
     for column in range(words.shape[1]):
         mixed += words[:, column]
         mixed *= by[2 * column]
         mixed ^= mixed >> _HIGH
-        # Without a second secret a difference in one word could be taken back by the next one.
+        # Without a second secret, a difference in one word could be cancelled by the next one.
         mixed *= by[2 * column + 1]
     mixed >>= _HIGH
     mixed |= _ONE
@@ -86,7 +90,7 @@ def hash_words(words: _U64, by: _U64, start: int = 0) -> Hashes:
 
 
 def hash_one(key: bytes, by: list[int], start: int = 0) -> int:
-    """As ``hash_words``, of one key padded to whole words; for few keys numpy's calls cost more."""
+    """Hash one key padded to whole words, as ``hash_words``, without numpy's cost per call."""
     mixed, column = start, 0
     for word in _WORDS[len(key) // 8](key):
         mixed = (mixed + word) * by[column] & _WORD
@@ -96,7 +100,7 @@ def hash_one(key: bytes, by: list[int], start: int = 0) -> int:
 
 
 class Buckets:
-    """One table for at most ``keys_max`` keys; its hashes are from ``hash_words``."""
+    """One table for at most ``keys_max`` keys, with hashes from ``hash_words``."""
 
     def __init__(self, keys_max: int) -> None:
         self._count = 0
@@ -118,11 +122,11 @@ class Buckets:
 
     @property
     def growing(self) -> bool:
-        """Some buckets are split, and some are not yet."""
+        """Whether some buckets are split and some are not yet."""
         return self._split > 0
 
     def _home(self, hashes: Hashes) -> I64:
-        # The lowest bit is always set and tells nothing.
+        # The lowest bit is always set and carries no information.
         numbers = (hashes >> _ONE).view(np.int64)
         home: I64 = numbers & (self._size - 1)
         if self._split:
@@ -151,7 +155,7 @@ class Buckets:
         if good.all():
             return heads
         heads[~good] = -1
-        # Few: other keys with the same 32 bits, and what passed a full bucket.
+        # Few: other keys with the same 32 bits, and keys that passed a full bucket.
         for position in np.flatnonzero(~good & like).tolist():
             heads[position] = self._search(position, int(hashes[position]), same)
         passed = np.flatnonzero(~like & (self._passed[bucket] > 0))
@@ -160,7 +164,7 @@ class Buckets:
         return heads
 
     def _find_behind(self, positions: I64, bucket: I64, hashes: Hashes, same: Same) -> I64:
-        """As ``find``, of keys that are not in these buckets, but may have passed them."""
+        """Find keys that are not in these buckets, but may have passed them."""
         heads = np.full(len(positions), -1, np.int64)
         rest = np.arange(len(positions))
         while len(rest):
@@ -192,7 +196,8 @@ class Buckets:
         wanted = value.to_bytes(4, "little")
         while True:
             start = bucket * _ROW.size
-            # Mostly there is none: bytes tell that at a tenth of the cost of looking at each cell.
+            # Mostly there is none: a search in the bytes shows that at a tenth of the cost of a
+            # look at each cell.
             if wanted in self._bytes[start : start + _ROW.size].tobytes():
                 cells = _ROW.unpack_from(self._memory, start)
                 heads += [(cell & 0xFFFFFFFF) - 1 for cell in cells if cell >> 32 == value]
@@ -212,27 +217,27 @@ class Buckets:
         self._place(hashes << _HIGH | (heads + 1).view(np.uint64))
 
     def add_one(self, value: int, head: int) -> None:
-        """As ``add``, of one key whose hash is ``value``."""
+        """Bind one key whose hash is ``value``."""
         self._count += 1
         if self._count >= self._due_at:
             self._grow()
         self._place_one(value << 32 | head + 1)
 
     def _grow(self) -> None:
-        """Split the buckets that are due; keys that were counted are about to be placed."""
+        """Split the buckets that are due; keys already counted are about to be placed."""
         while self._count >= self._due_at:
             self._split_until(min(self._count - self._size * _LOAD_CELLS, self._size))
 
     def _stand_at(self, size: int, split: int) -> None:
-        """Have so many buckets, of which those before ``split`` are split."""
+        """Set the number of buckets, of which those before ``split`` are split."""
         self._size, self._split = size, split
         step = min(_SPLIT_MIN, max(1, size // _SPLIT_PART))
         self._due_at = size * _LOAD_CELLS + split + min(step, size - split)
         if size > self._last:
-            self._due_at = _WORD  # more keys than buckets were made for never come
+            self._due_at = _WORD  # no more keys arrive than the buckets were made for
 
     def _split_until(self, end: int) -> None:
-        """Split the buckets before ``end``, of which those before ``_split`` are done."""
+        """Split the buckets before ``end``; those before ``_split`` are done."""
         first, size = self._split, self._size
         reach = end
         while self._passes[(reach - 1) & self._last]:
@@ -243,7 +248,7 @@ class Buckets:
         home = numbers & (size - 1)
         mine = (cells != 0) & (home >= first) & (home < end)
         at_home = mine & (home == span[:, None])
-        # Few: keys that found their bucket full are placed anew.
+        # Few: keys that found their bucket full are placed again.
         orphaned_loads = cells[mine & ~at_home]
         self._take_out(orphaned_loads)
         goes = at_home[: end - first] & ((numbers[: end - first] & size) > 0)
@@ -315,7 +320,7 @@ class Buckets:
         return heads
 
     def _used(self) -> _U64:
-        """Buckets that may have keys; to look at the others would make them resident."""
+        """Buckets that may have keys; a look at the others would make them resident."""
         end = self._size + self._split
         while end <= self._last and self._passes[end - 1]:
             end += 1
@@ -342,7 +347,7 @@ class Buckets:
 
 
 def _ranks(ordered: I64) -> I64:
-    """How many equal numbers stand before each, in sorted ones."""
+    """Number of equal values before each element of a sorted array."""
     places = np.arange(len(ordered))
     first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])

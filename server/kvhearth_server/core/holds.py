@@ -1,4 +1,4 @@
-"""What keeps a block from eviction: leases and pins, counted per slot."""
+"""Leases and pins, counted per slot, which keep a block from eviction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvhearth_server.core.state import CoreState, require
 
 _QUARANTINED = int(State.QUARANTINED)
 _SUMMED, _ONE_LEASE = bytes([State.SUMMED]), (1).to_bytes(4, "little")
-"""As the table's columns have them."""
+"""Values as the table's columns hold them."""
 
 
 def not_held(state: CoreState, slots: Pick) -> Pick:
-    """Those of these slots that no lease and no pin counts."""
+    """Slots among these with neither a lease nor a pin."""
     counts = state.table.refs[slots] | state.table.pins[slots]
     return numbers(slots)[counts == 0] if np.count_nonzero(counts) else slots
 
@@ -27,7 +27,7 @@ def newly_held_bytes(state: CoreState, slots: Pick) -> int:
 
 
 def hold_room(state: CoreState, segment: int) -> int:
-    """Bytes that may yet be held (leased, pinned, reserved) under the global cap."""
+    """Bytes that may still be held (leased, pinned, reserved) under the global cap."""
     books = state.ledger.segments[segment]
     return int(books.capacity * state.limits.held_fraction_max) - books.bound
 
@@ -36,8 +36,8 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
     """Count one more lease (or pin) on each slot; slots are distinct and committed.
 
     Raises:
-        KVHearthError: ``too_many_leases`` if leases would name more slots than they may; nothing
-            has changed.
+        KVHearthError: ``too_many_leases`` if leases would name more slots than allowed; nothing has
+            changed.
     """
     table, books = state.table, state.ledger.segments[segment]
     if not pin:
@@ -56,7 +56,10 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
 
 
 def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
-    """Count one lease (or pin) less; what was quarantined only for its readers becomes free."""
+    """Remove one lease (or pin) from each slot.
+
+    Slots that were quarantined only for their readers become free.
+    """
     table = state.table
     if not pin and _let_go_plain(state, segment, slots):
         return
@@ -84,7 +87,10 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
 
 
 def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
-    """As ``let_go`` of a lease, of served blocks that nobody else holds; False: nothing is done."""
+    """Fast path of ``let_go`` for a lease on served blocks that have no other holders.
+
+    Returns False, with nothing changed, if ``let_go`` must decide.
+    """
     table = state.table
     refs = table.refs[slots]
     count = len(refs)

@@ -1,15 +1,16 @@
-"""The index: key to head slot, in arrays, so that thousands of keys cost a few numpy calls and no
-block costs a Python object.
+"""Index of blocks: maps keys to head slots in arrays.
 
-A key's bytes stand in a row per slot, and its space beside them: the namespace and KV group that it
-is bound in. One hash table of buckets finds the slots of all spaces: a bucket is a cache line of
-eight cells, a cell is 32 bits of the hash of space and key above the slot's number + 1, 0 is empty.
-A key that finds its bucket full goes to the next one, and each bucket counts the keys that passed
-it, so that a search knows when to stop and nothing is left behind by a removal.
+Thousands of keys cost a few numpy calls, and no block costs a Python object.
 
-Keys mostly come in chain order, and the blocks of a chain mostly lie side by side. So a search
-looks for the first key, follows the chain as long as its next block is the next slot, and compares
-the keys there; only what is left over is hashed.
+A key's bytes stand in a row per slot, beside the number of its space: the namespace and KV group
+that it is bound in. One hash table of buckets finds the slots of all spaces. A bucket is a cache
+line of eight cells; a cell is 32 bits of the hash of space and key above the slot's number + 1, and
+0 is empty. A key that finds its bucket full goes to the next one. Each bucket counts the keys that
+passed it, so that a search knows when to stop and a removal leaves nothing behind.
+
+Keys mostly come in chain order, and the blocks of a chain mostly lie side by side. Therefore a
+search looks for the first key, follows the chain while its next block is the next slot, and
+compares the keys there; only the remaining keys are hashed.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from kvhearth_server.core.slot_table import Pick
 _U64 = npt.NDArray[np.uint64]
 _WORD_BYTES = 8
 _FEW = 4
-"""So many keys cost less one by one."""
+"""Number of keys up to which handling them one by one is cheaper."""
 _RUN_MIN = 64
-"""Keys found side by side that make it worth to look for another run behind them."""
+"""Length of a run from which it pays to look for another run behind it."""
 
 
 @dataclass(slots=True)
 class _Space:
     """The bound keys of a namespace and KV group.
 
-    ``number`` stands in the row of each of their slots; ``start`` is where their hashes start.
+    ``number`` stands in the row of each of their slots; ``start`` is the start value of their
+    hashes.
     """
 
     number: int
@@ -47,14 +49,14 @@ class _Space:
 
 
 class Index:
-    """Which block has which head slot.
+    """Maps keys to head slots.
 
     Args:
         slot_count: slots are numbered below this.
-        seed: of the hash; a secret one where keys come from strangers.
+        seed: seed of the hash; a secret one where keys come from strangers.
         after: for each slot the head that continues it, plus one, or 0; shape (slot_count,). A
-            bound head is continued by bound heads of its namespace and group. None: nothing is
-            known of chains.
+            bound head is continued by bound heads of its namespace and group. None: chains are
+            unknown.
     """
 
     def __init__(self, slot_count: int, seed: int = 0, after: U32 | None = None) -> None:
@@ -63,11 +65,13 @@ class Index:
         self._table = Buckets(slot_count)
         self._spaces: dict[tuple[int, int], _Space] = {}
         self._space = np.zeros(slot_count, np.uint32)
-        """By slot, the number of the space that it is bound in; 0 is none."""
+        """Number of the space that each slot is bound in; 0 is none."""
         self._space_places = self._space.data
-        # By words of a key; most daemons see one width. Rows that no slot used take no memory.
+        # Keyed by the words of a key; most daemons see one width. Rows that no slot used take no
+        # memory.
         self._rows: dict[int, _U64] = {}
-        # The same as bytes, by bytes of a row: for one key numpy costs more than the search.
+        # The same memory as bytes, keyed by the bytes of a row: for one key numpy costs more than
+        # the search.
         self._blobs: dict[int, memoryview] = {}
         self._after = after
 
@@ -76,16 +80,16 @@ class Index:
 
     @property
     def moved(self) -> int:
-        """Keys that growth has moved so far; no call that binds n keys moves many more than n."""
+        """Keys that growth has moved so far; binding n keys moves not many more than n."""
         return self._table.moved
 
     @property
     def growing(self) -> bool:
-        """A growth is under way: some of the table is split, and some is not yet."""
+        """Whether the table is growing: part of it is split, the rest is not yet."""
         return self._table.growing
 
     def find(self, namespace: int, group: int, keys: Sequence[bytes]) -> I64:
-        """Head slots of keys, shape (n,); -1 where there is none. Keys are of one length."""
+        """Head slots of keys, shape (n,); -1 where there is none. Keys have one length."""
         space = self._spaces.get((namespace, group))
         if space is None or not keys or len(keys[0]) != space.key_bytes:
             return np.full(len(keys), -1, np.int64)
@@ -94,12 +98,11 @@ class Index:
         return self._find_runs(space, _words(keys))
 
     def find_rows(self, namespace: int, group: int, keys: Sequence[bytes]) -> Pick | None:
-        """As ``find``, of at least one key, for those who want all or nothing: None if the first
-        key or the last is not bound.
+        """Heads of one or more keys; None if the first or the last key is not bound.
 
-        A slice if the keys stand side by side from the first one's slot on. The caller must see
-        that all of those slots hold blocks of this namespace and group: a slot keeps its last
-        block's key.
+        Returns a slice if the keys stand side by side from the first one's slot on. The caller must
+        check that all of those slots hold blocks of this namespace and group: a slot keeps its last
+        block's key. For callers that need all keys or none.
         """
         space = self._spaces.get((namespace, group))
         first = keys[0]
@@ -116,7 +119,7 @@ class Index:
         return self.find(namespace, group, keys)
 
     def find_one(self, namespace: int, group: int, key: bytes) -> int:
-        """As ``find``, of one key."""
+        """Head slot of one key, or -1."""
         space = self._spaces.get((namespace, group))
         if space is None or len(key) != space.key_bytes:
             return -1
@@ -153,15 +156,17 @@ class Index:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _run(self, space: _Space, words: _U64) -> I64 | None:
-        """Heads of the first keys, as far as they follow each other in a chain and in memory; None
-        if the first is not bound, or nothing is known of chains.
+        """Heads of the first keys, as far as they follow each other in a chain and in memory.
+
+        None if the first key is not bound, or chains are unknown.
         """
         if self._after is None:
             return None
         head = self._find_one(space, words[0].tobytes()[: space.key_bytes])
         if head < 0:
             return None
-        # The slots of a block lie side by side too, so heads are as far apart as it has shards.
+        # The slots of a block lie side by side too, so the distance of heads is the number of
+        # shards.
         step = max(self._after.item(head) - 1 - head, 1)
         links = self._after[head : head + step * (len(words) - 1) : step]
         heads = np.arange(head, head + step * (len(links) + 1), step)
@@ -186,7 +191,7 @@ class Index:
         self._table.add(self._hashes(space, words), heads)
 
     def bind_new(self, namespace: int, group: int, key: bytes, head: int) -> bool:
-        """As ``bind``, of one key; False, with nothing changed, if it is bound already."""
+        """Bind one key; False, with nothing changed, if it is bound already."""
         space = self._spaces.get((namespace, group))
         if space is None or space.key_bytes != len(key):
             space = self._space_for(namespace, group, len(key))
@@ -205,7 +210,7 @@ class Index:
         space = self._spaces.get((namespace, group))
         if space is None:
             number = (namespace << 8 | group) + 1
-            # Or a key that many spaces have would have as many blocks in one bucket.
+            # Without it, a key in many spaces would have as many blocks in one bucket.
             start = hash_one(number.to_bytes(8, "little"), self._by_numbers)
             space = self._spaces[namespace, group] = _Space(number, start, key_bytes)
         if space.key_bytes != key_bytes:
@@ -249,19 +254,19 @@ class Index:
         return keys
 
     def spaces(self) -> Iterator[tuple[int, int, I64]]:
-        """(namespace, group, bound heads in ascending order) of all that is bound."""
+        """Yield (namespace, group, bound heads in ascending order) for each space."""
         heads = np.sort(self._table.heads())
         numbers = self._space[heads]
         for (namespace, group), space in self._spaces.items():
             yield namespace, group, heads[numbers == space.number]
 
     def items(self) -> Iterator[tuple[int, int, dict[bytes, int]]]:
-        """(namespace, group, head by key) of all that is bound: for tests and small cores."""
+        """Yield (namespace, group, head by key) for each space: for tests and small cores."""
         for namespace, group, heads in self.spaces():
             yield namespace, group, dict(zip(self.keys(heads), heads.tolist(), strict=True))
 
     def check(self) -> None:
-        """Raise ValueError unless every bound slot is found by its key, and nothing else is."""
+        """Raise ValueError unless every bound slot, and nothing else, is found by its key."""
         self._table.check()
         bound = 0
         for namespace, group, heads in self.spaces():
@@ -279,7 +284,7 @@ class Index:
             raise ValueError(f"{bound} slots in the index, {slots} with a key")
 
     def _asked(self, space: _Space, words: _U64) -> Same:
-        """Whether slots have the keys that are asked for in a space."""
+        """Make a test whether slots have the keys requested in a space."""
         rows, spaces = self._rows[words.shape[1]], self._space
         alone = len(self._spaces) == 1
 
@@ -308,7 +313,7 @@ def _padded(key: bytes) -> bytes:
 
 
 def _packed(keys: Sequence[bytes]) -> bytes:
-    """Keys as ``_words`` has them, in one piece."""
+    """Keys in the form of ``_words``, as one bytes object."""
     if isinstance(keys, PackedKeys) and not keys.key_bytes % _WORD_BYTES:
         return keys.blob
     return _words(keys).tobytes()

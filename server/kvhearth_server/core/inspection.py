@@ -1,4 +1,4 @@
-"""What an operator wants to know of the state: who holds leases, and where a key is. Only reads."""
+"""Read-only views of the state for operators: lease holders, and the location of a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvhearth_server.core.state import CoreState
 
 @dataclass(frozen=True)
 class Held:
-    """What the readers of one group hold; slots and bytes count once for each lease on them."""
+    """Leases of one group; slots and bytes count once for each lease on them."""
 
     group: Group
     leases: int
@@ -24,7 +24,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a key is; ``why_not`` is empty if its block would be served."""
+    """Location of a key; ``why_not`` is empty if its block would be served."""
 
     namespace: Namespace
     kv_group: int
@@ -55,7 +55,7 @@ def held_by_groups(state: CoreState, now: float) -> list[Held]:
 
 
 def places(state: CoreState, key: bytes) -> list[Place]:
-    """All blocks of a key, in every namespace and KV group; each group's index is asked once."""
+    """All blocks of a key, in every namespace and KV group; each group's index is searched once."""
     found = []
     for namespace in state.namespaces:
         for kv_group in range(len(namespace.contract.groups)):

@@ -1,4 +1,4 @@
-"""The books of bytes: per segment, what every slot in use is counted as."""
+"""Books of bytes: for each segment, the use that every slot is counted under."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kvhearth_server.core.slot_table import Pick, SlotTable
 
 @dataclass
 class SegmentBooks:
-    """Bytes of one segment. ``held`` is the part of ``committed`` that a lease, a pin or a write to
-    a slower tier keeps from eviction. ``leased_slots`` are slots, not bytes, and one counts once
-    for each lease on it.
+    """Bytes of one segment.
+
+    ``held`` is the part of ``committed`` that a lease, a pin or a write to a slower tier keeps from
+    eviction. ``leased_slots`` are slots, not bytes; a slot counts once for each lease on it.
     """
 
     capacity: int
@@ -25,12 +26,12 @@ class SegmentBooks:
 
     @property
     def bound(self) -> int:
-        """Bytes that eviction could not take now; what the global cap bounds."""
+        """Bytes that eviction could not take now; the quantity that the global cap bounds."""
         return self.reserved + self.quarantined + self.loading + self.held
 
     @property
     def free(self) -> int:
-        """Bytes that nobody uses (slack inside slabs included)."""
+        """Unused bytes (slack inside slabs included)."""
         return self.capacity - self.reserved - self.committed - self.quarantined - self.loading
 
 
@@ -45,35 +46,35 @@ class Ledger:
         ]
 
     def reserved(self, segment: int, slots: I64) -> int:
-        """FREE to RESERVED; returns the bytes."""
+        """Book slots from FREE to RESERVED; returns the bytes."""
         size = self._table.total_bytes(slots)
         self.segments[segment].reserved += size
         return size
 
     def unreserved(self, segment: int, slots: I64) -> int:
-        """RESERVED to something else (book that too)."""
+        """Book slots out of RESERVED; the caller books the new use. Returns the bytes."""
         size = self._table.total_bytes(slots)
         self.segments[segment].reserved -= size
         return size
 
     def committed(self, segment: int, slots: I64, sign: int) -> int:
-        """Into (+1) or out of (-1) the index."""
+        """Book slots into (+1) or out of (-1) the index; returns the bytes."""
         size = self._table.total_bytes(slots)
         self.segments[segment].committed += sign * size
         return size
 
     def quarantined(self, segment: int, slots: I64, sign: int) -> int:
-        """Into (+1) or out of (-1) quarantine."""
+        """Book slots into (+1) or out of (-1) quarantine; returns the bytes."""
         size = self._table.total_bytes(slots)
         self.segments[segment].quarantined += sign * size
         return size
 
     def loading(self, segment: int, slots: I64, sign: int) -> int:
-        """FREE to LOADING (+1) or LOADING to something else (-1); returns the bytes."""
+        """Book slots from FREE to LOADING (+1) or out of LOADING (-1); returns the bytes."""
         size = self._table.total_bytes(slots)
         self.segments[segment].loading += sign * size
         return size
 
     def held(self, segment: int, slots: Pick, sign: int) -> None:
-        """Committed slots that became (+1) unevictable or ceased to be (-1)."""
+        """Book committed slots that became (+1) unevictable or evictable again (-1)."""
         self.segments[segment].held += sign * self._table.total_bytes(slots)

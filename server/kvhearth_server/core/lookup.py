@@ -1,8 +1,8 @@
-"""How far a request can be restored: prefix, trailing window and boundary state, over all groups.
+"""Lookups and leases: the length that a request can be restored to, over all KV groups.
 
-A hit of ``L`` tokens needs of a full-attention group all blocks before ``L``, of a sliding window
-the blocks that cover the last ``window - 1`` tokens before ``L``, of a state group the one block
-that ends at ``L``.
+A hit of ``L`` tokens needs all blocks before ``L`` of a full-attention group, the blocks that cover
+the last ``window - 1`` tokens before ``L`` of a sliding window, and the one block that ends at
+``L`` of a state group.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Need:
 
 
 def window_blocks(spec: GroupSpec) -> int:
-    """Blocks that a token right after a boundary can see in a sliding-window group."""
+    """Number of blocks that a token right after a boundary can see in a sliding-window group."""
     return -(-(spec.window_tokens - 1) // spec.block_tokens)
 
 
 def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
-    """For k = 0..n: can this group be restored up to its k-th block boundary? Shape (n + 1,)."""
+    """For k = 0..n: whether this group can be restored up to block boundary k; shape (n + 1,)."""
     count = len(ready)
     boundaries = np.ones(count + 1, np.bool_)
     if spec.kind is GroupKind.FULL:
@@ -61,15 +61,15 @@ def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
 def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> I64:
     """Token counts L > 0 at which every group can be restored, longest first.
 
-    Only the longest matters to a lookup; the shorter ones serve when not all of it can be leased.
+    A lookup uses the longest; the shorter ones serve when the longest cannot be leased.
     """
     if not groups:
         return np.zeros(0, np.int64)
     spec, ready = groups[0]
     if len(groups) == 1 and spec.kind is GroupKind.FULL:
-        # Most models, and the most of a lookup's time there: every boundary up to the first hole.
+        # Most models, where this is most of a lookup's time: every boundary up to the first hole.
         run = len(ready)
-        if np.count_nonzero(ready) < run:  # asked of booleans, this is several times `all`'s speed
+        if np.count_nonzero(ready) < run:  # on booleans, several times as fast as `all`
             run = int(ready.argmin())
         tokens = spec.block_tokens
         return np.arange(run * tokens, 0, -tokens)
@@ -95,12 +95,12 @@ def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:
     return Need(max(0, end - window_blocks(spec)), end)
 
 
-# A member of an enumeration costs a search each time it is named.
+# Each access to an enumeration member by name costs a search.
 _SUMMED = int(State.SUMMED)
 _TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
-"""By whether a block is present."""
+"""Tier of a block, by whether it is present."""
 _SHARED = 1024
-"""Blocks of an answer up to which arrays that say the same of each are made once for all."""
+"""Number of blocks up to which uniform answers share arrays that are made once."""
 _YES, _IN_DRAM = np.ones(_SHARED, np.bool_), np.full(_SHARED, Tier.DRAM, np.uint8)
 for _shared in (_YES, _IN_DRAM):
     _shared.setflags(write=False)
@@ -116,7 +116,7 @@ class KeysItem(NamedTuple):
 class Presence(NamedTuple):
     """Answer for one KV group; arrays of shape (n,), extents (leased x shards,).
 
-    Where all blocks are there, ready in memory and leased, one array may be all three; only there.
+    Only if all blocks are present, ready in memory and leased may one array serve as all three.
     """
 
     kv_group: int
@@ -128,7 +128,7 @@ class Presence(NamedTuple):
 
     @classmethod
     def of_whole(cls, kv_group: int, extents: Records) -> Presence:
-        """The answer if every block of one shard each is there and leased."""
+        """Make the answer for blocks of one shard each that are all present and leased."""
         count = len(extents)
         if count <= _SHARED:
             yes, in_dram = _YES[:count], _IN_DRAM[:count]
@@ -138,7 +138,7 @@ class Presence(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Answer to a lookup; ``short`` is why less was leased than could be restored."""
+    """Answer to a lookup; ``short`` tells why less was leased than could be restored."""
 
     lease_id: int
     hit_tokens: int
@@ -150,8 +150,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Seen:
-    """One KV group's keys resolved: heads (-1 for none), what is current here, what may be served,
-    and what is on a slower tier only (None: nothing is).
+    """One KV group's resolved keys.
+
+    ``heads`` are -1 for none; ``present`` marks current blocks in memory, ``ready`` those that may
+    be served, ``lower_tier`` those on a slower tier only (None: there are none).
     """
 
     kv_group: int
@@ -179,11 +181,11 @@ class Reading:
         *,
         now: float = 0.0,
     ) -> Found:
-        """Which blocks are there, how far they reach, and a lease on what a load needs.
+        """Find present blocks and the longest hit, and lease the blocks that a load of it needs.
 
         Args:
-            lease_id: the client's name for the lease; 0 asks for none.
-            now: what the lease's age is counted from.
+            lease_id: the client's name for the lease; 0 requests none.
+            now: time from which the lease's age is counted.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
@@ -224,7 +226,10 @@ class Reading:
     def _lookup_plain(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """As ``lookup``, of a group that has all its keys; None: the general way must look."""
+        """Fast path of ``lookup`` for a group that has all its keys.
+
+        Returns None, with nothing changed, if the general path must decide.
+        """
         group = self._state.group_of(session)
         namespace = self._state.namespaces.get(group.namespace)
         if epoch != namespace.epoch:
@@ -243,7 +248,7 @@ class Reading:
     def _lookup_one(
         self, group: Group, namespace: Namespace, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """As ``_lookup_plain``, of one key."""
+        """Fast path of ``lookup`` for one key; None if the general path must decide."""
         one = Asked(item.kv_group, item.keys[0], lease_id)
         extent = self.lookup_one(group, namespace, one, now)
         if extent is None:
@@ -256,8 +261,9 @@ class Reading:
     def lookup_one(
         self, group: Group, namespace: Namespace, one: Asked, now: float
     ) -> bytes | None:
-        """As ``lookup`` with a lease, of one key of a session of a living group: its extent, or
-        None, with nothing changed: ask ``lookup``.
+        """Fast path of ``lookup`` with a lease for one key of a session of a living group.
+
+        Returns its extent, or None, with nothing changed, if ``lookup`` must decide.
         """
         head = self._singles.lookup(group, namespace, one)
         if head < 0:
@@ -271,13 +277,13 @@ class Reading:
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
     ) -> tuple[list[Presence], list[PromotionRequest]]:
-        """Which blocks are there, without a lease, and which could climb."""
+        """Report present blocks, without a lease, and those that could be promoted."""
         _, namespace, seen = self._resolve(session, epoch, items)
         groups = [self._presence(one, Need(0, 0)) for one in seen]
         return groups, self._promotion_queue(namespace, items, seen)
 
     def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
-        """Mark blocks as used; returns how many there are."""
+        """Mark blocks as used; returns the number of present ones."""
         _, _, seen = self._resolve(session, epoch, items)
         parts = [np.zeros(0, np.int64), *(one.heads[one.present] for one in seen)]
         heads = np.concatenate(parts)
@@ -300,10 +306,10 @@ class Reading:
             raise KVHearthError(Reason.UNKNOWN_LEASE, f"this group holds no lease {text}")
 
     def suspects(self, session: int, items: list[SlotsItem]) -> list[I64]:
-        """Blocks of this session's tenant whose bytes a reader found wrong and that still live,
-        each once; see ``SlotTable.blocks_of``.
+        """Blocks of this session's namespace that a reader reported as wrong and that still live.
 
-        The shell sums them before it believes it, then calls ``remove_bad``.
+        Each occurs once; see ``SlotTable.blocks_of``. The shell checksums them before it believes
+        the report, then calls ``remove_bad``.
         """
         table = self._state.table
         group = self._state.group_of(session)
@@ -319,8 +325,9 @@ class Reading:
         return table.blocks_of(heads[table.namespace[heads] == group.namespace])
 
     def remove_bad(self, heads: I64, generations: U32, source: str) -> int:
-        """Remove distinct blocks whose bytes do not match their checksums; those that were gone
-        already are passed over. Returns how many were removed.
+        """Remove distinct blocks whose bytes do not match their checksums.
+
+        Blocks that are gone already are passed over. Returns the number of removed blocks.
         """
         table = self._state.table
         live = (table.generation[heads] == generations) & (table.state[heads] == _SUMMED)
@@ -363,7 +370,7 @@ class Reading:
         return group, namespace, seen
 
     def _count_keys(self, seen: list[_Seen]) -> None:
-        """Each key asked for is a hit, or a miss for one reason."""
+        """Count each requested key as a hit, or as a miss for one reason."""
         count = self._state.count
         for one in seen:
             asked, found = len(one.heads), int(np.count_nonzero(one.heads >= 0))
@@ -394,8 +401,9 @@ class Reading:
     def _affordable(
         self, group: Group, seen: list[_Seen], boundaries: I64, leasing: bool
     ) -> tuple[int, I64, Reason | None]:
-        """The longest boundary, or, under the cap on what is held, the longest that it allows; and
-        the slots that it needs.
+        """The longest affordable boundary, its slots, and the bound that made it shorter.
+
+        Without a lease it is the longest boundary, without slots.
         """
         none = np.zeros(0, np.int64)
         if not len(boundaries):
@@ -421,7 +429,7 @@ class Reading:
         return hit, self._lease_slots(seen, hit), Reason.HELD_CAP
 
     def _lease_slots(self, seen: list[_Seen], hit: int) -> I64:
-        """All shards of the blocks that a hit needs, each once, though a key may be asked twice."""
+        """All shards of the blocks that a hit needs, each once even for repeated keys."""
         table = self._state.table
         parts = []
         for one in seen:
@@ -447,7 +455,7 @@ class Reading:
     def _promotion_queue(
         self, namespace: Namespace, items: list[KeysItem], seen: list[_Seen]
     ) -> list[PromotionRequest]:
-        """What must climb so that the hit becomes as long as all tiers together allow."""
+        """Promotion requests for the longest hit that all tiers together allow."""
         if not any(one.lower_tier is not None and one.lower_tier.any() for one in seen):
             return []
         either = [

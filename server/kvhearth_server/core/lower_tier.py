@@ -1,4 +1,4 @@
-"""What the core may ask of a slower tier: what is there, in memory, without waiting."""
+"""Interface of a slower tier to the core, which answers from memory without waiting."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class LowerTier(Protocol):
     """The slower tiers, as a lookup sees them."""
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
-        """Which keys of the namespace's current epoch could be loaded, shape (n,)."""
+        """Report which keys of the namespace's current epoch could be loaded, shape (n,)."""
 
 
 @dataclass(frozen=True)
 class PromotionRequest:
     """Blocks on a slower tier that would lengthen a hit, root first.
 
-    ``parents`` are the keys before each in its chain, empty for none.
+    ``parents`` are the preceding keys in the chain, empty for none.
     """
 
     namespace: Namespace

@@ -1,4 +1,4 @@
-"""Who is attached: sessions join groups, leave, and are drained."""
+"""Sessions and groups: attaching, leaving and draining."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from kvhearth_server.core.state import CoreState, require
 
 @dataclass(frozen=True)
 class Joining:
-    """Who wants to attach, as the shell has established it; ``tenant`` comes from the peer's
-    identity.
+    """A session that wants to attach, as established by the shell.
+
+    ``tenant`` comes from the peer's identity.
     """
 
     session: int
@@ -35,7 +36,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class Joined:
-    """Where it now is."""
+    """The group and namespace that a session joined."""
 
     group: Group
     namespace: Namespace
@@ -55,8 +56,8 @@ class Membership:
 
         Raises:
             KVHearthError: ``too_many_sessions``, ``bad_contract``, ``bad_message``,
-                ``contract_mismatch``
-                (naming the fields), ``rank_taken``, ``stale_incarnation``, ``too_many_namespaces``.
+                ``contract_mismatch`` (naming the fields), ``rank_taken``, ``stale_incarnation``,
+                ``too_many_namespaces``.
         """
         state = self._state
         require(
@@ -92,9 +93,10 @@ class Membership:
         return Joined(group, namespace)
 
     def leave(self, session: int, *, finished: bool) -> None:
-        """A session's life line has closed; ``finished``: it had said that its copies are done.
+        """Handle the closing of a session's attach socket.
 
-        The group ends with its scheduler, or with its last member.
+        ``finished``: the session had reported that its copies are done. The group ends with its
+        scheduler, or with its last member.
         """
         group = self._state.groups.of_session(session)
         if group is None:
@@ -109,7 +111,10 @@ class Membership:
         self.settle(group)
 
     def drained(self, session: int) -> None:
-        """A session that left without a word can no longer write (or has said so since)."""
+        """Note that a session that left without a word can no longer write.
+
+        The session may have reported so itself since.
+        """
         group = self._state.groups.of_session(session)
         if group is None:
             return
@@ -168,7 +173,7 @@ class Membership:
             )
 
     def _end(self, group: Group) -> None:
-        """Leases end; what was reserved is put aside until nobody can write to it."""
+        """End a group and its leases; quarantine its reserved slots until no member can write."""
         state = self._state
         group.ended = True
         state.count("groups_ended")
@@ -182,9 +187,9 @@ class Membership:
         group.pending_aborts.clear()
 
     def settle(self, group: Group) -> None:
-        """Free what an ended group put aside, once nobody of it can write.
+        """Free the quarantined slots of an ended group once no member can write.
 
-        Members that are drained are forgotten, or a rank that comes and goes would leave a record
+        Drained members are forgotten; otherwise a rank that comes and goes would leave a record
         each time.
         """
         self._state.groups.forget_drained(group)
@@ -202,7 +207,7 @@ class Membership:
 
 
 def quarantine(state: CoreState, group: Group, slots: I64) -> None:
-    """RESERVED slots become QUARANTINED: somebody may still write to them."""
+    """Quarantine RESERVED slots, which a member may still write to."""
     if not len(slots):
         return
     state.table.bump(slots)
@@ -216,7 +221,7 @@ def quarantine(state: CoreState, group: Group, slots: I64) -> None:
 
 
 def take_from_quarantine(state: CoreState, group: Group, slots: I64) -> None:
-    """Quarantined slots of a group are certainly quiet: free them."""
+    """Free quarantined slots of a group that nothing can write to any more."""
     if not len(slots):
         return
     size = state.ledger.quarantined(group.segment, slots, -1)

@@ -1,4 +1,4 @@
-"""Namespaces: tenant and contract, weights epoch, quota and what they hold."""
+"""Namespaces: tenant and contract, weights epoch, quota and usage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvhearth.errors import KVHearthError, Reason
 
 @dataclass
 class Namespace:
-    """One namespace; ``number`` is what slots and the journal know it by.
+    """One namespace; slots and the journal refer to it by ``number``.
 
-    ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is a part of the
+    ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is part of the
     namespace's name there, so that copies from before are never found again.
     """
 
@@ -31,7 +31,9 @@ class Namespace:
 
 NUMBER_MAX = 0xFFFF
 CONTRACT_BYTES_MAX = 4 << 20
-"""Bytes of all contracts together, so that the durable catalogue always has room for them."""
+"""Upper bound on the bytes of all contracts together; the durable catalogue always has room for
+them.
+"""
 
 
 class Namespaces:
@@ -43,7 +45,7 @@ class Namespaces:
         quota_bytes: int | None = None,
         forgotten: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """``forgotten`` is told the number of each namespace that is forgotten."""
+        """Make an empty catalogue; ``forgotten`` gets the number of each forgotten namespace."""
         self._forgotten = forgotten
         self._count_max = min(count_max, NUMBER_MAX)
         self._quota_bytes = quota_bytes
@@ -53,8 +55,9 @@ class Namespaces:
         self._contract_bytes = 0
         self.version = 0
         self.epoch_floor = 1
-        """Where a new namespace starts: above every forgotten one's epoch, so that an engine which
-        comes back with old weights does not find its old epoch current again."""
+        """First epoch of a new namespace: above the epoch of every forgotten one, so that an engine
+        which returns with old weights does not find its old epoch current again.
+        """
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -74,7 +77,7 @@ class Namespaces:
         return self._by_digest.get(digest)
 
     def obtain(self, tenant: str, contract: Contract) -> Namespace:
-        """The namespace of a tenant's contract, made if new.
+        """Return the namespace of a tenant's contract, made if new.
 
         Raises:
             KVHearthError: ``too_many_namespaces`` if the catalogue is full of namespaces in use.
@@ -97,7 +100,7 @@ class Namespaces:
     def restore(
         self, number: int, tenant: str, contract: Contract, epoch: int, tier_epoch: int = 0
     ) -> Namespace:
-        """Bring a namespace back from the durable catalogue."""
+        """Restore a namespace from the durable catalogue."""
         digest = namespace_digest(tenant, contract)
         quota = self._quota_bytes
         made = Namespace(number, digest, tenant, contract, epoch, tier_epoch, quota)
@@ -123,9 +126,7 @@ class Namespaces:
     def explain(
         self, tenant: str, contract: Contract, count_max: int = 8
     ) -> list[tuple[Namespace, list[tuple[str, str, str]]]]:
-        """The tenant's namespaces, nearest first, each with the fields in which the contract
-        differs.
-        """
+        """The tenant's namespaces, nearest first, each with the fields that differ."""
         pairs = [
             (space, differences(contract, space.contract))
             for space in self._by_number.values()
@@ -144,17 +145,17 @@ class Namespaces:
         self._next = max(self._next, namespace.number + 1)
 
     def _free_number(self) -> int:
-        """Numbers rise; after the last one, those of forgotten namespaces come again.
+        """Return the next number; after the last one, numbers of forgotten namespaces are reused.
 
-        A forgotten namespace has no blocks, so no header with its number can still be taken for
-        one.
+        A forgotten namespace has no blocks, so no header with its number can be mistaken for one of
+        a new namespace.
         """
         if self._next <= NUMBER_MAX:
             return self._next
         return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
 
     def forget_one(self) -> bool:
-        """Make place: forget a namespace without blocks and engines; False if there is none."""
+        """Make room: forget a namespace without blocks and engines; False if there is none."""
         for space in self._by_number.values():
             if not space.blocks and not space.groups and not space.used_bytes:
                 del self._by_number[space.number]
@@ -168,7 +169,7 @@ class Namespaces:
 
 
 def check_epoch(namespace: Namespace, epoch: int) -> None:
-    """Refuse another epoch than the current one.
+    """Refuse any epoch but the current one.
 
     Raises:
         KVHearthError: ``stale_epoch`` naming both.

@@ -1,4 +1,4 @@
-"""Pins: blocks kept from eviction for a while, by name, with a time to live."""
+"""Pins: named protection of blocks from eviction, with a time to live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvhearth_server.core.state import CoreState, flat, require
 
 @dataclass(frozen=True)
 class Pin:
-    """What a pin holds until ``expires_at``; a slot whose generation moved is not its any more."""
+    """Slots pinned until ``expires_at``; a slot leaves the pin when its generation changes."""
 
     segment: int
     slots: U32
@@ -26,7 +26,7 @@ class Pin:
 
 
 class Pinning:
-    """Pins of all namespaces; they outlive the session that made them, until their time."""
+    """Pins of all namespaces; they outlive the session that made them, until they expire."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -45,12 +45,11 @@ class Pinning:
         ttl_s: float,
         now: float,
     ) -> list[Bools]:
-        """Pin the blocks that are there; per item a boolean for each key.
+        """Pin the present blocks; returns a boolean for each key of each item.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_ttl``,
-                ``pin_exists``,
-                ``too_many_pins``, ``too_many_keys``, ``held_cap``.
+                ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
         """
         state, table = self._state, self._state.table
         group = state.group_of(session)
@@ -111,14 +110,14 @@ class Pinning:
             raise KVHearthError(Reason.UNKNOWN_PIN, f"this namespace has no pin {text}")
 
     def expire(self, now: float) -> int:
-        """End pins whose time is over; returns how many."""
+        """End expired pins; returns their number."""
         over = [name for name, pin in self._pins.items() if pin.expires_at <= now]
         for name in over:
             self._end(name)
         return len(over)
 
     def held(self, segment: int) -> list[I64]:
-        """Slots of each pin on a segment that are still its own."""
+        """Slots of each pin on a segment that are still part of it."""
         return [self._own(pin) for pin in self._pins.values() if pin.segment == segment]
 
     def _own(self, pin: Pin) -> I64:

@@ -1,7 +1,7 @@
 """Eviction policies by namespace and slot size, over one set of arrays.
 
-One policy per namespace lets a namespace at its quota evict of its own; among namespaces the colder
-end goes first.
+With one policy per namespace, a namespace at its quota evicts its own blocks; among namespaces the
+colder end goes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvhearth_server.core.slot_table import Pick, SlotTable
 _WARMEST = 1 << 62
 _RINGS_A_POLICY = 2
 _STALE_MAX = 64
-"""Entries of a heap that may be out of date, beside one a policy."""
+"""Upper bound on stale entries of a heap, beyond one per policy."""
 
 
 class PolicySet:
@@ -45,7 +45,7 @@ class PolicySet:
         policy.insert(heads, marks)
 
     def insert_one(self, namespace: int, slot_bytes: int, head: int, key: bytes) -> None:
-        """As ``insert``, of one head."""
+        """Admit one head."""
         self._policy_for(namespace, slot_bytes).insert_one(head, hash(key) & 0xFFFFFFFF)
 
     def _policy_for(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
@@ -62,11 +62,11 @@ class PolicySet:
         self._arrays.touch(heads)
 
     def touch_one(self, head: int) -> None:
-        """As ``touch``, of one head."""
+        """Mark one head as used."""
         self._arrays.touch_one(head)
 
     def remove(self, table: SlotTable, heads: I64) -> None:
-        """Let heads go without counting them as evicted."""
+        """Remove heads without counting them as evicted."""
         sizes = table.slot_bytes_of(heads)
         places = table.namespace[heads].astype(np.int64) << 32 | sizes
         for place in np.unique(places):
@@ -78,8 +78,9 @@ class PolicySet:
         return self._arrays.places[head] > 0
 
     def take_changed(self) -> Collection[tuple[int, int]]:
-        """Places, (namespace, slot size), whose policies blocks came to or were removed from since
-        the last call.
+        """Return the (namespace, slot size) pairs that changed since the last call.
+
+        A pair changes when its policy gains blocks or blocks are removed from it.
         """
         changed, self._changed = self._changed, set()
         return changed
@@ -93,7 +94,7 @@ class PolicySet:
         yield from self._by_namespace.get(namespace, {}).values()
 
     def drop(self, namespace: int) -> None:
-        """Forget the policies of a namespace, which has no blocks any more.
+        """Forget the policies of a namespace that has no blocks any more.
 
         Raises:
             ValueError: if one has members; nothing has changed.
@@ -105,16 +106,16 @@ class PolicySet:
             del self._policies[namespace, slot_bytes]
 
     def __len__(self) -> int:
-        """Policies, those without members too."""
+        """Number of policies, including those without members."""
         return len(self._policies)
 
     @property
     def member_count(self) -> int:
-        """Heads in all policies."""
+        """Number of heads in all policies."""
         return sum(map(len, self._policies.values()))
 
     def places(self) -> list[tuple[int, int]]:
-        """(namespace, slot size) of all policies."""
+        """The (namespace, slot size) pairs of all policies."""
         return list(self._policies)
 
     def members(self, namespace: int, slot_bytes: int) -> I64:
@@ -132,10 +133,9 @@ class PolicySet:
 class Coldest:
     """Policies that compete for the next victim, in a heap by their ``age_rank``.
 
-    A policy's entry counts only while its rank is the policy's current one: whoever changes a
-    policy calls ``note``. So a victim costs the logarithm of the number of policies, which a sort
-    or a scan for each victim does not: with a thousand namespaces that stopped the daemon for
-    seconds.
+    A policy's entry is valid only while its rank is the policy's current one: callers that change a
+    policy call ``note``. A victim thus costs the logarithm of the number of policies. A sort or a
+    scan for each victim costs more: with a thousand namespaces that stopped the daemon for seconds.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Coldest:
         self._skipped: list[int] = []
 
     def note(self, name: int, policy: EvictionPolicy) -> None:
-        """Add a policy under a name, or take note that it has changed; empty ones are dropped."""
+        """Add a policy under a name, or register that it has changed; empty ones are dropped."""
         if not len(policy):
             self._policies.pop(name, None)
             self._ranks.pop(name, None)
@@ -171,7 +171,7 @@ class Coldest:
         return None
 
     def skip(self, name: int) -> None:
-        """Pass over a policy, which has no victim, until ``restore``."""
+        """Pass over a policy without a victim until ``restore``."""
         del self._ranks[name]
         self._skipped.append(name)
 

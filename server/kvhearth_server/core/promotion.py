@@ -1,4 +1,4 @@
-"""Blocks on their way up from a slower tier: their slots, who wants them, what becomes of them."""
+"""Promotion of blocks from a slower tier: their slots, their requesters and their outcome."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState, flat
 
 LOADING_FRACTION_MAX = 0.25
-"""Part of a segment that may be climbing at once."""
+"""Upper bound on bytes being promoted at once, as a fraction of a segment."""
 
 Requester = tuple[int, int]
 """(group number, lease id); lease id 0 stands for the group."""
 
 ANONYMOUS: Requester = (0, 0)
-"""Asks for what nobody can call off."""
+"""Requester of promotions that cannot be cancelled."""
 VERIFIER: Requester = (0, 1)
-"""Reads copies below to verify them, and keeps none: the only asker that does not want the blocks.
+"""Requester that reads copies in a lower tier to verify them and keeps none; the only one that does
+not want the blocks.
 """
 REQUESTERS_MAX = 256
-"""Of one climb; with more it is not called off any more."""
+"""Upper bound on the requesters of one promotion; with more it can no longer be cancelled."""
 
 
 @dataclass(eq=False)
 class Promotion:
-    """Blocks of one wish that are being loaded; ``slots`` (n, shards) are the tier's until
-    ``finish``.
+    """Blocks of one promotion request that are being loaded.
+
+    ``slots`` (n, shards) belong to the tier until ``finish``.
     """
 
     number: int
@@ -46,7 +48,7 @@ class Promotion:
 
 
 class Promotions:
-    """All climbs under way."""
+    """All promotions in progress."""
 
     def __init__(self, state: CoreState, evictor: Evictor) -> None:
         self._state = state
@@ -57,12 +59,12 @@ class Promotions:
         self._by_requester: dict[Requester, set[int]] = {}
         self._next = 1
         self.orphaned_loads = np.zeros(0, np.int64)
-        """Quarantined slots into which a dead daemon's requests may still be written."""
+        """Quarantined slots that a dead daemon's disk requests may still write to."""
         self.short = False
-        """The last ``begin`` found less room than it wanted."""
+        """Whether the last ``begin`` found less room than it wanted."""
 
     def __len__(self) -> int:
-        """Blocks under way."""
+        """Number of blocks being promoted."""
         return len(self._by_key)
 
     def begin(
@@ -73,16 +75,18 @@ class Promotions:
         *,
         here_too: bool = False,
     ) -> Promotion | None:
-        """Take slots for the first of the wished blocks that are not under way yet; None if there
-        is nothing to do, or no room.
+        """Take slots for the first requested blocks that are not being promoted yet.
+
+        Returns None if there is nothing to do, or no room.
 
         Args:
-            here_too: blocks that are in memory as well: to look at their copies below.
+            here_too: include blocks that are in memory as well, to check their copies in the lower
+                tier.
         """
         self.short = False
         number, kv_group = request.namespace.number, request.kv_group
         if self._state.namespaces.find(request.namespace.digest) is not request.namespace:
-            return None  # it was forgotten meanwhile
+            return None  # forgotten meanwhile
         heads = self._state.index.find(number, kv_group, request.keys)
         here = heads >= 0
         here &= (self._state.table.epoch[heads] == request.namespace.epoch) & (not here_too)
@@ -122,12 +126,13 @@ class Promotions:
         return promotion
 
     def _slots(self, request: PromotionRequest, count: int) -> I64:
-        """LOADING slots of shape (n <= count, shards), booked."""
+        """Take and book LOADING slots of shape (n <= count, shards)."""
         state, shards = self._state, request.spec.shards
         segment = state.segment_of[request.namespace.tenant]
         size = state.slot_bytes(request.spec)
         books = state.ledger.segments[segment]
-        # One block may climb alone, however large: none of its kind ever would otherwise.
+        # One block may always be promoted alone, however large; otherwise none of its kind ever
+        # would.
         most = max(int(books.capacity * LOADING_FRACTION_MAX), size * shards)
         room = min(most - books.loading, hold_room(state, segment))
         quota = request.namespace.quota_bytes
@@ -151,7 +156,7 @@ class Promotions:
         self._by_requester.setdefault(requester, set()).add(promotion.number)
 
     def drop_requester(self, requester: Requester) -> list[Promotion]:
-        """Somebody does not wait any more; the climbs that nobody wants now."""
+        """Remove a requester; returns the promotions that have no requester left."""
         alone = []
         for number in self._by_requester.pop(requester, set()):
             promotion = self._promotions[number]
@@ -161,15 +166,17 @@ class Promotions:
         return alone
 
     def forget_group(self, group: int) -> list[Promotion]:
-        """As ``forget_asker``, for all that a group asked for."""
+        """Remove all requesters of a group; see ``drop_requester``."""
         requesters = [requester for requester in self._by_requester if requester[0] == group]
         return [
             promotion for requester in requesters for promotion in self.drop_requester(requester)
         ]
 
     def finish(self, promotion: Promotion, good: Bools, checksums: Records) -> int:
-        """The slots are ours again; ``good`` (n,): whose bytes are there and verified; checksums
-        (n, shards). Returns how many blocks are servable now because of it.
+        """Take the slots back from the tier and bind the good blocks.
+
+        ``good`` (n,) marks the blocks whose bytes were loaded and verified; ``checksums`` (n,
+        shards). Returns the number of blocks that became servable.
         """
         state, request = self._state, promotion.request
         del self._promotions[promotion.number]
@@ -214,7 +221,7 @@ class Promotions:
             self._state.free_slots(promotion.segment, np.sort(flat(slots)))
 
     def free_orphaned_loads(self) -> int:
-        """No request of a dead daemon is under way any more; how many slots that frees."""
+        """Free the orphaned loads when a dead daemon has no disk request left; returns how many."""
         orphaned_loads, self.orphaned_loads = self.orphaned_loads, self.orphaned_loads[:0]
         state = self._state
         if len(orphaned_loads):
@@ -227,7 +234,7 @@ class Promotions:
         return len(orphaned_loads)
 
     def adopt(self, slots: I64) -> None:
-        """Put LOADING slots of an earlier run aside."""
+        """Quarantine LOADING slots of an earlier run."""
         state = self._state
         state.table.state[slots] = State.QUARANTINED
         state.table.owner[slots] = KERNEL
@@ -239,7 +246,7 @@ class Promotions:
         self.orphaned_loads = np.concatenate([self.orphaned_loads, slots])
 
     def billed(self) -> dict[int, int]:
-        """Bytes of LOADING slots by namespace number, recounted."""
+        """Recount the bytes of LOADING slots by namespace number."""
         found: dict[int, int] = {}
         for promotion in self._promotions.values():
             number = promotion.request.namespace.number

@@ -1,4 +1,4 @@
-"""Taking blocks out of the index: eviction, replacement, invalid bytes."""
+"""Removal of blocks from the index: eviction, replacement, invalid bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
 EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
-"""Causes that are evictions: the block was good, somebody needed its room."""
+"""Causes that count as evictions: the block was good, but its room was needed."""
 
 
 def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
-    """Remove distinct bound blocks of any namespaces and groups; every extent of them becomes
-    invalid at once.
+    """Remove distinct bound blocks of any namespaces and groups.
 
-    What somebody still leases is quarantined until the lease ends, the rest becomes free. Pins end.
+    Every extent of them becomes invalid at once. Slots that are still leased are quarantined until
+    the lease ends, the others become free. Pins end.
     """
     state.policies.remove(state.table, heads)
     state.chains.unlink_many(heads)
@@ -26,7 +26,7 @@ def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
 
 
 def forget_blocks(state: CoreState, heads: I64, cause: str) -> None:
-    """As ``remove_blocks``, for heads that policy and chains have let go already."""
+    """Remove blocks whose heads policy and chains have already released; see ``remove_blocks``."""
     table = state.table
     pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
     for pair in np.unique(pairs):
@@ -63,8 +63,8 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str
     state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
     if cause in EVICTIONS:
         state.evicted_at.append(table.used_at[heads])
-    # What is removed as wrong is gone for those who were told of it: a good copy below rises and
-    # is told of again.
+    # Subscribers see a block removed as wrong as gone: a good copy in the lower tier is promoted
+    # and announced again.
     moved = copy_state if cause in EVICTIONS else np.zeros_like(copy_state)
     for kind, chosen, tier in ((EventKind.REMOVED, ~moved, ""), (EventKind.MOVED, moved, "ssd")):
         names = [keys[row] for row in np.flatnonzero(chosen).tolist()]

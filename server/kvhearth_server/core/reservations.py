@@ -1,4 +1,4 @@
-"""The writing half of a block's life: reserve, commit, abort, sum."""
+"""Writing of blocks: reserve, commit, abort and checksum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from kvhearth_server.core.state import CoreState, flat, require
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a reservation gave so far, why less than asked for (or None), and whether
+    """Grants of a reservation so far.
+
+    ``short`` is the bound that made it smaller than requested (or None); ``more`` tells whether
     ``Writing.reserve_more`` has more to grant.
     """
 
@@ -42,7 +44,7 @@ class SlotsItem:
 
 
 class Writing:
-    """Reserve, commit, abort and sum, for attached schedulers."""
+    """Reservations, commits, aborts and checksums of attached schedulers."""
 
     def __init__(self, state: CoreState, evictor: Evictor) -> None:
         self._state = state
@@ -61,16 +63,17 @@ class Writing:
         """Hand out empty slots for ``wants``, pairs of (KV group, blocks).
 
         Args:
-            session: a scheduler's.
+            session: a scheduler's session.
             reservation_id: the client's name for it.
-            epoch: of the weights that the client has.
-            wants: how many blocks of which group.
-            evicted_max: blocks that may be evicted in this call; where more must be, a part is
-                handed out, and ``reserve_more`` goes on.
+            epoch: weights epoch of the client.
+            wants: number of blocks for each KV group.
+            evicted_max: upper bound on the blocks evicted in this call. If more are needed, a part
+                is handed out, and ``reserve_more`` continues.
 
         Raises:
             KVHearthError: ``group_incomplete``, ``group_gone``, ``stale_epoch``, ``bad_group``,
-                ``too_many_keys``, or the bound that left nothing at all.
+                ``too_many_keys``, ``not_reserved`` if the reservation was aborted before, or the
+                bound that left nothing at all.
         """
         state = self._state
         group, namespace = self._reserving(session, epoch)
@@ -95,7 +98,7 @@ class Writing:
     def reserve_more(
         self, session: int, reservation_id: int, epoch: int, evicted_max: int
     ) -> Reserved:
-        """Go on with a reservation; the answer has what was handed out before, too.
+        """Continue a reservation; the answer includes the earlier grants.
 
         Raises:
             KVHearthError: as ``reserve``; ``not_reserved`` if it was aborted meanwhile.
@@ -119,7 +122,7 @@ class Writing:
     def _go_on(
         self, group: Group, namespace: Namespace, reservation_id: int, evicted_max: int | None
     ) -> Reserved:
-        """Grant what is left of a reservation, or a portion of it."""
+        """Grant the rest of a reservation, or a portion of it."""
         state, work = self._state, group.unfinished.get(reservation_id)
         if work is None:
             return Reserved(group.reservations[reservation_id], None)
@@ -160,8 +163,10 @@ class Writing:
         count: int,
         evicted_max: int | None,
     ) -> tuple[I64, Reason | None, bool]:
-        """Slots of shape (n <= count, shards), booked as reserved; the bound that made n smaller;
-        and whether n is smaller because ``evicted_max`` were evicted for it.
+        """Take slots of shape (n <= count, shards) and book them as reserved.
+
+        Returns the slots, the bound that made n smaller, and whether n is smaller because the limit
+        of ``evicted_max`` evictions was reached.
         """
         state, evictor = self._state, self._evictor
         segment, size = group.segment, state.slot_bytes(spec)
@@ -181,7 +186,7 @@ class Writing:
         ):
             if count * block > room:
                 count, bound = max(0, room // block), reason
-        # Last, because it evicts: not for what the other bounds refuse.
+        # Last, because it evicts: nothing is evicted for blocks that the other bounds refuse.
         room = self._quota_room(namespace, count * block, evicted_max)
         if count * block > room:
             count, bound, cut = max(0, room // block), Reason.QUOTA_EXCEEDED, evictor.cut_short
@@ -199,10 +204,10 @@ class Writing:
         return slots.reshape(count, spec.shards), bound, cut
 
     def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
-        """Bytes that may yet be reserved of the namespace's quota: at most half of it, but one
-        block in any case.
+        """Bytes of the quota that may still be reserved: half of it, but at least one block.
 
-        Else a stock of empty slots as large as the quota would evict all blocks of the namespace.
+        Otherwise a stock of empty slots as large as the quota would evict all blocks of the
+        namespace.
         """
         quota = namespace.quota_bytes
         if quota is None:
@@ -220,16 +225,15 @@ class Writing:
         return quota - namespace.used_bytes
 
     def commit(self, session: int, epoch: int, items: list[CommitItem]) -> list[Bools]:
-        """Bind keys to written slots; per item a boolean for each key: bound now (else it was
-        there).
+        """Bind keys to written slots.
 
-        All items are checked before any is applied.
+        All items are checked before any is applied. Returns for each item a boolean for each key:
+        True if it was bound now, False if it was bound before.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_keys``,
-                ``bad_extents``,
-                ``bad_checksums``, ``not_reserved``, ``already_committed``, ``foreign_extent``,
-                ``stale_extent``.
+                ``bad_extents``, ``bad_checksums``, ``not_reserved``, ``already_committed``,
+                ``foreign_extent``, ``stale_extent``, ``too_many_keys``.
         """
         state = self._state
         group = state.group_of(session)
@@ -256,8 +260,9 @@ class Writing:
         return [self._binder.bind(group, namespace, item) for item in items]
 
     def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: One) -> bool:
-        """As ``commit``, of one key of a session of a living group; False, with nothing changed:
-        ask ``commit``.
+        """Fast path of ``commit`` for one key of a session of a living group.
+
+        Returns False, with nothing changed, if ``commit`` must decide.
         """
         return epoch == namespace.epoch and self._singles.bind(group, namespace, one)
 
@@ -296,7 +301,7 @@ class Writing:
             good &= table.owner[slots] == group.number
             good &= table.generation[slots] == item.generations
             if good.all():
-                return  # as nearly always; what follows finds out what is wrong
+                return  # nearly always; the code below finds the error
         require(
             table.in_use(slots).all(), Reason.BAD_EXTENTS, "a slot number is outside of the arena"
         )
@@ -317,8 +322,8 @@ class Writing:
             Reason.FOREIGN_EXTENT,
             "a slot of this call was reserved by another group",
         )
-        # Putting a slot aside moved its generation on by one. An older one comes from a message
-        # that arrives twice: the slot was in use since, and somebody may be writing to it now.
+        # Quarantining a slot raised its generation by one. An older generation comes from a message
+        # that arrives twice: the slot was in use since, and may be written to now.
         quarantined = table.generation[slots] == item.generations + np.uint32(1)
         same |= (found == State.QUARANTINED) & quarantined
         if not (held & mine & same).all():
@@ -329,10 +334,10 @@ class Writing:
             )
 
     def summed(self, slots: I64, generations: U32, sums: U8) -> int:
-        """Checksums that the daemon computed for committed blocks; (n, shards), sums (n, shards,
-        16).
+        """Store checksums that the daemon computed for committed blocks.
 
-        Blocks that were removed meanwhile are passed over. Returns how many became servable.
+        ``slots`` and ``generations`` have shape (n, shards), ``sums`` (n, shards, 16). Blocks that
+        were removed meanwhile are passed over. Returns the number of blocks that became servable.
         """
         state, table = self._state, self._state.table
         live = (table.generation[slots] == generations).all(axis=1)
@@ -345,7 +350,7 @@ class Writing:
             np.ascontiguousarray(sums[live]).view(f"V{CHECKSUM_BYTES}").reshape(-1)
         )
         table.state[every] = State.SUMMED
-        table.flags[every] = 0  # this sum is of the bytes as they are: nothing is left to verify
+        table.flags[every] = 0  # this sum is of the present bytes: nothing is left to verify
         state.actions.append(Summed(every))
         state.count("summed_blocks", len(kept))
         heads = kept[:, 0]
@@ -361,12 +366,12 @@ class Writing:
     def abort(
         self, session: int, items: list[SlotsItem], reservation_ids: list[int], *, in_doubt: bool
     ) -> tuple[int, int]:
-        """Give reserved slots back, or put them aside if a worker may still be writing to them;
-        returns (freed, put aside).
+        """Free reserved slots, or quarantine them if a worker may still be writing to them.
 
-        One rule: what an abort in doubt put aside, the next one that is not in doubt frees, be
-        either by slots or by reservation. While a member of the group has left without a word,
-        every abort puts aside; one that is not in doubt frees as soon as that member is drained.
+        Returns (freed, quarantined). Slots that an abort in doubt quarantined are freed by the next
+        abort that is not in doubt, whether it names slots or the reservation. While the group has a
+        member that left without a word, every abort quarantines; one that is not in doubt frees as
+        soon as that member is drained.
 
         Raises:
             KVHearthError: ``group_gone``, ``bad_extents``, ``not_reserved``, ``foreign_extent``,
@@ -389,8 +394,8 @@ class Writing:
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         stock = slots[state.table.state[slots] == State.RESERVED]
         if group.has_undrained_member and not in_doubt:
-            # The scheduler cannot know what a rank that died is still writing; the group's last
-            # such member, once drained, frees it.
+            # The scheduler cannot know what a dead rank is still writing. The drain of the group's
+            # last such member frees the slots.
             group.doubt(slots)
             in_doubt = True
         if in_doubt:

@@ -1,4 +1,4 @@
-"""Slabs of one segment: who holds which slot size, and which slots are free.
+"""Slab allocator of one segment: slot size of each slab, and free slots of each size.
 
 A slab belongs to one slot size until it is empty and another size wants it. Free slots of a size
 are a stack in an array, so that taking and giving thousands costs a few array operations.
@@ -15,11 +15,11 @@ from kvhearth_server.core.slot_table import SlotTable, State
 
 
 class _SizeClass:
-    """The free slots of one slot size, of which a segment has at most ``slots_max``."""
+    """The free slots of one slot size; a segment has at most ``slots_max`` of them."""
 
     def __init__(self, slots_max: int) -> None:
-        # Never larger: to copy a stack of millions takes longer than a call may. What no slot was
-        # pushed to takes no memory.
+        # Full size from the start: copying a stack of millions takes longer than a call may.
+        # Entries that were never used take no memory.
         self.free = np.zeros(slots_max, np.int64)
         self.count = 0
 
@@ -29,7 +29,7 @@ class _SizeClass:
         self.count = need
 
     def pop(self, count: int) -> I64:
-        """Take ``count`` slots, lowest pushed last so that neighbours come out in rising order."""
+        """Take ``count`` slots; the lowest was pushed last, so neighbours come out ascending."""
         start = self.count - count
         taken = self.free[start : self.count][::-1].copy()
         self.count = start
@@ -43,10 +43,10 @@ class _SizeClass:
 
 
 class SlabPool:
-    """Allocator of one segment; decides nothing about eviction."""
+    """Allocator of one segment; does not decide on eviction."""
 
     def __init__(self, table: SlotTable, segment: int, sized: Callable[[int, int], None]) -> None:
-        """``sized`` is told each slab and its new slot size, in order."""
+        """Make a pool; ``sized`` is called with each slab and its new slot size, in order."""
         self._table = table
         self._sized = sized
         geometry = table.geometry
@@ -63,31 +63,31 @@ class SlabPool:
 
     @property
     def unassigned_count(self) -> int:
-        """Slabs that no slot size holds."""
+        """Number of slabs that no slot size holds."""
         return len(self._unassigned)
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest slot that could be taken without evicting anything."""
+        """Size of the largest slot that could be taken without evicting anything."""
         if self._unassigned:
             return self._slab_bytes
         return max((size for size, found in self._classes.items() if found.count), default=0)
 
     def free_count(self, slot_bytes: int) -> int:
-        """Free slots of a size, without taking another slab."""
+        """Number of free slots of a size, without taking another slab."""
         found = self._classes.get(slot_bytes)
         return found.count if found else 0
 
     def slots_per_slab(self, slot_bytes: int) -> int:
-        """Slots that a slab of this size has."""
+        """Number of slots in a slab of this size."""
         return self._slab_bytes // slot_bytes
 
     def can_take(self, slot_bytes: int) -> int:
-        """Slots that could be taken without evicting anything."""
+        """Number of slots that could be taken without evicting anything."""
         return self.free_count(slot_bytes) + len(self._unassigned) * self.slots_per_slab(slot_bytes)
 
     def take(self, slot_bytes: int, count: int) -> I64:
-        """Up to ``count`` free slots, assigning slabs as needed; their state stays FREE."""
+        """Take up to ``count`` free slots, assigning slabs as needed; their state stays FREE."""
         found = self._class_of(slot_bytes)
         while found.count < count and self._unassigned:
             self.assign(self._unassigned.popitem()[0], slot_bytes)
@@ -103,7 +103,7 @@ class SlabPool:
         return found
 
     def give(self, slots: I64) -> None:
-        """Return slots, whatever their sizes; the caller has set their state to FREE."""
+        """Return slots of any sizes; the caller has set their state to FREE."""
         if not len(slots):
             return
         np.subtract.at(self.slab_used, slots // self._stride - self.first_slab, 1)
@@ -116,7 +116,7 @@ class SlabPool:
             self._classes[int(size)].push(slots[sizes == size][::-1])
 
     def assign(self, slab: int, slot_bytes: int, used: I64 | None = None) -> None:
-        """Give a slab to a slot size; all its slots but those ``used`` become free."""
+        """Give a slab to a slot size; all its slots except ``used`` become free."""
         self._table.slab_slot_bytes[slab] = slot_bytes
         self._sized(slab, slot_bytes)
         free = np.ones(self.slots_per_slab(slot_bytes), np.bool_)
@@ -150,7 +150,7 @@ class SlabPool:
         return [int(slab) + self.first_slab for slab in others[order]]
 
     def empty_of_others(self, slot_bytes: int) -> int | None:
-        """A slab that another slot size holds, but has nothing in; None if there is none."""
+        """An empty slab that another slot size holds; None if there is none."""
         sizes = self._table.slab_slot_bytes[self.first_slab : self.end_slab]
         empty = (self.slab_used == 0) & (sizes != 0) & (sizes != slot_bytes)
         place = int(empty.argmax())

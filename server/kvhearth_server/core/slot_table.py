@@ -1,10 +1,10 @@
-"""The slot table: geometry of the arena, and all per-slot state in arrays.
+"""Slot table: geometry of the arena, and all per-slot state in arrays.
 
 A segment is cut into slabs, a slab into slots of one size. Slot numbers are sparse: slot ``i`` of
-slab ``s`` is ``s * stride + i`` whatever the slab's slot size is, so the number of a slot gives its
-place without a table, and a slab that changes its slot size renumbers nothing. Rows of numbers that
-no slab uses are never touched and cost address space only, which is why every array uses zero for
-"nothing".
+slab ``s`` is ``s * stride + i`` whatever the slab's slot size is. Therefore the number of a slot
+gives its place without a table, and a slab that changes its slot size renumbers nothing. Rows of
+numbers that no slab uses are never touched and cost address space only, which is why every array
+uses zero for "nothing".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvhearth.model import (
 
 
 class State(enum.IntEnum):
-    """What a slot is doing. ``SUMMED`` is the only state that may be served."""
+    """State of a slot. ``SUMMED`` is the only state that may be served."""
 
     FREE = 0
     RESERVED = 1
@@ -40,7 +40,7 @@ class State(enum.IntEnum):
 
 
 class CopyState(enum.IntEnum):
-    """Where a block's copy on a slower tier stands; zero for blocks that nobody offered."""
+    """State of a block's copy on a slower tier; zero for blocks that were never queued."""
 
     NOT = 0
     QUEUED = 1
@@ -50,7 +50,7 @@ class CopyState(enum.IntEnum):
 
 
 KERNEL = 0xFFFF_FFFE
-"""Owner of slots that the kernel may write to for us: blocks on their way from a slower tier."""
+"""Owner of slots that the kernel may write to for the daemon: blocks being promoted."""
 
 Pick = slice | I64
 """Rows of the table: slot numbers, or a slice where slots lie side by side, which costs half as
@@ -59,7 +59,7 @@ much. A slice has both ends and no step.
 
 
 def promoting(slots: I64) -> Pick:
-    """Rows of slots whose numbers rise."""
+    """Rows of slots with ascending numbers."""
     count = len(slots)
     if not count:
         return slots
@@ -68,7 +68,7 @@ def promoting(slots: I64) -> Pick:
 
 
 def all_zero(values: npt.NDArray[np.unsignedinteger[Any]]) -> bool:
-    """Whether there is nothing but zeros; on bytes this is several times numpy's speed."""
+    """Whether all values are zero; on bytes this is several times as fast as in numpy."""
     return values.tobytes() == bytes(values.nbytes)
 
 
@@ -88,7 +88,7 @@ class SegmentGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the arena is cut. Bytes; ``slot_bytes_min`` divides ``slab_bytes``."""
+    """Partition of the arena, in bytes; ``slot_bytes_min`` divides ``slab_bytes``."""
 
     slab_bytes: int
     slot_bytes_min: int
@@ -96,7 +96,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tenants: list[tuple[str, int]], slab_bytes: int, slot_bytes_min: int) -> Geometry:
-        """Geometry for (tenant, bytes) pairs; bytes are whole slabs."""
+        """Make the geometry for (tenant, bytes) pairs; bytes are whole slabs."""
         segments, first = [], 0
         for tenant, size in tenants:
             if size < slab_bytes or size % slab_bytes or slab_bytes % slot_bytes_min:
@@ -112,12 +112,12 @@ class Geometry:
 
     @property
     def slab_count(self) -> int:
-        """Slabs of all segments."""
+        """Number of slabs of all segments."""
         return sum(segment.slabs for segment in self.segments)
 
     @property
     def slot_count(self) -> int:
-        """Slot numbers, used or not."""
+        """Number of slot numbers, used or not."""
         return self.slab_count * self.stride
 
     def slot_bytes_for(self, page_bytes: int) -> int:
@@ -133,13 +133,13 @@ class Geometry:
 
 @dataclass
 class SlotTable:
-    """Arrays of shape (slot_count,), one row a slot; and per slab its slot size.
+    """Arrays of shape (slot_count,), one row per slot; and per slab its slot size.
 
     Links hold a slot number plus one, zero for none. A block is named by its head, the slot of
-    shard 0; the others hang on ``sibling`` and point back by ``head``. ``parent``, ``child`` (the
-    youngest one), ``older`` and ``younger`` (among the children of one parent) join the heads of a
-    chain; see ``chains``. Of heads only: ``sunk``, where a copy below stands (see ``offers``), and
-    ``sequence``, the commit's number.
+    shard 0; the others are linked through ``sibling`` and point back by ``head``. ``parent``,
+    ``child`` (the youngest one), ``older`` and ``younger`` (among the children of one parent) join
+    the heads of a chain; see ``chains``. Two columns apply to heads only: ``copy_state``, the state
+    of a copy in a lower tier (see ``writeback_queue``), and ``sequence``, the number of the commit.
     """
 
     geometry: Geometry
@@ -151,7 +151,7 @@ class SlotTable:
         if self.generation.shape != (count,) or self.generation.dtype != np.uint32:
             raise ValueError(f"generations must be u32 of shape ({count},)")
         self._stride = stride = self.geometry.stride
-        # Nearly always a power of two, and then shifts take half the time of divisions.
+        # Nearly always a power of two, where shifts take half the time of divisions.
         self._shift = None if stride & stride - 1 else stride.bit_length() - 1
         self.state = np.zeros(count, np.uint8)
         self.flags = np.zeros(count, np.uint8)
@@ -198,9 +198,7 @@ class SlotTable:
         return int(np.add.reduce(self.slot_bytes_of(numbers(rows))))
 
     def in_use(self, slots: I64) -> npt.NDArray[np.bool_]:
-        """Which numbers name a slot that exists now: within the table, in an assigned slab, inside
-        it.
-        """
+        """Whether numbers name existing slots: within the table, in an assigned slab, inside it."""
         stride = self.geometry.stride
         good = (slots >= 0) & (slots < self.geometry.slot_count)
         safe = np.where(good, slots, 0)
@@ -209,7 +207,7 @@ class SlotTable:
         return np.asarray(good & (size > 0) & fits)
 
     def bump(self, slots: I64) -> None:
-        """Make every extent of these slots that was handed out so far invalid."""
+        """Invalidate every extent of these slots that was handed out so far."""
         self.generation[slots] += np.uint32(1)
 
     def shards_of(self, head: int) -> list[int]:
@@ -222,9 +220,7 @@ class SlotTable:
         return slots
 
     def blocks_of(self, heads: I64) -> list[I64]:
-        """All slots of each block in rank order: an array of shape (blocks, shards) for each number
-        of shards.
-        """
+        """All slots of each block in rank order, one array (blocks, shards) per shard count."""
         found, rows = list[I64](), heads.reshape(-1, 1)
         while len(rows):
             links = self.sibling[rows[:, -1]].astype(np.int64)
@@ -244,10 +240,10 @@ class SlotTable:
         return np.stack(columns, axis=1)
 
     def extents(self, slots: I64, length: int, *, summed: bool = False) -> Records:
-        """Records of ``EXTENT_DTYPE`` for shards of ``length`` bytes, flat.
+        """Make records of ``EXTENT_DTYPE`` for shards of ``length`` bytes, flat.
 
-        ``summed``: all of them are SUMMED, else none is: a reserved slot still has its last block's
-        sum in the table, and nobody is told that one.
+        ``summed``: all of the slots are SUMMED; otherwise none is. A reserved slot still has its
+        last block's checksum in the table, which must not be given out.
         """
         flat = slots.reshape(-1)
         if len(flat) == 1:
@@ -267,7 +263,7 @@ class SlotTable:
         return records
 
     def extents_beside(self, rows: slice, length: int) -> Records:
-        """As ``extents`` of SUMMED slots that lie side by side."""
+        """Make the extents of SUMMED slots that lie side by side; see ``extents``."""
         slab = rows.start // self._stride
         if (rows.stop - 1) // self._stride != slab:
             return self.extents(numbers(rows), length, summed=True)
@@ -275,7 +271,8 @@ class SlotTable:
         start = (slab - self.slab_first.item(slab)) * self.geometry.slab_bytes
         start += (rows.start - first) * size
         count = rows.stop - rows.start
-        # What all have in common comes with the memory; most daemons never set a flag.
+        # The common fields are packed once and copied with the memory; most daemons never set a
+        # flag.
         alike = EXTENT_RECORD.pack(0, self.slab_segment.item(slab), FLAG_SUMMED, 0, length, 0, b"")
         records = np.frombuffer(bytearray(alike * count), EXTENT_DTYPE)
         if not all_zero(flags := self.flags[rows]):
@@ -287,7 +284,7 @@ class SlotTable:
         return records
 
     def _extent(self, slot: int, length: int, summed: bool) -> Records:
-        """As ``extents``, of one slot: a record is quicker packed than filled field by field."""
+        """Make the extent of one slot: a record is packed faster than filled field by field."""
         slab, row = divmod(slot, self._stride)
         offset = (slab - self.slab_first.item(slab)) * self.geometry.slab_bytes
         offset += row * self.slab_slot_bytes.item(slab)

@@ -1,4 +1,4 @@
-"""What the parts of the core share: tables, books and bounds. No IO, no clock, no thread."""
+"""Shared state of the core's parts: tables, books and bounds. No IO, clock or threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on everything (see the settings of the same names)."""
+    """Bounds of the core (see the settings of the same names)."""
 
     held_fraction_max: float = 0.8
     stock_fraction_max: float = 0.25
@@ -39,11 +39,14 @@ class Limits:
     namespaces_max: int = 1024
     leases_max: int = 4096
     leased_slots_max: int = 1 << 24
-    """Of all leases on one tenant's segment, a slot once for each: their lists take 4 bytes each.
+    """Slots of all leases on one tenant's segment, a slot once per lease: their lists take 4 bytes
+    each.
     """
     pins_max: int = 1024
     pinned_slots_max: int = 1 << 22
-    """Of all pins on one tenant's segment, a slot once for each: their lists take 8 bytes each."""
+    """Slots of all pins on one tenant's segment, a slot once per pin: their lists take 8 bytes
+    each.
+    """
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
     eviction: str = "s3fifo"
@@ -83,40 +86,41 @@ class CoreState:
         self.actions.append(SlabSized(slab, slot_bytes))
 
     def bill(self, number: int, size: int) -> None:
-        """Charge a namespace bytes (or give them back); number 0 is nobody."""
+        """Charge a namespace bytes (or give them back); number 0 is no namespace."""
         if number:
             self.namespaces.get(number).used_bytes += size
 
     def take_actions(self) -> list[Action]:
-        """What the shell must do now, in order."""
+        """Return the actions that the shell must perform now, in order."""
         actions, self.actions = self.actions, []
         return actions
 
     def take_counts(self) -> dict[tuple[str, str], int]:
-        """Counters (name, label) since the last call."""
+        """Return the counters, by (name, label), since the last call."""
         counts, self.counts = self.counts, {}
         return counts
 
     def take_evicted(self) -> list[U32]:
-        """Logical times of last use of the blocks evicted since the last call."""
+        """Return the logical times of last use of the blocks evicted since the last call."""
         evicted, self.evicted_at = self.evicted_at, []
         return evicted
 
     def count(self, name: str, amount: int = 1, label: str = "") -> None:
-        """Count something for the shell's metrics."""
+        """Add to a counter of the shell's metrics."""
         if amount:
             place = (name, label)
             self.counts[place] = self.counts.get(place, 0) + amount
 
     def count_all(self, amounts: dict[tuple[str, str], int]) -> None:
-        """As ``count``, of several by name and label, none of them zero."""
+        """Add to several counters, by name and label; no amount is zero."""
         counts = self.counts
         for place, amount in amounts.items():
             counts[place] = counts.get(place, 0) + amount
 
     def tick(self) -> int:
-        """A logical time that rises with every call, for ages of slabs; wraps after 4 billion
-        calls.
+        """Return a logical time that rises with every call, for ages of slabs.
+
+        It wraps after 2**32 calls.
         """
         self.clock = (self.clock + 1) & 0xFFFFFFFF
         return self.clock
@@ -145,7 +149,7 @@ class CoreState:
         return self.table.geometry.slot_bytes_for(spec.page_bytes)
 
     def free_slots(self, segment: int, slots: I64) -> None:
-        """Return slots that are in nobody's books any more; the caller bumped their generation."""
+        """Free slots that are in no books any more; the caller has bumped their generation."""
         if not len(slots):
             return
         self.table.state[slots] = State.FREE
@@ -180,5 +184,5 @@ def require(condition: object, reason: Reason, message: Callable[[], str] | str)
 
 
 def flat(values: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    """An array of any shape as one row."""
+    """Flatten an array of any shape to one dimension."""
     return np.ascontiguousarray(values).reshape(-1)

@@ -1,4 +1,4 @@
-"""Blocks on their way down to a slower tier: held as by a reader while they are written."""
+"""Write-back of blocks to a slower tier; blocks being written are held as by a reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Portion:
     """Blocks of one namespace, epoch and KV group that are to be written.
 
     ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
-    ``sequences`` and ``parents`` (n,): the numbers of these commits and of those that they
+    ``sequences`` and ``parents`` (n,): the numbers of these commits and of the commits that they
     continue, 0 for none.
     """
 
@@ -54,7 +54,7 @@ class Writeback:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes under way."""
+        """Bytes being written."""
         return sum(portion.payload_bytes for portion in self._portions)
 
     def writes(self, namespace: Namespace) -> bool:
@@ -62,13 +62,13 @@ class Writeback:
         return any(portion.namespace is namespace for portion in self._portions)
 
     def begin(self, slots_max: int, bytes_max: int) -> Portion | None:
-        """The blocks that came first and are of one kind, held until ``settle``; None if nothing
-        waits, or nothing more may be held now. The segments take turns: one of which nothing may be
-        held keeps no other waiting.
+        """Take the longest-waiting blocks of one kind and hold them until ``settle``.
+
+        Returns None if nothing waits, or nothing more may be held now. The segments take turns: a
+        segment that may hold nothing more does not block the others.
 
         Args:
-            slots_max, bytes_max: bounds, but one block is taken in any case while no other is under
-                way.
+            slots_max, bytes_max: bounds; one block is always taken while no other is being written.
         """
         for segment in self._state.writeback_queue.segments():
             portion = self._begin(segment, slots_max, bytes_max)
@@ -121,7 +121,7 @@ class Writeback:
         return portion
 
     def _next(self, segment: int) -> tuple[I64, U32]:
-        """Blocks of a segment that wait and are worth it; none if no more wait."""
+        """Take blocks of a segment that wait and are worth writing; none if no more wait."""
         while (taken := self._state.writeback_queue.take(segment)) is not None:
             heads, generations = self._current(*taken)
             if len(heads):
@@ -129,7 +129,7 @@ class Writeback:
         return np.zeros(0, np.int64), np.zeros(0, np.uint32)
 
     def _current(self, heads: I64, generations: U32) -> tuple[I64, U32]:
-        """Those of the current epoch: others are never asked for again."""
+        """Keep blocks of the current epoch; others are never requested again."""
         table, namespaces = self._state.table, self._state.namespaces
         numbers = table.namespace[heads]
         current = np.ones(len(heads), np.bool_)
@@ -141,15 +141,16 @@ class Writeback:
         return heads[current], generations[current]
 
     def retreat(self, portion: Portion) -> None:
-        """The tier did not take a portion now: it waits again."""
+        """Queue a portion again that the tier did not accept now."""
         alive = self._end(portion)
         heads = portion.slots[alive, 0]
         self._state.writeback_queue.put_back(heads, self._state.table.generation[heads].copy())
 
     def settle(self, portion: Portion, *, saved: I64, refused: I64, wrong: I64, again: I64) -> int:
-        """A portion's slots are free of the tier. Rows by how they fared; ``wrong`` are those whose
-        bytes do not match their checksum, whose blocks are removed, ``again`` those that wait
-        again. Returns how many were saved.
+        """Release a portion's slots from the tier and record the outcome by row.
+
+        Blocks of ``wrong`` rows do not match their checksums and are removed; ``again`` rows are
+        queued again. Returns the number of saved blocks.
         """
         state = self._state
         alive = self._end(portion)
@@ -167,8 +168,9 @@ class Writeback:
         return len(saved)
 
     def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
-        """The tier let these go; those that are here are offered again when their slots are wanted.
-        Returns which are here, (n,).
+        """Record that the tier dropped these keys; returns which of them are in memory, (n,).
+
+        Blocks in memory are offered again when their slots are wanted.
         """
         table = self._state.table
         heads = self._state.index.find(namespace.number, kv_group, keys)
@@ -182,7 +184,7 @@ class Writeback:
         return [flat(each.slots) for each in self._portions if each.segment == segment]
 
     def _end(self, portion: Portion) -> Bools:
-        """Let the slots go; which blocks still live, (n,)."""
+        """Release the slots; returns which blocks still live, (n,)."""
         table, heads = self._state.table, portion.slots[:, 0]
         self._portions.remove(portion)
         alive = (table.generation[heads] == portion.generations) & (

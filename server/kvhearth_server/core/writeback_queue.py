@@ -1,7 +1,7 @@
-"""Blocks that wait to be copied to a slower tier, and what became of those that did.
+"""Queues of blocks that wait to be copied to a slower tier, and the state of their copies.
 
-Every block that becomes servable is offered once. Eviction takes only what is saved or was refused:
-a block that still waits keeps its room, and whoever wants to reserve it is told that there is none.
+Every block that becomes servable is offered once. Eviction takes only saved or refused blocks: a
+block that still waits keeps its room, and a reservation that needs the room is refused.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _RUN = 1024
 
 
 class WritebackQueue:
-    """The queues down, one for each arena segment; off while there is no slower tier."""
+    """The write-back queues, one per arena segment; off while there is no slower tier."""
 
     def __init__(self, table: SlotTable, add: Callable[[str, int, str], None]) -> None:
-        """``add`` counts: the name of a counter, an amount, a label."""
+        """Make empty queues; ``add`` counts: the name of a counter, an amount, a label."""
         self._table, self._add = table, add
         count = len(table.geometry.segments)
         self._queues: list[deque[tuple[I64, U32]]] = [deque() for _ in range(count)]
         self._last = 0
         self.on = False
-        """There is a slower tier."""
+        """Whether there is a slower tier."""
         self.closed = ""
-        """Why the tier takes nothing now, so that what is offered is refused at once; or empty."""
+        """Reason why the tier accepts nothing now, so that offered blocks are refused at once; or
+        empty.
+        """
         self.under_pressure = False
-        """Somebody found no room because blocks wait here; whoever writes them resets it."""
+        """Whether room was missing because blocks wait here; reset by the writer of the blocks."""
         self.waiting = 0
-        """Blocks in the queue; those that were removed meanwhile count until it is their turn."""
+        """Number of blocks in the queue; blocks removed meanwhile count until it is their turn."""
 
     def offer(self, heads: I64) -> None:
-        """Blocks of one segment to be saved, oldest first; those that wait or are saved are passed
-        over.
-        """
+        """Queue blocks of one segment for saving, oldest first, except waiting and saved ones."""
         if not self.on:
             return
         table = self._table
@@ -64,7 +64,7 @@ class WritebackQueue:
             self.waiting += len(heads)
 
     def used(self, heads: I64) -> None:
-        """Blocks were asked for: what was refused is offered once more."""
+        """Offer refused blocks once more, because they were used."""
         if not self.on or self.closed:
             return
         refused = heads[self._table.copy_state[heads] == CopyState.REFUSED]
@@ -72,24 +72,22 @@ class WritebackQueue:
             self.offer(np.unique(refused))
 
     def evictable(self, head: int) -> bool:
-        """Whether nothing that was to be kept is lost with the block's slots."""
+        """Whether evicting the block loses nothing that was to be kept."""
         return not self.on or self._table.copy_state.item(head) >= _SAVED
 
     def segments(self) -> Iterator[int]:
-        """Segments of which something waits, the one that was served last comes last."""
+        """Yield segments with waiting blocks; the one that was served last comes last."""
         count = len(self._queues)
         for step in range(1, count + 1):
             if self._queues[(self._last + step) % count]:
                 yield (self._last + step) % count
 
     def served(self, segment: int) -> None:
-        """It is the other segments' turn now."""
+        """Note that a segment was served; the others take their turn."""
         self._last = segment
 
     def take(self, segment: int) -> tuple[I64, U32] | None:
-        """The heads of a segment that came first and still wait, with their generations; None if
-        none does.
-        """
+        """Take the oldest entry of a segment that still waits: heads and generations; or None."""
         queue = self._queues[segment]
         while queue:
             heads, generations = queue.popleft()
@@ -101,14 +99,14 @@ class WritebackQueue:
         return None
 
     def put_back(self, heads: I64, generations: U32) -> None:
-        """It is their turn again before all others."""
+        """Return heads to the front of their queue."""
         if len(heads):
             self._table.copy_state[heads] = CopyState.QUEUED
             self._queue_of(heads).appendleft((heads, generations))
             self.waiting += len(heads)
 
     def give_up(self) -> int:
-        """Refuse everything that waits, so that its room can be taken; how many blocks."""
+        """Refuse all waiting blocks, so that their room can be taken; returns their number."""
         refused = 0
         for segment in list(self.segments()):
             while (taken := self.take(segment)) is not None:

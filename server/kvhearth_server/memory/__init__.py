@@ -1,1 +1,1 @@
-"""Doors to memory: shared segments, page kinds, small durable files, the directory lock."""
+"""Access to memory: shared segments, page kinds, journal, small durable files, directory lock."""

@@ -1,4 +1,4 @@
-"""The arena: segments, journal, catalogue and generations, cold or adopted."""
+"""The arena: segments, journal, catalogue and generations, created or adopted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
 
 
 class Generations:
-    """The daemon's writable mapping of the memfd. Nobody gets another after the seal."""
+    """The daemon's writable mapping of the memfd; the seal prevents any other writable mapping."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,17 +55,17 @@ class Generations:
         self.array: U32 = np.frombuffer(self._map, np.uint32, count)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last array that uses it."""
+        """Close the descriptor; the mapping is released with the last array that uses it."""
         os.close(self.fd)
 
 
 Progress = Callable[[str, int, int], None]
-"""Told (what, done bytes, total bytes) while memory is populated."""
+"""Callback with (name, done bytes, total bytes) while memory is populated."""
 
 
 @dataclass
 class Arena:
-    """What is there. ``catalogue`` is the earlier run's, None after a cold start."""
+    """An open arena. ``catalogue`` is the earlier run's, None after a cold start."""
 
     plan: ArenaPlan
     segments: list[Segment]
@@ -79,7 +79,7 @@ class Arena:
 
     @property
     def durable(self) -> bool:
-        """A successor could adopt this arena."""
+        """Whether a successor could adopt this arena."""
         return self._blob is not None
 
     def journal(self, table: SlotTable) -> Journal | None:
@@ -110,11 +110,10 @@ class Arena:
         hit("catalogue.after")
 
     def trim(self, ours: Collection[int] = ()) -> bool:
-        """Give back memory of an earlier, larger arena that no client maps any more; True if none
-        is left.
+        """Free the memory of an earlier, larger arena that no client maps any more.
 
-        ``ours``: client bytes of this run's sessions. Such a byte was free when it was given out,
-        so that its holder of an earlier run has let go.
+        Returns True if none is left. ``ours``: client bytes of this run's sessions. Such a byte was
+        free when it was given out, so its holder of an earlier run has let go.
         """
         for segment, held in list(self._surplus):
             held.intersection_update(set(segment.held_bytes()) - set(ours))
@@ -137,7 +136,7 @@ class Arena:
 
 
 def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
-    """Make an arena, or take over the one that an earlier run left in ``plan.folder``.
+    """Make an arena, or adopt the one that an earlier run left in ``plan.folder``.
 
     Raises:
         KVHearthError: ``arena_busy``, ``arena_unusable``, ``memory_unavailable``,
@@ -201,7 +200,7 @@ def _open_folder(
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove files that a killed daemon had begun to make."""
+    """Remove files that a killed daemon left unfinished."""
     for path in folder.glob("*.new"):
         path.unlink(missing_ok=True)
 
@@ -213,8 +212,10 @@ def _numbers(plan: ArenaPlan) -> range:
 def _cold(
     plan: ArenaPlan, folder: Path, generations: Generations, blob: DurableBlob, progress: Progress
 ) -> Arena:
-    """New files under the same names. Old ones are unlinked first: an engine that still maps one
-    goes on writing to memory that nobody reads.
+    """Make new files under the same names.
+
+    Old ones are unlinked first: an engine that still maps one continues to write to memory that is
+    never read.
     """
     blob.write(json.dumps({"format": CATALOGUE_FORMAT, "geometry": None}).encode())
     for path in [*folder.glob("segment-*"), journal_path(folder), folder / RESIZED_NAME]:

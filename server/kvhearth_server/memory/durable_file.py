@@ -1,4 +1,4 @@
-"""One daemon per arena directory: a ``flock`` that ends after everything else of its holder."""
+"""Durable small files: a crash-safe value in a file, and the lock of an arena directory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def lock_directory(path: Path) -> int:
 
     The lock file stays behind: removing it would let two processes lock two different files.
 
-    Why the lock is parked in a socket. A successor may start only when every life line (client
-    socket) of this daemon is cut, because readers of the old boot trust the life line. When a
+    The lock is parked in a socket for this reason. A successor may start only when every attach
+    socket of this daemon is closed, because readers of the old boot trust the attach socket. When a
     process is killed, the kernel closes its descriptors in ascending order but runs their final
-    releases in batches and, since Linux 4.3, last in first out: a lock on a high descriptor is
-    free while thousands of sockets are still up (measured: 2,000 of 3,000), one on a low
-    descriptor is free after them, and neither order is promised. Here the only reference to the
-    locked description lies in the receive queue of a socket. It is dropped when that socket is
-    released, and so its own release falls into a later batch than all of the process's
-    descriptors, whatever their numbers. An ordinary ``close`` still unlocks before it returns.
+    releases in batches and, since Linux 4.3, last in first out: a lock on a high descriptor is free
+    while thousands of sockets are still up (measured: 2,000 of 3,000), one on a low descriptor is
+    free after them, and neither order is promised. Here the only reference to the locked
+    description lies in the receive queue of a socket. It is dropped when that socket is released,
+    so its own release falls into a later batch than all of the process's descriptors, whatever
+    their numbers. An ordinary ``close`` still unlocks before it returns.
 
     Raises:
         KVHearthError: ``ARENA_BUSY`` if another process holds it, ``ARENA_UNUSABLE`` if the
@@ -91,7 +91,7 @@ def _busy(path: Path) -> KVHearthError:
 
 
 def _park(descriptor: int) -> int:
-    """Send ``descriptor`` into a socket that nobody reads; the socket's descriptor."""
+    """Send ``descriptor`` into a socket that is never read; returns the socket's descriptor."""
     sender, session_manager = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with sender, session_manager:
         socket.send_fds(sender, [b"L"], [descriptor])
@@ -108,9 +108,9 @@ HEADER_BYTES = 64
 class DurableBlob:
     """One value of at most ``capacity_bytes`` in the file ``path``.
 
-    The file takes at least two pages of its file system, whatever the capacity (on a hugetlbfs of
-    1 GiB pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds
-    the same value. Two processes must not open one file (see ``dirlock``).
+    The file takes at least two pages, on hugetlbfs one huge page, whatever the capacity (with 1 GiB
+    pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds the
+    same value. Two processes must not open one file (see ``lock_directory``).
 
     Raises:
         KVHearthError: ``HUGEPAGES_UNAVAILABLE`` or ``MEMORY_UNAVAILABLE`` if there is no room,
@@ -131,12 +131,12 @@ class DurableBlob:
             raise self._refusal(error) from error
 
     def read(self) -> bytes | None:
-        """The newest whole value; None if nothing was ever written (or nothing is whole)."""
+        """The newest complete value; None if nothing was ever written (or nothing is complete)."""
         newest = self._newest()
         return None if newest is None else newest[2]
 
     def write(self, data: bytes) -> None:
-        """Replace the value; after a crash inside, ``read`` gives the old or the new one.
+        """Replace the value; after a crash during the write, ``read`` gives the old or the new one.
 
         Raises:
             KVHearthError: ``ARENA_UNUSABLE`` if ``data`` is larger than the capacity.
@@ -172,7 +172,7 @@ class DurableBlob:
         return len(self._mapping) // 2
 
     def _newest(self) -> tuple[int, int, bytes] | None:
-        """(sequence, half, value) of the newest whole half."""
+        """(sequence, half, value) of the newest complete half."""
         found = [
             (*value, half)
             for half in (0, 1)
@@ -198,7 +198,7 @@ class DurableBlob:
 
     def _make(self, value: bytes | None) -> int:
         fresh = self.path.with_name(self.path.name + ".new")
-        fresh.unlink(missing_ok=True)  # of a daemon that was killed right here
+        fresh.unlink(missing_ok=True)  # left by a daemon that was killed at this point
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(fresh, flags, 0o600)
         with closed_on_failure(descriptor) as undo:
@@ -259,18 +259,18 @@ class DurableBlob:
 def file_bytes(capacity_bytes: int, filesystem: Filesystem) -> int:
     """Size of the file of a blob with this capacity."""
     unit = max(filesystem.page_bytes, mmap.PAGESIZE)
-    # Halves of whole pages, so that a sync of one half never writes the other; a huge page holds
-    # both, because there no sync is needed.
+    # Halves of whole pages, so that a sync of one half never writes the other. A huge page holds
+    # both, because no sync is needed there.
     if filesystem.kind is not FilesystemKind.HUGETLBFS:
         unit *= 2
     return -(-2 * (HEADER_BYTES + capacity_bytes) // unit) * unit
 
 
 def peek(path: Path) -> bytes | None:
-    """The newest whole value of a blob's file, which is not changed; None if there is none.
+    """Read the newest complete value of a blob's file without changing it; None if there is none.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
         data = path.read_bytes()
@@ -290,7 +290,7 @@ def _header(sequence: int, data: bytes) -> bytes:
 
 
 def _parse(mapping: mmap.mmap | bytes, start: int, half_bytes: int) -> tuple[int, bytes] | None:
-    """(sequence, value) of the half at ``start``, or None if it is not whole."""
+    """(sequence, value) of the half at ``start``, or None if it is not complete."""
     header = mapping[start : start + HEADER_BYTES]
     magic, version, _, sequence, length = _FIELDS.unpack_from(header)
     if magic != _MAGIC or version != _VERSION or length > half_bytes - HEADER_BYTES:
@@ -300,7 +300,7 @@ def _parse(mapping: mmap.mmap | bytes, start: int, half_bytes: int) -> tuple[int
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory outlive a power cut. Raises OSError."""
+    """Make names in a directory survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,9 @@
-"""The journal: a header per slot in a file beside the segments, from which a successor adopts the
-arena.
+"""Journal: a header per slot in a file beside the segments, for adoption by a successor.
 
 The file never leaves the daemon. It must survive the death of the process at any instruction, not
-the death of the machine (the arena does not either), so no flush is needed: what a process wrote to
-a shared mapping stays. What is needed is order: the fields first, the state word last, and a check
-over the fields so that a torn or flipped header is told from a good one. The state words are far
+the death of the machine (the arena does not either). Therefore no flush is needed: writes of a
+process to a shared mapping stay. Order is needed: the fields first, the state word last, and a
+check over the fields that tells a torn or flipped header from a good one. The state words are far
 apart, so that no flipped bit turns one into another.
 """
 
@@ -52,8 +51,8 @@ HEADER_DTYPE = np.dtype(
         ("state", "<u4"),
     ]
 )
-"""One header. Its first 14 words but the owner are its identity, guarded by ``identity_check``; the
-owner changes alone and has a check of its own.
+"""One header. Its first 14 words except the owner are its identity, guarded by ``identity_check``;
+the owner changes alone and has a check of its own.
 """
 
 _IDENTITY = struct.Struct(f"<IHBBIIHHIQQ{KEY_FIELD_BYTES}sI")
@@ -75,15 +74,15 @@ STATE_WORDS: dict[State, int] = {
     State.QUARANTINED: 0x17F5_E837,
     State.LOADING: 0xF1D6_9ED6,
 }
-"""How states are written; a new file is all zeros, so FREE is zero."""
+"""Encoding of states; a new file is all zeros, so FREE is zero."""
 
 BOUND_WORDS = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
 """States of slots that hold a shard of a block."""
 
 READERS = 0xFFFF_FFFF
-"""The owner of a slot that only readers keep from reuse; a group's number is many bits away."""
+"""Owner of a slot that only readers keep from reuse; differs from a group's number in many bits."""
 
-# A member of an enumeration costs a search each time it is named, and more as a key.
+# Each access to an enumeration member by name costs a search, and more as a key.
 _SUMMED, _SUMMED_WORD = State.SUMMED, STATE_WORDS[State.SUMMED]
 _COMMITTED_WORD = STATE_WORDS[State.COMMITTED]
 _NO_SUM, _NO_OWNER = bytes(CHECKSUM_BYTES), bytes(4)
@@ -98,16 +97,16 @@ _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
 _WORD = (1 << 64) - 1
 _FEW = 4
-"""So many rows cost less one by one."""
+"""Number of rows up to which handling them one by one is cheaper."""
 
 
 def mix(
     words: npt.NDArray[np.uint64], seed: npt.NDArray[np.uint64] | np.uint64
 ) -> npt.NDArray[np.uint64]:
-    """A 64-bit check of rows of words, shape (n, w) to (n,): every bit of a row moves every bit of
-    it.
+    """Compute a 64-bit check of each row of words, shape (n, w) to (n,).
 
-    Vectorised over rows, which a table-driven CRC is not: a million headers take some 0.1 s.
+    Every bit of a row affects every bit of its check. Vectorised over rows, unlike a table-driven
+    CRC: a million headers take some 0.1 s.
     """
     if len(words) <= _FEW:
         seeds = np.broadcast_to(seed, len(words)).tolist()
@@ -122,7 +121,7 @@ def mix(
 
 
 def _mix_row(row: Sequence[int], value: int) -> int:
-    """As ``mix``, of one row."""
+    """Compute the check of one row; see ``mix``."""
     for word in row:
         value = (value ^ word) * _PRIME_NUMBER & _WORD
         value ^= value >> 29
@@ -145,18 +144,18 @@ def sum_check(headers: Records) -> npt.NDArray[np.uint64]:
 
 
 def owner_check(owners: U32) -> U32:
-    """The check over owners, shape (n,); a new file's zeros have another one."""
+    """The check over owners, shape (n,); the zeros of a new file do not match it."""
     return (mix(owners.astype(np.uint64).reshape(-1, 1), _SEED) >> _HALF).astype(np.uint32)
 
 
 def journal_bytes(geometry: Geometry, page_bytes: int) -> int:
-    """Size of the journal's file, whole pages."""
+    """Size of the journal's file, in bytes of whole pages."""
     size = geometry.slab_count * 8 + geometry.slot_count * HEADER_BYTES
     return -(-size // page_bytes) * page_bytes
 
 
 def slab_word(slot_bytes: int) -> int:
-    """A slab's slot size as it is written: with its complement above it, 0 for none."""
+    """Encoding of a slab's slot size: with its complement above it, 0 for none."""
     return slot_bytes | (~slot_bytes & 0xFFFF_FFFF) << 32 if slot_bytes else 0
 
 
@@ -176,7 +175,7 @@ def slab_sizes(slab_words: npt.NDArray[np.uint64]) -> list[int]:
 
 
 class Journal:
-    """Slot headers on a mapped file: slab sizes first, then a header for each slot number."""
+    """Slot headers in a mapped file: slab sizes first, then a header for each slot number."""
 
     def __init__(self, segment: Segment, geometry: Geometry, table: SlotTable) -> None:
         if segment.bytes < journal_bytes(geometry, 1):
@@ -186,10 +185,10 @@ class Journal:
         self.slab_words, self.headers = tables(segment.view, geometry)
         self._bytes = self.headers.view(np.uint8).data
         self._halves = self._bytes.cast("I")
-        """Of words: stores into it are whole, as a state's must be."""
+        """View of 32-bit words: stores into it are atomic, as a state's must be."""
 
     def mark(self, action: Mark) -> None:
-        """New states of slots; owner and generation first."""
+        """Write new states of slots; owner and generation first."""
         slots = action.slots
         if action.state is not State.FREE:
             owner = np.array([action.owner or READERS], np.uint32)
@@ -200,8 +199,9 @@ class Journal:
         hit("journal.mark_state")
 
     def bind(self, action: Bind) -> None:
-        """Headers of blocks just committed. The owner stays until the state changes: a crash in
-        between leaves the slots reserved.
+        """Write headers of newly committed blocks.
+
+        The owner stays until the state changes: a crash in between leaves the slots reserved.
         """
         if action.slots.size != 1:
             self._bind_many(action)
@@ -255,7 +255,7 @@ class Journal:
         hit("journal.bind_state")
 
     def bind_one(self, action: BindOne) -> None:
-        """As ``bind``, of one slot: packing its header costs a tenth of filling arrays."""
+        """Write the header of one slot: packing it costs a tenth of filling arrays."""
         slot, parent, key = action.slot, action.parent, action.key
         before = 0
         if parent >= 0:
@@ -276,7 +276,7 @@ class Journal:
             key,
             action.generation,
         )
-        # The upper half of the last word is the owner, which is not part of it.
+        # The upper half of the last word is the owner, which is not part of the identity.
         check = _mix_row(_WORDS.unpack(identity + _NO_OWNER), _SEED_NUMBER)
         checksum, summed, word = _NO_SUM, 0, _COMMITTED_WORD
         if action.state is _SUMMED:
@@ -302,7 +302,7 @@ class Journal:
         return sequences
 
     def summed(self, action: Summed) -> None:
-        """Checksums of committed slots, then their state."""
+        """Write checksums of committed slots, then their state."""
         slots = action.slots
         rows = self.headers[slots]
         rows["checksum"] = self._table.checksum[slots]
@@ -314,7 +314,7 @@ class Journal:
         hit("journal.sum_state")
 
     def slab(self, action: SlabSized) -> None:
-        """The slot size of a slab."""
+        """Write the slot size of a slab."""
         self.slab_words[action.slab] = slab_word(action.slot_bytes)
         hit("journal.slab")
 

@@ -1,5 +1,4 @@
-"""Reading the journal that an earlier run left: what is whole is taken, the rest freed or put
-aside.
+"""Scan of an earlier run's journal: complete blocks are adopted, other slots freed or quarantined.
 
 All of it is array work; a million headers take well under a second.
 """
@@ -37,9 +36,9 @@ _BUSY = (STATE_WORDS[State.RESERVED], STATE_WORDS[State.LOADING])
 
 
 class _Columns:
-    """What is kept of good headers, column by column.
+    """Fields of good headers, column by column.
 
-    Adopting is bound by how fast fresh memory can be touched, so no header is copied whole and
+    Adoption is bound by the speed of touching fresh memory, so no header is copied whole and
     nothing is joined afterwards: columns are as long as there are slots, and touched as they fill.
     """
 
@@ -70,11 +69,11 @@ class _Columns:
 
 
 _Rows = I64 | slice
-"""Which rows of the columns, in order."""
+"""Selection of rows of the columns, in order."""
 
 
 class _Specs:
-    """What the catalogue says of each (namespace, group) pair, as arrays to index by pair code."""
+    """Catalogue data of each (namespace, group) pair, as arrays indexed by pair code."""
 
     def __init__(self, namespaces: Namespaces, geometry: Geometry) -> None:
         count = 1 + max((space.number for space in namespaces), default=0)
@@ -100,7 +99,7 @@ class _Specs:
 
 
 def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -> Adoption:
-    """Everything that can be taken over from the journal; nothing is changed."""
+    """Collect everything that can be adopted from the journal; nothing is changed."""
     found = Adoption()
     specs = _Specs(namespaces, geometry)
     held: dict[int, list[I64]] = defaultdict(list)
@@ -136,8 +135,10 @@ def _damaged_slab(
     geometry: Geometry,
     slab: int,
 ) -> None:
-    """Nobody knows where the slots of this slab begin, or who may be writing to them: all of it is
-    held as one slot, and its old headers go, or a later run would believe them.
+    """Hold all of a damaged slab as one slot, and drop its old headers.
+
+    Its slot boundaries and possible writers are unknown. The headers are dropped because a later
+    run would believe them.
     """
     found.damaged.append(slab)
     first = slab * geometry.stride
@@ -148,7 +149,7 @@ def _damaged_slab(
 
 
 def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[I64, I64]]:
-    """(slots, slot sizes) of all slots in assigned slabs, some ten thousand at a time."""
+    """Yield (slots, slot sizes) of all slots in assigned slabs, some ten thousand at a time."""
     parts: list[I64] = []
     sizes: list[I64] = []
     rows = 0
@@ -157,7 +158,7 @@ def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[
         parts.append(slab * geometry.stride + np.arange(count, dtype=np.int64))
         sizes.append(np.full(count, size, np.int64))
         rows += count
-        # A slab of many slots is a chunk of its own: its headers are used where they lie.
+        # A slab of many slots is a chunk of its own: its headers are used in place.
         if rows >= _CHUNK_ROWS or count >= _DENSE_ROWS:
             yield np.concatenate(parts), np.concatenate(sizes)
             parts, sizes, rows = [], [], 0
@@ -166,7 +167,7 @@ def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[
 
 
 class _Reader:
-    """Puts the used headers of one chunk after the other where they belong."""
+    """Sorts the used headers, one chunk after the other."""
 
     def __init__(
         self,
@@ -183,12 +184,12 @@ class _Reader:
         self._geometry = geometry
 
     def sort_out(self, rows: Records, slots: I64, sizes: I64) -> None:
-        """Headers that are not free, their slots and the sizes of these."""
+        """Sort headers that are not free, given their slots and slot sizes."""
         found, words = self._found, rows["state"]
         bound = np.isin(words, BOUND_WORDS)
         if not bound.all():
             quarantined = words == STATE_WORDS[State.QUARANTINED]
-            # An owner that was damaged may look like a group that is drained already: wait for all.
+            # A damaged owner may look like a group that is drained already: wait for all groups.
             known = rows["owner_check"] == owner_check(rows["owner"])
             owners = np.where(known, rows["owner"], 0)
             read_only = quarantined & (owners == READERS)
@@ -198,8 +199,8 @@ class _Reader:
             _drop(found, "readers", slots[read_only])
             for owner in np.unique(owners[busy]).tolist():
                 self._held[int(owner)].append(slots[busy & (owners == owner)])
-            # A state word that is none of ours was damaged: the slot may have been reserved, so
-            # nobody's guess is safe.
+            # An unknown state word was damaged: the slot may have been reserved, so no assumption
+            # about it is safe.
             strange = ~(bound | busy | read_only)
             if strange.any():
                 found.reasons["state_word"] += int(strange.sum())
@@ -212,12 +213,12 @@ class _Reader:
         whole = self._whole(rows, slots, sizes)
         if not whole.all():
             rows, slots = rows[whole], slots[whole]
-        # Not of damaged headers: one flipped bit would use up all numbers at once.
+        # Not from damaged headers: one flipped bit would use up all numbers at once.
         self._found.sequence = max(self._found.sequence, int(rows["sequence"].max(initial=0)))
         self._columns.add(rows, slots)
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
-        """Which committed headers are undamaged and fit the catalogue; the others are dropped."""
+        """Tell which committed headers are undamaged and fit the catalogue; drop the others."""
         found, specs = self._found, self._specs
         good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
         good &= rows["identity_check"] == identity_check(rows)
@@ -254,7 +255,7 @@ def _drop(found: Adoption, reason: str, slots: I64) -> None:
 
 
 def _blocks(found: Adoption, specs: _Specs, columns: _Columns) -> None:
-    """Join shards to blocks: whole when all agree in count, sequence and key."""
+    """Join shards to blocks: complete when all agree in count, sequence and key."""
     pairs = columns.pair[: columns.count]
     counts = np.bincount(pairs)
     for pair in np.flatnonzero(counts).tolist():
@@ -283,7 +284,7 @@ def _complete(found: Adoption, columns: _Columns, rows: I64, shards: int) -> I64
 
 
 def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, specs: _Specs) -> None:
-    """Blocks of one namespace and group; ``rows`` hold all their shards, oldest block first."""
+    """Adopt blocks of one namespace and group; ``rows`` hold all shards, oldest block first."""
     shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
     slots = columns.slot[rows].reshape(-1, shards)
     if not len(slots):
@@ -312,10 +313,10 @@ def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, spec
 
 
 def _newest(names: U8, keys: list[bytes]) -> I64 | None:
-    """One block a key, or None if no key occurs twice: after a crash an older one may still stand.
+    """Rows of the newest block of each key, or None if no key occurs twice.
 
-    Keys are hashes, so one word of each tells a million apart; only if two words agree are the
-    keys themselves compared.
+    After a crash an older block of a key may still exist. Keys are hashes, so one word of each
+    tells a million apart; only if two words agree are the keys themselves compared.
     """
     if names.shape[1] % 8 == 0:
         words = np.sort(names.view(np.uint64)[:, 0])

@@ -1,4 +1,4 @@
-"""Mapping a file of shared memory and faulting all of it in, without ever risking SIGBUS."""
+"""Mapping of shared memory files, and faulting in all of their pages without a risk of SIGBUS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.page_kinds import MIB, PageKind
 
 Progress = Callable[[int, int], None]
-"""Called with (done bytes, total bytes)."""
+"""Callback with (done bytes, total bytes)."""
 
 POPULATE_STEP_BYTES = 256 * MIB
 _MADV_HUGEPAGE = 14
@@ -31,7 +31,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @contextlib.contextmanager
 def closed_on_failure(descriptor: int) -> Iterator[contextlib.ExitStack]:
-    """Close ``descriptor`` unless the block ends well; further undoing may be added."""
+    """Close ``descriptor`` unless the block succeeds; further undo callbacks may be added."""
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
         yield undo
@@ -39,7 +39,7 @@ def closed_on_failure(descriptor: int) -> Iterator[contextlib.ExitStack]:
 
 
 def map_shared(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Map the whole file read-write and shared; hugetlb pages are reserved by this.
+    """Map the whole file read-write and shared; this reserves hugetlb pages.
 
     Raises:
         OSError: ENOMEM if there are too few huge pages.
@@ -49,12 +49,12 @@ def map_shared(descriptor: int, size_bytes: int) -> mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where the mapping begins in this process."""
+    """Start address of the mapping in this process."""
     return int(np.frombuffer(mapping, np.uint8, count=1).ctypes.data)
 
 
 def advise_huge(mapping: mmap.mmap) -> None:
-    """Ask for transparent huge pages; an old kernel's or container's refusal is no error."""
+    """Request transparent huge pages; a refusal by an old kernel or a container is no error."""
     _libc.madvise(address_of(mapping), len(mapping), _MADV_HUGEPAGE)
 
 
@@ -64,7 +64,7 @@ def populate(
     on_progress: Progress | None = None,
     allocate_fd: int | None = None,
 ) -> None:
-    """Fault the whole mapping in, in pieces; contents do not change.
+    """Fault in the whole mapping, in pieces; contents do not change.
 
     Args:
         mapping: all of a file.
@@ -73,7 +73,7 @@ def populate(
         allocate_fd: the file, if its pages are to be allocated through ``fallocate`` first.
 
     Raises:
-        OSError: ENOSPC, ENOMEM or EFAULT if a page cannot be had (an answer, not a SIGBUS).
+        OSError: ENOSPC, ENOMEM or EFAULT if a page is unavailable (an error, not a SIGBUS).
     """
     total = len(mapping)
     address = address_of(mapping)
@@ -82,7 +82,7 @@ def populate(
         size = min(POPULATE_STEP_BYTES, total - done)
         if allocate_fd is not None:
             os.posix_fallocate(allocate_fd, done, size)
-        # Through ctypes, because mmap.madvise keeps the interpreter lock for all of the piece.
+        # Through ctypes, because mmap.madvise holds the interpreter lock for the whole piece.
         if _libc.madvise(address + done, size, _MADV_POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
             if number == errno.EINTR:
@@ -103,17 +103,17 @@ _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid on 
 
 
 class Segment:
-    """One region of memory that daemon and clients map, wholly populated.
+    """One fully populated region of memory that daemon and clients map.
 
     Attributes:
         bytes: its size.
         page_bytes: the size of its pages.
-        page_kind: what those pages are.
+        page_kind: the kind of its pages.
         path: its file, or None for a memfd.
         fd: the daemon's own descriptor. Never pass it to a client: see ``lock_client_byte``.
         view: the bytes, ``u8`` of shape (bytes,), writable.
-        address: where ``view`` begins in this process.
-        steps_down: for each better kind of page that could not be had, a sentence with the fix.
+        address: start of ``view`` in this process.
+        steps_down: for each better kind of page that was unavailable, a sentence with the fix.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class Segment:
         self._mapping = mapping
 
     def reopen(self) -> int:
-        """A new open file description of the same memory, read-write; the caller closes it."""
-        # Through /proc also for files: a path may by now name another file, or none.
+        """Open a new file description of the same memory, read-write; the caller closes it."""
+        # Through /proc even for files: by now the path may name another file, or none.
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def lock_client_byte(self, index: int) -> int:
-        """A new description that holds an OFD write lock on byte ``index``; its descriptor.
+        """Open a description with an OFD write lock on byte ``index``; returns its descriptor.
 
-        Pass it to the client and close it: the lock then lasts as long as the client has the
-        descriptor or maps the memory through it, and ends with neither close, fork nor kill -9
-        of one of several holders.
+        Pass it to the client and close it. The lock then lasts while the client has the descriptor
+        or maps the memory through it, and is not ended by close, fork or kill -9 of one of several
+        holders.
 
         Raises:
             KVHearthError: ``ARENA_BUSY`` if an earlier client still holds that byte.
@@ -165,7 +165,7 @@ class Segment:
         return descriptor
 
     def client_byte_held(self, index: int) -> bool:
-        """Whether any process still holds or maps what ``lock_client_byte(index)`` gave out."""
+        """Whether any process still holds or maps the result of ``lock_client_byte(index)``."""
         answer = fcntl.fcntl(self.fd, _F_OFD_GETLK, _byte_lock(index))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -187,13 +187,14 @@ class Segment:
         return os.fstat(self.fd).st_size - self.bytes
 
     def trim(self) -> None:
-        """Give the surplus back. Whoever still maps that part gets a SIGBUS when it touches it."""
+        """Free the surplus; a process that still maps that part gets a SIGBUS on touching it."""
         os.ftruncate(self.fd, self.bytes)
 
     def close(self) -> None:
         """Unmap and close; a file stays. Closing twice does nothing.
 
-        While someone else keeps an array over ``view``, the mapping lives on until that is gone.
+        While another holder keeps an array over ``view``, the mapping lives until that array is
+        gone.
         """
         if self.fd < 0:
             return

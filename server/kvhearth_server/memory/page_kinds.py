@@ -1,6 +1,6 @@
-"""What kinds of pages this machine can give, and what kind of file system a path is on.
+"""Detection of the page kinds that this machine offers, and of a path's file system.
 
-``KernelMemory`` is the one door to ``/proc`` and ``/sys`` here; tests give it another root.
+``KernelMemory`` is the only access to ``/proc`` and ``/sys`` here; tests give it another root.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class PageKind(enum.StrEnum):
 
 
 class HugepagePolicy(enum.StrEnum):
-    """``require``: hugetlb pages or nothing; ``prefer``: the best there is; ``off``: 4 KiB."""
+    """Policy for huge pages.
+
+    ``require``: hugetlb pages or an error; ``prefer``: the best available; ``off``: 4 KiB pages.
+    """
 
     REQUIRE = "require"
     PREFER = "prefer"
@@ -50,7 +53,7 @@ class HugepagePolicy(enum.StrEnum):
 
 
 class FilesystemKind(enum.StrEnum):
-    """What the memory code has to know about a file system."""
+    """Kinds of file systems that the memory code distinguishes."""
 
     HUGETLBFS = "hugetlbfs"
     TMPFS = "tmpfs"
@@ -70,7 +73,7 @@ class Filesystem:
 
 @dataclass(frozen=True)
 class HugePool:
-    """One pool of reserved huge pages, in pages; ``free`` leaves out those promised already."""
+    """One pool of reserved huge pages, in pages; ``free`` excludes pages promised already."""
 
     page_bytes: int
     total: int
@@ -90,7 +93,7 @@ class HugePool:
 
 
 class KernelMemory:
-    """Reads what the kernel says about memory, below ``root`` (``/`` but for tests)."""
+    """Reads the kernel's figures on memory below ``root`` (``/`` except in tests)."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -107,7 +110,7 @@ class KernelMemory:
         return HugePool(page_bytes, number("nr_hugepages"), free)
 
     def pool_shortage(self, page_bytes: int, needed: int) -> str:
-        """A sentence that says how many pages are free, how many are needed and the fix."""
+        """A sentence with the number of free pages, the number of needed pages, and the fix."""
         pool = self.pool(page_bytes)
         fix = pool.fix(needed, is_default=page_bytes == self.default_hugepage_bytes())
         return f"{pool.free} of {needed} pages of {format_size(page_bytes)} are free; {fix}"
@@ -121,7 +124,7 @@ class KernelMemory:
         return int(self._text(f"{_THP_DIRECTORY}/hpage_pmd_size") or 2 * MIB)
 
     def shmem_thp(self) -> str:
-        """The setting that holds for memfds: always, within_size, advise, never, deny or force."""
+        """The setting for memfds: always, within_size, advise, never, deny or force."""
         setting = self._chosen(_SHMEM_ENABLED)
         if setting in ("deny", "force"):
             return setting
@@ -131,11 +134,11 @@ class KernelMemory:
         return setting if own in ("", "inherit") else own
 
     def memfd_thp_allowed(self) -> bool:
-        """Whether MADV_HUGEPAGE does anything for a memfd (the kernel's default is: no)."""
+        """Whether MADV_HUGEPAGE has an effect on a memfd (not with the kernel's default)."""
         return self.shmem_thp() in _THP_ON
 
     def tmpfs_thp_allowed(self, filesystem: Filesystem) -> bool:
-        """Whether MADV_HUGEPAGE does anything there; a mounted tmpfs has its own option."""
+        """Whether MADV_HUGEPAGE has an effect there; a mounted tmpfs has its own option."""
         setting = self._chosen(_SHMEM_ENABLED)
         if setting in ("deny", "force"):
             return setting == "force"
@@ -144,15 +147,16 @@ class KernelMemory:
     def available_bytes(self) -> int | None:
         """Memory that can be taken without swapping or an OOM kill; None if unknown.
 
-        The least of MemAvailable and what the limits of this process's control group (v2) and
-        its parents leave. MemAvailable alone is the host's, also inside a container.
+        This is the minimum of MemAvailable and the room left by the limits of this process's
+        control group (v2) and its parents. MemAvailable alone is the host's, even inside a
+        container.
         """
         figures = [self._meminfo_bytes("MemAvailable"), *self._cgroup_room()]
         known = [figure for figure in figures if figure is not None]
         return min(known) if known else None
 
     def pmd_mapped_bytes(self, address: int) -> int:
-        """How much of the mapping at ``address`` of this process is in transparent huge pages."""
+        """Bytes of this process's mapping at ``address`` that are in transparent huge pages."""
         inside = False
         for line in (self._text("proc/self/smaps") or "").splitlines():
             word = line.split(maxsplit=1)[0] if line else ""
@@ -184,7 +188,7 @@ class KernelMemory:
         return rooms
 
     def _page_cache_bytes(self, group: Path) -> int:
-        """What the group would give back under pressure (file pages; shared memory is not one)."""
+        """Bytes that the group would release under pressure (file pages, not shared memory)."""
         rows = (
             line.split() for line in (self._text(str(group / "memory.stat")) or "").splitlines()
         )
@@ -225,7 +229,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def filesystem_kind(path: Path) -> Filesystem:
-    """The file system that ``path`` (a file or directory that exists) is on.
+    """The file system that ``path`` (an existing file or directory) is on.
 
     Raises:
         OSError: ``path`` does not exist or cannot be reached.
@@ -240,7 +244,7 @@ def filesystem_kind(path: Path) -> Filesystem:
     if magic == _HUGETLBFS_MAGIC:
         return Filesystem(FilesystemKind.HUGETLBFS, block_bytes, free, total)
     if magic == _TMPFS_MAGIC:
-        # Without a size limit it says that it has 0 blocks: total_bytes is 0 then.
+        # A tmpfs without a size limit reports 0 blocks: total_bytes is 0 then.
         option = _huge_option(path)
         return Filesystem(FilesystemKind.TMPFS, BASE_PAGE_BYTES, free, total, option)
     return Filesystem(FilesystemKind.OTHER, BASE_PAGE_BYTES, free, total)

@@ -1,4 +1,4 @@
-"""The arena that the settings ask for, and how the one in the directory can become it."""
+"""Arena that the settings request, and the step from the existing arena to it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CATALOGUE_NAME = "catalogue"
 CATALOGUE_BYTES_MAX = 12 << 20
 """Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
 RESIZED_NAME = "journal.resized"
-"""The journal of an arena that is being resized. It counts once the catalogue names it."""
+"""The journal of an arena that is being resized. It is valid once the catalogue names it."""
 JOURNALS = ("journal", RESIZED_NAME)
 
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """The arena that is wanted: tenants with whole slabs of bytes, and its directory.
+    """The requested arena: tenants with whole slabs of bytes, and its directory.
 
     ``discard``: an arena in the directory that cannot become this one is deleted.
     """
@@ -38,7 +38,7 @@ class ArenaPlan:
 
 
 class Step(enum.Enum):
-    """The way from the directory's content to the arena."""
+    """Step from the directory's content to the requested arena."""
 
     COLD = "make new files"
     ADOPT = "map the files"
@@ -49,8 +49,8 @@ class Step(enum.Enum):
 class Found:
     """The content of an arena directory, compared with a plan.
 
-    ``catalogue`` and ``geometry`` are the earlier run's, None for a cold start. ``notes`` say why
-    an arena that is there is not taken over.
+    ``catalogue`` and ``geometry`` are the earlier run's, None for a cold start. ``notes`` explain
+    why an existing arena is not adopted.
     """
 
     step: Step
@@ -65,7 +65,7 @@ def segment_path(folder: Path, index: int) -> Path:
 
 
 def current_journal(folder: Path, catalogue: dict[str, Any]) -> Path:
-    """The journal that a catalogue belongs to; after a crash in a resize it has another name."""
+    """The journal that a catalogue refers to; after a crash during a resize it has another name."""
     resized = folder / RESIZED_NAME
     return resized if catalogue.get("journal") and resized.exists() else journal_path(folder)
 
@@ -83,8 +83,8 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
     """Compare the directory's content with the plan; nothing is changed.
 
     Raises:
-        KVHearthError: ``ARENA_UNUSABLE`` if there is an arena that the plan cannot take over and
-            may not discard, or the catalogue cannot be read.
+        KVHearthError: ``ARENA_UNUSABLE`` if there is an arena that the plan cannot adopt and may
+            not discard, or the catalogue cannot be read.
     """
     try:
         data = peek(folder / CATALOGUE_NAME)
@@ -141,7 +141,7 @@ def _refuse(plan: ArenaPlan, wrong: str, fix: str) -> Found:
 
 
 def _step(old: Geometry, new: Geometry) -> Step | None:
-    """The way from one geometry to another, None if there is none."""
+    """The step from one geometry to another, None if there is none."""
     if old == new:
         return Step.ADOPT
     alike = (old.slab_bytes, old.slot_bytes_min) == (new.slab_bytes, new.slot_bytes_min)
@@ -151,10 +151,10 @@ def _step(old: Geometry, new: Geometry) -> Step | None:
 
 
 def _geometry(made: dict[str, Any]) -> Geometry:
-    """The geometry that ``describe`` has written.
+    """Parse the geometry that ``describe`` has written.
 
     Raises:
-        ValueError, KeyError, TypeError: it is of another form.
+        ValueError, KeyError, TypeError: the format differs.
     """
     slab = int(made["slab_bytes"])
     tenants = [(str(tenant), int(slabs) * slab) for tenant, slabs in made["segments"]]

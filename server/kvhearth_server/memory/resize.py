@@ -1,9 +1,9 @@
-"""Gives an arena more or less memory and keeps its blocks, also across a crash in the middle.
+"""Crash-safe resizing of an arena, which keeps its blocks.
 
-Whole slabs are kept or evicted. Slabs beyond the new end are copied into slabs that hold nothing,
-and a second journal is written for the new geometry; the old files stay as they were. The
-catalogue, which is written in one step, then names the new geometry and journal. A crash before
-that leaves the old arena, a crash after it the new one.
+Whole slabs are kept or evicted. Slabs beyond the new end are copied into slabs that are empty or
+evicted for them, and a second journal is written for the new geometry. The old journal changes only
+where slabs are evicted. The catalogue, which is written in one step, then names the new geometry
+and journal. A crash before that leaves the old arena, a crash after it the new one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from kvhearth_server.memory.segments import Segment, create_segment, open_segmen
 
 _FREE = STATE_WORDS[State.FREE]
 _FULLNESS = 8
-"""Slabs are equally full when they are in the same of so many steps."""
+"""Number of steps of fullness; slabs in the same step count as equally full."""
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """``kept`` slabs and their ``places`` in the new geometry; ``evicted`` ones are emptied first
-    because another slab takes their place.
+    """Placement of slabs: ``kept`` slabs and their ``places`` in the new geometry.
+
+    ``evicted`` slabs are emptied first because another slab takes their place.
     """
 
     kept: I64
@@ -53,7 +54,7 @@ class _Moves:
 
 
 def settle(folder: Path, blob: DurableBlob, catalogue: dict[str, Any]) -> dict[str, Any]:
-    """Finish a resize that a crash has interrupted, or remove what it left; the catalogue then."""
+    """Finish a resize that a crash interrupted, or remove its remains; returns the catalogue."""
     resized = folder / RESIZED_NAME
     if not catalogue.get("journal"):
         resized.unlink(missing_ok=True)
@@ -74,18 +75,20 @@ def resize(
     old: Geometry,
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
-    """Turn the arena of geometry ``old`` into the plan's; its catalogue, and a sentence for the
-    log.
+    """Turn the arena of geometry ``old`` into the plan's.
+
+    Returns its catalogue, and a sentence for the log.
 
     Raises:
-        KVHearthError: ``ARENA_BUSY`` if a client of an earlier run may still write to the part
-            that is to be added; otherwise as ``open_segment`` and ``create_segment``. The old
-            arena is still there then.
+        KVHearthError: ``ARENA_BUSY`` if a client of an earlier run may still write to the part that
+            is to be added; otherwise as ``open_segment`` and ``create_segment``. The old arena then
+            still exists.
     """
     new = plan.geometry
     path = segment_path(folder, 0)
     if _cut_surplus(path, plan, catalogue, old) and "mapped_bytes" in catalogue:
-        # Before the file is made longer again: a crash in that is no client's mapping.
+        # Before the file is extended again: a surplus left by a crash during that is not mapped by
+        # any client.
         catalogue = {name: value for name, value in catalogue.items() if name != "mapped_bytes"}
         blob.write(_encoded(catalogue))
     size = max(old.segment_bytes(0), new.segment_bytes(0))
@@ -93,7 +96,7 @@ def resize(
     journal = fresh = None
     try:
         journal = open_segment(journal_path(folder))
-        # Made before anything is evicted: without room for it the old arena stays as it is.
+        # Made before anything is evicted: without room for it the old arena stays unchanged.
         fresh = _new_journal(folder, new)
         words, headers = tables(journal.view, old)
         moves = _moves(words, headers, old, new)
@@ -138,8 +141,10 @@ def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Ge
 
 
 def _moves(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, new: Geometry) -> _Moves:
-    """Choose the slabs to keep and their places: the fullest ones, of equally full ones those
-    that hold the ancestors of the latest blocks.
+    """Choose the slabs to keep and their places.
+
+    The fullest slabs are kept; among equally full ones, those that hold the ancestors of the latest
+    blocks.
     """
     sizes = np.array(slab_sizes(words), np.int64)
     assigned = np.flatnonzero(sizes)
@@ -162,7 +167,7 @@ def _moves(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, new: 
         others = np.sort(others[order[:room]])
     kept = np.concatenate([fixed, others])
     unmoved, moved = kept[head[kept]], kept[~head[kept]]
-    # A slab that holds nothing is taken before one that has to be evicted for it.
+    # An empty slab is used before one that has to be evicted.
     places = np.setdiff1d(np.arange(min(old.slab_count, new.slab_count)), unmoved)
     places = places[np.argsort(bound[places] > 0, kind="stable")][: len(moved)]
     return _Moves(
@@ -175,8 +180,9 @@ def _moves(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, new: 
 
 
 def _latest(headers: Records, slabs: I64, geometry: Geometry) -> npt.NDArray[np.float64]:
-    """For each slab the mean of its blocks' ages, shape (slabs,): a block is as young as the
-    youngest block of its chain that is stored on top of it.
+    """Mean age of the blocks of each slab, shape (slabs,).
+
+    A block is as young as the youngest block of its chain that is stored on top of it.
     """
     rows = (slabs[:, None] * geometry.stride + np.arange(geometry.stride)).reshape(-1)
     rows = rows[np.isin(headers["state"][rows], BOUND_WORDS)]
@@ -195,7 +201,7 @@ def _latest(headers: Records, slabs: I64, geometry: Geometry) -> npt.NDArray[np.
 
 
 def _evict(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, slabs: I64) -> None:
-    """Empty slabs in the old journal: after a crash nothing believes the bytes that follow."""
+    """Empty slabs in the old journal; after a crash, bytes copied there are not believed."""
     for slab in slabs.tolist():
         headers["state"][slab * old.stride : (slab + 1) * old.stride] = _FREE
         words[slab] = 0

@@ -1,4 +1,4 @@
-"""The memory that an arena takes: one computation for the daemon, ``doctor`` and the documents."""
+"""Memory that an arena takes: one computation for the daemon, ``doctor`` and the documents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Room:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return self.segments + self.journal + self.catalogue
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Room:
 
 
 def room_of(geometry: Geometry, filesystem: Filesystem | None) -> Room:
-    """The room of an arena on a file system, or of an anonymous one."""
+    """Compute the room of an arena on a file system, or of an anonymous one."""
     segments = sum(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
     if filesystem is None:
         return Room(segments, 0, 0)
@@ -64,7 +64,7 @@ def room_of(geometry: Geometry, filesystem: Filesystem | None) -> Room:
 
 
 def journal_page_bytes(filesystem: Filesystem) -> int:
-    """The multiple that a journal's file is made of."""
+    """Unit of a journal file's size, in bytes."""
     return max(2 * MIB, filesystem.page_bytes)
 
 
@@ -97,7 +97,7 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
 
 
 def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
-    """Give each segment the best pages that are left, as the daemon does."""
+    """Check the plan by giving each segment the best pages that are left, as the daemon does."""
     geometry = plan.geometry
     kinds = {} if plan.hugepages is HugepagePolicy.OFF else HUGE_BYTES
     free = {size: kernel.pool(size).free for size in kinds.values()}
@@ -121,7 +121,7 @@ def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
 def _check_files(
     plan: ArenaPlan, folder: Path, filesystem: Filesystem, found: Found, kernel: KernelMemory
 ) -> None:
-    """Compare the files that are to be made or made longer with what is left."""
+    """Compare the files to be made or extended with the space that is left."""
     room = room_of(plan.geometry, filesystem)
     missing = _missing(plan, folder, room, found)
     if filesystem.kind is not FilesystemKind.HUGETLBFS:
@@ -155,7 +155,7 @@ def _check_files(
 
 
 def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
-    """Bytes that the files have to be given, before any is deleted that a crash would need."""
+    """Bytes to be allocated for the files before any file that a crash would need is deleted."""
     if found.step is Step.COLD:
         return max(room.bytes - _taken(*_files(folder)), 0)
     journal = journal_path(folder)
@@ -174,6 +174,6 @@ def _taken(*paths: Path) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of an arena, half made ones included; a cold start deletes or reuses all."""
+    """The files of an arena, including half-made ones; a cold start deletes or reuses all."""
     names = (CATALOGUE_NAME, f"{CATALOGUE_NAME}.new", *JOURNALS, *(f"{n}.new" for n in JOURNALS))
     return [*folder.glob("segment-*"), *(folder / name for name in names)]

@@ -1,8 +1,8 @@
-"""Segments: shared memory that is wholly there before the first client sees it.
+"""Segments: shared memory that is fully allocated before the first client sees it.
 
-``create_segment`` takes the best pages it can get and says every step down; ``open_segment`` maps
-a file that an earlier daemon left. What is returned is reserved and faulted in, so that no later
-touch can end in a SIGBUS or in the OOM killer.
+``create_segment`` takes the best pages available and reports every step down; ``open_segment`` maps
+a file that an earlier daemon left. Both return memory that is reserved and faulted in, so that no
+later touch can end in a SIGBUS or in the OOM killer.
 """
 
 from __future__ import annotations
@@ -57,20 +57,21 @@ def create_segment(
 ) -> Segment:
     """Make a zeroed segment of ``bytes``: a new file at ``path``, or a memfd.
 
-    The file appears under its name only when it is complete; what a killed daemon left half made
-    is removed. A memfd is sealed against resizing, so that no client can cut it off under us.
+    The file appears under its name only when it is complete; a file that a killed daemon left
+    half-made is removed. A memfd is sealed against resizing, so that no client can truncate it
+    while the daemon uses it.
 
     Args:
-        bytes: a multiple of the page size (with ``OFF`` 4 KiB, else 2 MiB, or that of the
-            hugetlbfs which ``path`` is on).
+        bytes: a multiple of the page size (with ``OFF`` 4 KiB, else 2 MiB, or that of the hugetlbfs
+            which ``path`` is on).
         policy: ``REQUIRE`` takes hugetlb pages only, ``OFF`` 4 KiB pages only.
         path: a file that does not exist, on hugetlbfs or tmpfs.
         on_progress: called with (done bytes, total bytes) while the pages are faulted in.
-        kernel: where free memory is looked up (tests).
+        kernel: source of the figures on free memory (tests).
 
     Raises:
-        KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE``
-            (the size, or the place is not one for an arena).
+        KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE`` (the
+            size is wrong, or the place is not suitable for an arena).
     """
     maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory())
     return maker.memfd() if path is None else maker.file(path)
@@ -86,14 +87,14 @@ def open_segment(
 ) -> Segment:
     """Map an existing segment file and fault it in; its contents do not change.
 
-    ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is what was found. Of a
-    file longer than ``size_bytes`` the first part is mapped; a shorter one is made longer, or left
-    as it was if that fails. By default all of it is mapped.
+    ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is the kind found. If the
+    file is longer than ``size_bytes``, its first part is mapped; if it is shorter, it is extended,
+    or left as it was if that fails. By default all of it is mapped.
 
     Raises:
         KVHearthError: ``ARENA_UNUSABLE`` (no such file, not a segment's file or file system),
-            ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be
-            filled, or it is not what ``policy`` asks for).
+            ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled,
+            or it contradicts ``policy``).
     """
     try:
         filesystem = filesystem_kind(path.parent)
@@ -149,7 +150,7 @@ def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) ->
 
 
 def check_memory(kernel: KernelMemory, needed_bytes: int, told: str = "") -> None:
-    """Refuse what the available memory cannot hold; ``told`` ends the message.
+    """Refuse a size that the available memory cannot hold; ``told`` ends the message.
 
     Raises:
         KVHearthError: ``MEMORY_UNAVAILABLE``.
@@ -166,7 +167,7 @@ def check_memory(kernel: KernelMemory, needed_bytes: int, told: str = "") -> Non
 
 
 class _Maker:
-    """One attempt to get a segment: what was asked for, and the steps down so far."""
+    """One attempt to get a segment: the request, and the steps down so far."""
 
     def __init__(
         self,
@@ -275,7 +276,7 @@ class _Maker:
         mapping = map_shared(fd, self._bytes)
         try:
             populate(mapping, page_bytes, self._on_progress)
-        except OSError:  # a limit of the control group's
+        except OSError:  # a limit of the control group
             mapping.close()
             raise
         return Segment(fd, mapping, kind, page_bytes, path=path, steps_down=self._steps)
@@ -326,7 +327,7 @@ class _Maker:
             )
 
     def _check_place(self, path: Path, filesystem: Filesystem, missing_bytes: int) -> None:
-        """Refuse what cannot work or contradicts the policy, before a page is taken."""
+        """Refuse a place that cannot work or contradicts the policy, before a page is taken."""
         check_place(path.parent, filesystem, self._policy)
         if filesystem.kind is FilesystemKind.HUGETLBFS:
             return
@@ -370,7 +371,7 @@ class _Maker:
 def _memfd(flags: int) -> int:
     flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        # vm.memfd_noexec=2 (Linux 6.3) refuses a memfd that does not say this.
+        # vm.memfd_noexec=2 (Linux 6.3) refuses a memfd without this flag.
         return os.memfd_create("kvhearth", flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:

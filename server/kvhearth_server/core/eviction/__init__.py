@@ -1,4 +1,4 @@
-"""Eviction policies: which block leaves the arena when a store needs its slot."""
+"""Eviction policies, which choose the block that leaves the arena when a store needs its slot."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _POLICIES: dict[str, Callable[[PolicyArrays], EvictionPolicy]] = {
 }
 
 POLICY_NAMES = tuple(_POLICIES)
-"""What ``make_policy`` knows."""
+"""Names that ``make_policy`` accepts."""
 
 
 def make_policy(name: str, arrays: PolicyArrays) -> EvictionPolicy:
-    """An empty policy over shared arrays.
+    """Make an empty policy over shared arrays.
 
     Raises:
         ValueError: if there is no policy of that name.

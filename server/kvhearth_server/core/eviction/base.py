@@ -1,4 +1,4 @@
-"""What an eviction policy promises."""
+"""Interface of an eviction policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvhearth_server.core.eviction.ring import I64, U32
 
 
 def nothing_passed() -> None:
-    """Lets a policy pass over as many used blocks as there are."""
+    """Lets a policy pass over any number of used blocks."""
 
 
 class EvictionPolicy(Protocol):
@@ -26,9 +26,9 @@ class EvictionPolicy(Protocol):
     def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
         """Admit blocks, the coldest first; O(n), vectorised.
 
-        ``fingerprints``, shape (n,), are hashes of the blocks' keys, uniform over 32 bits: by them
-        a policy may know a key that was here before. Without them (adoption) every block counts as
-        new.
+        ``fingerprints``, shape (n,), are hashes of the blocks' keys, uniform over 32 bits. A policy
+        may use them to recognise a key that was here before. Without them (adoption) every block
+        counts as new.
 
         Raises:
             ValueError: if a slot is in a policy already, occurs twice or does not exist, or the
@@ -37,10 +37,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def insert_one(self, slot: int, fingerprint: int) -> None:
-        """As ``insert``, of one block and the hash of its key.
+        """Admit one block with the hash of its key.
 
         Raises:
-            ValueError: as there.
+            ValueError: as ``insert``.
         """
         ...
 
@@ -49,7 +49,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def remove(self, slots: I64) -> None:
-        """Let members go whose blocks were deleted, replaced or found invalid; O(n), vectorised.
+        """Remove members whose blocks were deleted, replaced or found invalid; O(n), vectorised.
 
         Raises:
             ValueError: if a slot is not a member or occurs twice.
@@ -57,7 +57,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def evict(self, slot: int) -> None:
-        """Evict one member: the last victim or, of its chain, another one.
+        """Evict one member: the last victim or another block of its chain.
 
         Raises:
             ValueError: if the slot is not a member.
@@ -67,24 +67,24 @@ class EvictionPolicy(Protocol):
     def victim(
         self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
     ) -> int | None:
-        """The member to evict next, still a member; None if none of them is evictable.
+        """Return the member to evict next, still a member; None if none of them is evictable.
 
-        ``passed`` is called for each used block that was passed over. What it or ``evictable``
-        raises leaves the policy in order, and the next call goes on from there.
+        ``passed`` is called for each used block that was passed over. If it or ``evictable``
+        raises, the policy stays consistent and the next call continues from there.
 
         ``evictable`` must be pure during the call. Without other calls between, and while
         ``evictable`` answers the same, a second call returns the same slot.
 
         Passing over a used block spends one of its uses, so those steps are paid for by ``touch``.
-        Passing over one that is not evictable puts it where the next scan meets it last. So only a
-        policy whose members are nearly all leased makes a call O(n); the global cap on what is held
-        rules that out but for small namespaces, and a call never looks at a member more than
-        ``FREQ_MAX + 3`` times.
+        Passing over one that is not evictable puts it where the next scan meets it last. Therefore
+        only a policy whose members are nearly all leased makes a call O(n). The global cap on held
+        bytes rules that out except for small namespaces, and a call never looks at a member more
+        than ``FREQ_MAX + 3`` times.
         """
         ...
 
     def age_rank(self) -> int | None:
-        """When the entry at the cold end came; None if there is none.
+        """Push time of the entry at the cold end; None if there is none.
 
         The unit is pushes to all policies of these arrays. The caller takes from the policy with
         the smaller rank. Approximate: never early, late by some tens of entries of this policy (one
@@ -93,7 +93,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def slots(self) -> I64:
-        """All members, in no promised order; shape (len,)."""
+        """All members, in no guaranteed order; shape (len,)."""
         ...
 
     def check(self) -> None:
@@ -105,5 +105,5 @@ class EvictionPolicy(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Members."""
+        """Number of members."""
         ...

@@ -1,8 +1,8 @@
-"""The memory that all eviction policies share: per-slot arrays and the chunks of their rings.
+"""Memory shared by all eviction policies: per-slot arrays and the chunks of their rings.
 
 One slot is in at most one ring, so one set of arrays serves every namespace and size class. All
-arrays begin as zeros that were never written: pages of slots that nobody tracks are not resident.
-That is why "none" is 0 everywhere and real values are stored plus one.
+arrays begin as zeros that were never written: pages of untracked slots are not resident. Therefore
+"none" is 0 everywhere and real values are stored plus one.
 
 Bytes per tracked slot: 4 (position) + 1 (freq) + 4 (ring entry, times the tombstones' share) + 1/8
 (ticks) + about 1/5 (chunk objects).
@@ -23,20 +23,17 @@ U32: TypeAlias = npt.NDArray[np.uint32]
 CHUNK_SHIFT = 10
 CHUNK_ENTRIES = 1 << CHUNK_SHIFT
 TICK_SHIFT = 6
-"""One tick is kept for each group of 64 entries: a tick per entry would cost as much as the entry.
-"""
+"""log2 of the entries that share a tick: a tick per entry would cost as much as the entry."""
 FREQ_MAX = 3
 SLOTS_MAX = 1 << 30
-"""Twice as many ring entries must have positions in 32 bits."""
+"""Upper bound on slots: positions of twice as many ring entries must fit in 32 bits."""
 _ONE_USE_MORE = bytes(min(uses + 1, FREQ_MAX) for uses in range(256))
-"""By the uses so far."""
+"""Number of uses after one more, by the uses so far."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``CHUNK_ENTRIES`` consecutive ring entries; those in use are ``[start, filled)``, in order of
-    age.
-    """
+    """``CHUNK_ENTRIES`` consecutive ring entries; ``[start, filled)`` are in use, by age."""
 
     base: int
     """Index of its first entry in ``PolicyArrays.entries``."""
@@ -52,10 +49,10 @@ class Chunk:
 
 
 class PolicyArrays:
-    """Shared by all policies of one arena; the only way to mark a slot as used."""
+    """Arrays shared by all policies of one arena; the only way to mark a slot as used."""
 
     def __init__(self, slot_count: int, ring_count: int = 64) -> None:
-        """Arrays for slots ``0 .. slot_count - 1``.
+        """Make arrays for slots ``0 .. slot_count - 1``, and for rings that are nearly empty.
 
         Raises:
             ValueError: if there are no slots or more than ``SLOTS_MAX``.
@@ -69,12 +66,15 @@ class PolicyArrays:
         self.position = np.zeros(slot_count, np.uint32)
         """Index of the slot's entry in ``entries``, plus one; 0 is in no ring."""
         self.places = self.position.data
-        """The same memory, for one slot at a time: numpy's calls cost several times as much."""
+        """The same memory, for access to one slot at a time: numpy's calls cost several times as
+        much.
+        """
         # Rings hold at most twice their live entries and a little for each ring, so this suffices
         # for ``ring_count`` rings; reserving it costs address space only.
         chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + ring_count
         self.entries = np.zeros(chunk_count << CHUNK_SHIFT, np.uint32)
-        """Slot number plus one; 0 is a tombstone. Replaced when it grows: never keep a reference.
+        """Slot number plus one; 0 is a tombstone. Replaced when it grows: never keep a
+        reference.
         """
         self.ticks = np.zeros(chunk_count << CHUNK_SHIFT >> TICK_SHIFT, np.int64)
         """The tick of the newest entry of each group. Replaced like ``entries``."""
@@ -87,11 +87,11 @@ class PolicyArrays:
     def touch(self, slots: I64 | slice) -> None:
         """Count a use of each slot, whichever policies they are in; moves nothing.
 
-        ``slots`` has shape (n,), or is a slice; one that occurs twice counts once, one in no policy
-        has no effect.
+        ``slots`` has shape (n,), or is a slice. A slot that occurs twice counts once; a slot in no
+        policy has no effect.
         """
         if isinstance(slots, slice):
-            # Bytes looked up in a table: five times as fast as numpy's calls on a slice.
+            # A table look-up on bytes is five times as fast as numpy's calls on a slice.
             self._uses[slots] = bytes(self._uses[slots]).translate(_ONE_USE_MORE)
             return
         if len(slots) == 1:
@@ -101,11 +101,11 @@ class PolicyArrays:
         self.freq[slots] = freq + (freq < FREQ_MAX)
 
     def touch_one(self, slot: int) -> None:
-        """As ``touch``, of one slot."""
+        """Count a use of one slot; see ``touch``."""
         self._uses[slot] = _ONE_USE_MORE[self._uses[slot]]
 
     def claim(self, slots: I64) -> None:
-        """Make sure that slots may be pushed, and forget the uses that their former blocks had.
+        """Ensure that slots may be pushed, and reset the use counts of their former blocks.
 
         Raises:
             ValueError: if one does not exist, is in a ring already or occurs twice; nothing has
@@ -117,7 +117,8 @@ class PolicyArrays:
         if self.position[slots].any():
             taken = slots[self.position[slots] > 0]
             raise ValueError(f"{len(taken)} slots are in a policy already, the first is {taken[0]}")
-        # A slot that occurs twice is found by what its later place overwrites; sorting is slower.
+        # A slot that occurs twice is found because its later place overwrites the earlier one;
+        # sorting is slower.
         order = np.arange(1, len(slots) + 1, dtype=np.uint32)
         self.position[slots] = order
         repeated = int(np.count_nonzero(self.position[slots] != order))
@@ -127,7 +128,7 @@ class PolicyArrays:
         self.freq[slots] = 0
 
     def claim_one(self, slot: int) -> None:
-        """As ``claim``, of one slot.
+        """Ensure that one slot may be pushed; see ``claim``.
 
         Raises:
             ValueError: if it does not exist or is in a ring already; nothing has changed.
@@ -139,13 +140,13 @@ class PolicyArrays:
         self._uses[slot] = 0
 
     def require_range(self, slots: I64) -> None:
-        """Raise ValueError if a slot, of at least one, does not exist; negative ones would wrap."""
+        """Raise ValueError if one of at least one slot does not exist; negative ones would wrap."""
         low, high = int(slots.min()), int(slots.max())
         if low < 0 or high >= self.slot_count:
             raise ValueError(f"slots {low}..{high} are not within 0..{self.slot_count - 1}")
 
     def tick_of(self, slot: int) -> int:
-        """When a tracked slot was pushed; late by the rest of its group, more after merges."""
+        """Push time of a tracked slot; late by the rest of its group, more after merges."""
         return int(self.ticks.item((int(self.position.item(slot)) - 1) >> TICK_SHIFT))
 
     def live_entries(self, chunk: Chunk) -> I64:
@@ -154,7 +155,7 @@ class PolicyArrays:
         return np.flatnonzero(self.entries[low : chunk.base + chunk.filled]) + low
 
     def seek(self, chunk: Chunk | None, offset: int) -> tuple[Chunk, int] | None:
-        """The first live entry at or after an offset, in this chunk or one after it."""
+        """First live entry at or after an offset, in this chunk or a later one."""
         while chunk is not None:
             for index in range(chunk.base + max(offset, chunk.start), chunk.base + chunk.filled):
                 if self.entries.item(index):
@@ -163,7 +164,7 @@ class PolicyArrays:
         return None
 
     def take_chunk(self, ring: FifoRing) -> Chunk:
-        """An empty chunk for a ring, one that was used before if there is one."""
+        """Take an empty chunk for a ring, reusing a returned one if possible."""
         if self._free:
             number = self._free.pop()
         else:
@@ -188,7 +189,7 @@ class PolicyArrays:
         self._see()
 
     def _see(self) -> None:
-        """``entries`` and ``ticks`` are others now: see their memory, as ``places`` is."""
+        """Renew the views on the memory of replaced ``entries`` and ``ticks``; see ``places``."""
         self.entry_places, self.tick_places = self.entries.data, self.ticks.data
 
 
@@ -256,7 +257,7 @@ class FifoRing:
         return int(entry) - 1
 
     def move_oldest(self, target: FifoRing) -> None:
-        """Move the slot that ``peek`` returned just now to the new end of a ring, this one too."""
+        """Move the slot that ``peek`` just returned to the new end of a ring, possibly this one."""
         chunk = self._first
         assert chunk is not None
         index = chunk.base + chunk.start
@@ -267,7 +268,7 @@ class FifoRing:
         target.push_one(slot)
 
     def peek_hand(self) -> int | None:
-        """The slot at the hand, which goes on to the oldest when it has passed the newest."""
+        """The slot at the hand, which returns to the oldest after passing the newest."""
         arrays = self._arrays
         found = arrays.seek(self._hand, self._hand_offset) or arrays.seek(self._first, 0)
         if found is None:
@@ -276,11 +277,11 @@ class FifoRing:
         return int(arrays.entries.item(found[0].base + found[1])) - 1
 
     def step_hand(self) -> None:
-        """Move the hand past the slot that ``peek_hand`` returned just now."""
+        """Move the hand past the slot just returned by ``peek_hand``."""
         self._hand_offset += 1
 
     def remove_one(self, slot: int) -> bool:
-        """Leave a tombstone for a slot; False, with nothing changed, if it is not in this ring."""
+        """Leave a tombstone for a slot; False (no change) if it is not in this ring."""
         arrays = self._arrays
         index = int(arrays.position.item(slot)) - 1
         chunk = arrays.chunks[index >> CHUNK_SHIFT] if index >= 0 else None
@@ -333,10 +334,10 @@ class FifoRing:
             chunk = chunk.after
 
     def _wrap_hand(self) -> None:
-        """Before a push: a hand that has passed the newest entry stands before the oldest.
+        """Before a push, reset a hand that has passed the newest entry to before the oldest.
 
-        Otherwise it would go on into what is pushed now, and with one push for each eviction never
-        turn back.
+        Otherwise it would continue into the entries pushed now and, with one push for each
+        eviction, never turn back.
         """
         if self._hand is not None and self._arrays.seek(self._hand, self._hand_offset) is None:
             self._hand = None
@@ -355,18 +356,18 @@ class FifoRing:
             return chunk
         tail.after = chunk
         if tail.before is not None and _fits(tail.before, tail):
-            self._absorb(tail.before, tail)  # the limit for the newest chunk is no longer theirs
+            self._absorb(tail.before, tail)  # the newest chunk's limit no longer applies
         return chunk
 
     def count(self, chunk: Chunk, change: int) -> None:
-        """Entries of a chunk came or became tombstones; ``settle`` comes after."""
+        """Count entries of a chunk that were added or became tombstones; ``settle`` follows."""
         chunk.live += change
         self.live += change
 
     def settle(self, chunk: Chunk) -> None:
-        """After removals from a chunk: merge it with its neighbours where they fit."""
+        """Merge a chunk with its neighbours where they fit, after removals from it."""
         if chunk.ring is not self:
-            return  # one of several, merged since
+            return  # merged already, as one of several
         if chunk.before is not None and _fits(chunk.before, chunk):
             chunk = self._absorb(chunk.before, chunk)
         while chunk.after is not None and _fits(chunk, chunk.after):
@@ -375,7 +376,7 @@ class FifoRing:
             self._unlink(chunk)
 
     def _absorb(self, older: Chunk, newer: Chunk) -> Chunk:
-        """Make one chunk of two neighbours; returns the one that stays."""
+        """Merge two neighbours; returns the chunk that stays."""
         if not older.live:
             self._unlink(older)  # the first chunk, so a hand in it stands before the oldest again
             return newer
@@ -438,7 +439,7 @@ def remove_slots(arrays: PolicyArrays, slots: I64, rings: tuple[FifoRing, ...]) 
     if not len(slots):
         return
     arrays.require_range(slots)
-    # Sorted by hand: np.unique hashes, which takes four times as long.
+    # Explicit sort: np.unique hashes, which takes four times as long.
     indices = np.sort(arrays.position[slots].astype(np.int64)) - 1
     numbers = indices >> CHUNK_SHIFT
     if indices[0] < 0 or not np.diff(indices).all():

@@ -1,4 +1,4 @@
-"""A ghost: a small memory of which keys came lately."""
+"""S3-FIFO eviction policy and its ghost, a small memory of recent keys."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _TAG_SHIFT = np.uint32(_TAG_BITS)
 
 
 class Ghost:
-    """Direct-mapped table of fingerprints: their low bits are the place, the top eight are kept.
+    """Direct-mapped table of fingerprints: the low bits select the place, the top eight are kept.
 
-    An exact queue needs a dict of keys; this costs one byte a key. The price: about one
-    unknown key in 256 seems known, and a key is forgotten after as many others as there are places
-    on average, not exactly.
+    An exact queue needs a dict of keys; this costs one byte per key. In exchange, about one unknown
+    key in 256 seems known, and a key is forgotten after as many others as there are places only on
+    average.
     """
 
     def __init__(self) -> None:
         self._keep(np.zeros(_ENTRIES_MIN, np.uint8))
 
     def __len__(self) -> int:
-        """Places, a power of two."""
+        """Number of places, a power of two."""
         return len(self._tags)
 
     def _keep(self, tags: npt.NDArray[np.uint8]) -> None:
         self._tags, self._places = tags, tags.data
 
     def fit(self, member_count: int) -> None:
-        """Keep the number of places within 2/3 and 4 times the members, once there are some."""
+        """Keep the number of places between 2/3 and 4 times the members, once there are some."""
         while member_count * 2 > len(self._tags) * 3:
-            # A key's place in the larger table is one of two; the copy in the other one is noise
-            # that the tag keeps out and later keys overwrite.
+            # A key's place in the larger table is one of two. The copy in the other one is noise
+            # that the tag filters out and later keys overwrite.
             self._keep(np.tile(self._tags, 2))
         while len(self._tags) > _ENTRIES_MIN and member_count * 4 < len(self._tags):
             low, high = np.split(self._tags, 2)
             self._keep(np.maximum(low, high))
 
     def take_known(self, fingerprints: U32) -> npt.NDArray[np.bool_]:
-        """Which fingerprints of shape (n,) are known; forgets those and remembers the others."""
+        """Tell which fingerprints of shape (n,) are known; forget those and remember the others."""
         places = fingerprints & np.uint32(len(self._tags) - 1)
         tags = np.maximum(fingerprints >> _TAG_SHIFT, 1).astype(np.uint8)
         known = self._tags[places] == tags
@@ -59,7 +59,7 @@ class Ghost:
         return np.asarray(known)
 
     def take_known_one(self, fingerprint: int) -> bool:
-        """As ``take_known``, of one."""
+        """Do ``take_known`` for one fingerprint."""
         place = fingerprint & (len(self._places) - 1)
         tag = fingerprint >> _TAG_BITS or 1
         known: bool = self._places[place] == tag
@@ -68,21 +68,22 @@ class Ghost:
 
 
 SMALL_ONE_IN = 10
-"""The small queue's share: the cold end is its end while it has at least a tenth of the members."""
+"""Inverse share of the small queue: its end is the cold end while it has a tenth of the members."""
 PROMOTE_FREQ = 1
-"""Uses that carry a block from the small queue to the main one. The paper asks for two. One kept
-0.2-3 % more hits on mixes of zipf and scans: a prefix is often asked for again only a turn of the
-conversation later, when the small queue has passed."""
+"""Uses that move a block from the small queue to the main one. The paper asks for two. One kept
+0.2-3 % more hits on mixes of zipf and scans: a prefix is often asked for again only a turn of
+the conversation later, when the small queue has passed.
+"""
 
 
 class S3FifoPolicy:
     """``EvictionPolicy`` by S3-FIFO.
 
-    Two things differ from the paper. The ghost learns a key when it enters the small queue, not
-    when it is evicted from it: both orders are the same in a FIFO, a key that is inserted is not
-    here, so known means gone, and no fingerprint has to be kept per slot (4 bytes). So a key that
-    was *removed* and comes back soon is known, too. And a block that cannot be evicted is rotated
-    to the new end of its queue.
+    Two things differ from the paper. First, the ghost learns a key when the key enters the small
+    queue, not when it is evicted from it. Both orders are the same in a FIFO, an inserted key is
+    not resident (so known means gone), and no fingerprint has to be kept per slot (4 bytes). A key
+    that was *removed* and soon returns is therefore known, too. Second, a block that cannot be
+    evicted is rotated to the new end of its queue.
     """
 
     def __init__(self, arrays: PolicyArrays) -> None:
@@ -165,11 +166,9 @@ class S3FifoPolicy:
         return small > 0 and small * SMALL_ONE_IN >= small + self._main.live
 
     def _scan_small(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
-        """While it is the small queue's turn: promote what was used, propose the first that was
-        not.
+        """Promote used blocks and propose the first unused one, while the small queue is due.
 
-        Whose turn it is must be asked at each step: then a second call finds the answer that this
-            one left.
+        The turn is checked at each step, so that a second call finds the answer that this one left.
         """
         freq, passed = self._arrays.freq, 0
         while self._small_is_due() and passed < self._small.live:
@@ -187,7 +186,7 @@ class S3FifoPolicy:
         return None
 
     def _scan_main(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
-        """Give used blocks another round for one use each, propose the first without uses."""
+        """Give used blocks another round for one use each; propose the first without uses."""
         freq, passed = self._arrays.freq, 0
         while passed < self._main.live:
             slot = self._main.peek()
@@ -206,9 +205,9 @@ class S3FifoPolicy:
         return None
 
     def _any_of_small(self, evictable: Callable[[int], bool]) -> int | None:
-        """All of the main queue is held: the oldest evictable of the small one, used or not.
+        """Return the oldest evictable block of the small queue, used or not, if main is all held.
 
-        Nothing is promoted here: the main queue's scan of a second call would find it first.
+        Promotes nothing: the main queue's scan of a second call would find it first.
         """
         for _ in range(self._small.live):
             slot = self._small.peek()

@@ -1,4 +1,4 @@
-"""SIEVE: one queue, one mark, and a hand that keeps its place between evictions.
+"""SIEVE eviction policy: one queue, one mark, and a hand that keeps its place between evictions.
 
 Source: Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024.
 """
@@ -19,10 +19,10 @@ from kvhearth_server.core.eviction.ring import (
 
 
 class SievePolicy:
-    """``EvictionPolicy`` by SIEVE: the hand goes from old to new, clears marks and evicts what has
-    none.
+    """``EvictionPolicy`` by SIEVE: a hand moves from old to new and evicts unmarked blocks.
 
-    What it passes keeps its place. A count of uses serves as the mark. Keys are not remembered.
+    The hand clears the marks of the blocks that it passes, and these keep their place. A count of
+    uses serves as the mark. Keys are not remembered.
     """
 
     def __init__(self, arrays: PolicyArrays) -> None:
