@@ -1,1 +1,2 @@
-"""What runs in a peer's interpreter; ``harness`` is started there and loads one peer's file."""
+"""Code that runs in a peer's interpreter; ``harness`` is started there and loads one peer's file.
+"""
