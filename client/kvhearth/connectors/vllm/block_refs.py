@@ -37,7 +37,8 @@ class BlockHolds:
         self.held_count += len(blocks)
 
     def release(self, number: int) -> None:
-        """Release a store's blocks, its tail first, so that the tail is reused first. Idempotent.
+        """Release a store's blocks, its tail first, so that the tail is reused first.
+        Idempotent.
         """
         blocks = self._held_by.pop(number, None)
         if blocks:

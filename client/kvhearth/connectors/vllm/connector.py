@@ -191,7 +191,8 @@ class _SchedulerSide(_Base):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step, so that stores or the workers' handshakes are reported.
+        """Whether an idle engine must step, so that stores or the workers' handshakes are
+        reported.
         """
         if self._scheduler is None:
             return self._handshake_steps > 0
@@ -248,7 +249,8 @@ class _WorkerSide(_Base):
         """Do nothing: blocks are stored whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin this step's stores without waiting for them, since the scheduler holds the blocks.
+        """Begin this step's stores without waiting for them, since the scheduler holds the
+        blocks.
         """
         if not self._start_stores() and self._worker is not None:
             self._worker.lose_stores(self._meta())

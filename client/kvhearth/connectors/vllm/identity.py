@@ -1,4 +1,5 @@
-"""Identity of an engine: its contract from weights, hashes and configuration, and its LoRA digests.
+"""Identity of an engine: its contract from weights, hashes and configuration, and its LoRA
+digests.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def _describe(
 
 
 def _page_runs(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return, by layer, tensors whose first dimension is vLLM's block and whose blocks are dense.
+    """Return, by layer, tensors whose first dimension is vLLM's block and whose blocks are
+    dense.
     """
     runs: dict[str, list[Any]] = {}
     specs = _layer_specs(kv_cache_config)
@@ -101,7 +102,8 @@ def _page_runs(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, 
 
 
 def _raw(tensor: Any, start: int, count: int, page: int, stride: int) -> Any:
-    """Return ``count`` pages from byte ``start`` of a tensor's allocation on, shape (count, page).
+    """Return ``count`` pages from byte ``start`` of a tensor's allocation on, shape (count,
+    page).
     """
     import torch
 

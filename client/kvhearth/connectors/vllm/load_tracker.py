@@ -197,7 +197,8 @@ class Loads:
             self._policy.load.observe(load.tokens, seconds)
 
     def close(self) -> None:
-        """Release all leases. The workers have ended, or the end of their session releases theirs.
+        """Release all leases. The workers have ended, or the end of their session releases
+        theirs.
         """
         for load in self._under_way.values():
             self._client.release(load.found.lease)

@@ -1,4 +1,5 @@
-"""Per-request state of the scheduler: starts a lookup on arrival and answers vLLM from its result.
+"""Per-request state of the scheduler: starts a lookup on arrival and answers vLLM from its
+result.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class Requests:
             self._drop_aged(now)
 
     def _drop_aged(self, now: float) -> None:
-        """Release leases that a long queue has made old; the requests look up again at their turn.
+        """Release leases that a long queue has made old; the requests look up again at their
+        turn.
         """
         for request_id in list(self._asking):
             state = self._states[request_id]

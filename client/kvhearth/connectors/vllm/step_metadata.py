@@ -12,7 +12,8 @@ import numpy as np
 from kvhearth.model import I64, U8, Bools, Records
 
 STEP_TOKENS_MIN = 256
-"""Smallest step, in tokens, that is reported: smaller ones say little about the rate of a prefill.
+"""Smallest step, in tokens, that is reported: smaller ones say little about the rate of a
+prefill.
 """
 
 

@@ -90,7 +90,8 @@ class Committer:
         self._give_up(store)
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are not.
+        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are
+        not.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -407,7 +408,8 @@ class Stores:
             part.summed[outcome.positions, shard] = True
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are not.
+        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are
+        not.
         """
         return self._committer.drain(deadline_s)
 

@@ -137,7 +137,8 @@ class Bench:
         return seconds
 
     def store_one(self, stock: Stock, copier: HostCopier, index: int) -> float:
-        """Return the seconds of copy and commit of one block into a slot that was reserved ahead.
+        """Return the seconds of copy and commit of one block into a slot that was reserved
+        ahead.
         """
         if not stock.held(0):  # refilling is not on the path of an engine either
             stock.give_back(0, stock.take(0, 1, wait_s=_STOCK_WAIT_S))

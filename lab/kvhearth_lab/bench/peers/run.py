@@ -202,7 +202,8 @@ def _copies(pair: Pair, adapter: Adapter, said: dict[str, Any], sizes: Sizes, hu
 
 
 def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
-    """Run each measure of a batch, ours and the peer's in turns; the order alternates each round.
+    """Run each measure of a batch, ours and the peer's in turns; the order alternates each
+    round.
     """
     counts = dict.fromkeys(BATCHES, sizes.rounds + _WARM_ROUNDS)
     counts["first_touch"] = sizes.first_touches
