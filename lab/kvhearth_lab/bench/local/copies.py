@@ -77,7 +77,7 @@ _ONES_BETWEEN_QUIET = 16
 copied.
 """
 _ROUNDS_AGO = 4
-"""Rounds between the store and the load of a block, or half of them; no cache holds it by then."""
+"""Rounds from the store of a block to its load (or twice as many), so that no cache holds it."""
 _STOCK_BLOCKS = 32
 _STOCK_WAIT_S = 20.0
 CONTRACT = contract(PAGE_BYTES)

@@ -98,7 +98,7 @@ def scrape_part(
         pairs = portions.pairs(sizes.scrape_pairs)
     daemon.wait_quiet()
     for name, extra_s in zip(("metrics_overhead", "metrics_delay"), pairs, strict=True):
-        # Seconds for one scrape equal the share of a core at one scrape a second.
+        # Seconds for one scrape equal the fraction of time at one scrape a second.
         middle, low, high = median_of(extra_s)
         values[name] = round(middle, 5)
         result.spread[name] = [round(low, 5), round(high, 5)]
