@@ -113,10 +113,10 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _times(pair: Mapping[str, Any], figure: str) -> str:
-    """How many times as long the peer takes, beside the figure that says how long."""
+    """Return the peer's time over ours as text; empty in ratio rows of single blocks."""
     measure = figure.removesuffix("_p50_us").removesuffix("_ratio")
     if "_one" in measure and figure.endswith("_ratio"):
-        return ""  # it is said beside the time
+        return ""  # shown in the row of the time
     value = pair["against"].get(measure)
     return "" if value is None else f"{value:g}"
 

@@ -121,7 +121,7 @@ class Daemon:
             return None
 
     def wait_end(self, timeout_s: float) -> int | None:
-        """Wait for the process to end by itself; its status, None if it did not."""
+        """Wait for the process to end by itself; returns its status, None if it did not."""
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
@@ -139,7 +139,7 @@ class Daemon:
                 return False
         return bool(struct.unpack("3i", data)[0] == self.pid)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------------
 
     def stats(self, *, check_books: bool = True) -> admin_pb2.StatsResponse:
         """Return its statistics; raises as ``_ask``."""

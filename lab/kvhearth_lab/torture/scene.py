@@ -104,7 +104,7 @@ def places(roots: Roots, keep: list[bool]) -> Iterator[Places]:
     """
     with contextlib.ExitStack() as made:
         folder = made.enter_context(_folder(roots.drive, keep))
-        # A socket's path has at most 107 characters: a long drive path needs another folder for them.
+        # A socket's path has at most 107 characters: under a long path, sockets go elsewhere.
         near = None if len(str(folder)) > _SOCKETS_CHARS else folder
         sockets = near or made.enter_context(_folder(None, keep))
         arena = made.enter_context(_folder(roots.arena))

@@ -120,7 +120,7 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
         PRESSED: dice.choice([3, 4]) * SLAB_BYTES,
     }[kind]
     segment = dice.choice([1, 2]) * MIB
-    # Several times the blocks, since a block stored again or carried over is there twice for a time.
+    # Several times the blocks: one stored again or carried over is there twice for a time.
     room = 4 * largest + 24 * segment
     if kind == PRESSED:
         room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment

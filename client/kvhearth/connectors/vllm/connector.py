@@ -310,7 +310,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> HearthStats | None:
-        """Counters since the last call; None if nothing happened."""
+        """Return the counters since the last call; None if nothing happened."""
         if self._scheduler is not None:
             counts = self._scheduler.take_counts()
         else:

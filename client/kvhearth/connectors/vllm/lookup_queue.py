@@ -1,8 +1,8 @@
 """Lookups run on threads of their own, so that the scheduler never waits for an RPC.
 
     asked ──▶ answered ──▶ taken or dropped
-    │    ▲
-    └────┘ asked again while blocks are promoted from SSD
+                │    ▲
+                └────┘ asked again while blocks are promoted from SSD
 
 Only the scheduler takes and drops; only the queue's threads settle.
 """

@@ -95,7 +95,7 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
         course = Course(sizes, note)
         try:
             course.begin(setup, given, stack)
-            course.zero_hit(0)  # first: it may evict
+            course.zero_hit(0)  # first, because it may evict
             course.rounds()
             for number in range(sizes.restarts):
                 course.restart()

@@ -146,7 +146,7 @@ class ClockJump(Fault):
     def run(self, world: World, parameters: Parameters) -> None:
         if parameters["restart"]:
             world.kill_daemon()
-        # Calls under way see their deadlines pass, as after a pause of the whole machine.
+        # Deadlines of calls under way expire, as after a pause of the whole machine.
         with world.window("clock jump"):
             world.monotonic_s += parameters["monotonic_s"]
             set_offsets(world.clock_file, parameters["wall_s"], world.monotonic_s)

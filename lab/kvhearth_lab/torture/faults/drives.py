@@ -89,7 +89,7 @@ class WriteErrors(_Drive):
     help = "writes to the drive end with EIO or EROFS, or move fewer bytes; flushes fail"
 
     def orders(self, dice: random.Random) -> Parameters:
-        rate = dice.choice([0.4, 1.0])  # of a handful of requests
+        rate = dice.choice([0.4, 1.0])  # high, because there are only a few requests
         if dice.random() < 0.3:
             return {"short": ["write"], "rate": rate}
         errors = {dice.choice(["write", "write", "sync"]): dice.choice([errno.EIO, errno.EROFS])}

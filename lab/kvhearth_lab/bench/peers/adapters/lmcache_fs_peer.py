@@ -1,7 +1,7 @@
 """Adapter of LMCache's second-level ``fs_native`` store, which keeps one file a block.
 
-C++ threads write and read directly (``use_odirect``). That is off by default, and reads are then
-served by the page cache. Nothing is verified on load; neither it nor the bench flushes.
+C++ threads write and read directly (``use_odirect``, off by default; without it the page cache
+serves reads). Nothing is verified on load; neither it nor the bench flushes.
 """
 
 from __future__ import annotations

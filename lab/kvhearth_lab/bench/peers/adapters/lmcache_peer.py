@@ -277,7 +277,7 @@ class Peer:
     def close(self) -> None:
         """See ``harness.Peer``."""
         if self._registered is not None:
-            self._registered.transfer.close()  # no call: the daemon ends, too
+            self._registered.transfer.close()  # without a call, since the daemon ends, too
         if self._daemon is not None:
             self._daemon.close()
 
