@@ -1,1 +1,1 @@
-"""Benchmarks and fault injection: everything that measures or attacks a daemon from outside."""
+"""Benchmarks and fault injection that measure or attack a daemon from outside."""

@@ -1,1 +1,1 @@
-"""Connectors: an engine's own interface on one side, ``KVClient`` and copiers on the other."""
+"""Adapters between an engine's own interface and ``KVClient`` with its copiers."""

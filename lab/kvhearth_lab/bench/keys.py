@@ -1,4 +1,4 @@
-"""Keys that any process of a run can name by their number."""
+"""Keys that any process of a run can derive from their number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 
 KEY_BYTES = 32
 CHAIN_KEYS = 8192
-"""Keys of one chain, as of a long prompt."""
+"""Number of keys in one chain, as of a long prompt."""
 
 
 def keys_of(seed: bytes, start: int, count: int) -> list[bytes]:
-    """Keys ``start`` to ``start + count`` of a run; neighbours are neighbours in a chain."""
+    """Return keys ``start`` to ``start + count`` of a run; neighbours are neighbours in a chain."""
     return [
         hashlib.sha256(seed + number.to_bytes(8, "big")).digest()
         for number in range(start, start + count)

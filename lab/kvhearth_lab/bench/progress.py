@@ -1,4 +1,4 @@
-"""A progress bar on stderr for what takes long; nothing where that is no terminal."""
+"""A progress bar on stderr for long loops, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import track
 
 
 def steps(count: int, what: str) -> Iterator[int]:
-    """``range(count)``, drawn while it is walked through."""
+    """Yield ``range(count)`` behind a progress bar."""
     shown = sys.stderr.isatty()
     console = Console(stderr=True)
     yield from track(range(count), what, console=console, transient=True, disable=not shown)

@@ -1,4 +1,4 @@
-"""The verbs that this package adds to ``kvhearth`` by the entry point group ``kvhearth.verbs``."""
+"""Verbs that this package adds to ``kvhearth`` by the entry point group ``kvhearth.verbs``."""
 
 from __future__ import annotations
 

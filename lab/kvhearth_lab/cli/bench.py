@@ -37,7 +37,7 @@ def local(
 ) -> None:
     """Measure this machine's daemon and client against memcpy and an empty call, in one run.
 
-    Uses no running daemon. Missing a target is not an error: `missed` names those figures.
+    Starts its own daemons. Missing a target is not an error: `missed` names those figures.
     """
     from kvhearth_lab.bench.local import run as bench
     from kvhearth_lab.bench.local.plot import draw, require_plotter
@@ -55,7 +55,7 @@ def local(
 
 
 def shown(found: Mapping[str, Any]) -> Table:
-    """One row a figure."""
+    """Return a table with one row a figure."""
     from kvhearth_lab.bench.local.figures import FIGURES
 
     made = table("figure", "value", "spread", "target", "ok", "what", right=("value", "target"))

@@ -1,4 +1,4 @@
-"""``kvhearth bench peers``: other caches beside ours, on this machine, in one run."""
+"""``kvhearth bench peers``: other caches and KVHearth on this machine, in one run."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def peers(
         ),
     ] = None,
 ) -> None:
-    """Measure other caches and ours in turns, in the sizes of `kvhearth bench local`.
+    """Measure other caches and KVHearth in turns, in the sizes of `kvhearth bench local`.
 
-    Starts its own daemons. A peer that cannot be measured is no error: `skipped` says why.
+    Starts its own daemons. A peer that cannot be measured is not an error: `skipped` gives the
+    reason.
     """
     from kvhearth_lab.bench.local.plot import require_plotter
     from kvhearth_lab.bench.local.sizes import sizes_of
@@ -73,7 +74,7 @@ def peers(
     sizes = sizes_of(quick=quick, memory_bytes=None if memory is None else _bytes(memory))
     given = dict(zip(pairs.PEERS, (lmcache, mooncake), strict=True))
     found = {**pairs.run(sizes, given, note, hugepages=not no_hugepages), "quick": quick}
-    # The object is alone on stdout; the table is for a person in any case.
+    # With --json, stdout holds only the object; the table goes to stderr for a person.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
@@ -83,7 +84,7 @@ def peers(
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:
-    """One table a peer, and one of what was skipped."""
+    """Yield one table a peer, and one of the skipped peers and parts."""
     from kvhearth_lab.bench.peers.figures import figure_names
 
     for name, pair in found["peers"].items():
@@ -112,10 +113,10 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _times(pair: Mapping[str, Any], figure: str) -> str:
-    """How many times as long the peer takes, beside the figure that says how long."""
+    """Return the peer's time over ours as text; empty in ratio rows of single blocks."""
     measure = figure.removesuffix("_p50_us").removesuffix("_ratio")
     if "_one" in measure and figure.endswith("_ratio"):
-        return ""  # it is said beside the time
+        return ""  # shown in the row of the time
     value = pair["against"].get(measure)
     return "" if value is None else f"{value:g}"
 

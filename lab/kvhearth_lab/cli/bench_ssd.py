@@ -62,8 +62,8 @@ def ssd(
 ) -> None:
     """Measure the SSD tier against its own drive, through the same kernel interface, in one run.
 
-    Uses no running daemon; takes up to 5 GiB of the drive while it runs. Missing a target is not
-    an error: `missed` names those figures. A peer that cannot be measured is none either.
+    Uses no running daemon and up to 5 GiB of the drive. Missing a target is not an error: `missed`
+    names those figures. Nor is a peer that cannot be measured.
     """
     from kvhearth_lab.bench.local.plot import require_plotter
     from kvhearth_lab.bench.ssd.peers import LMCACHE, VLLM
@@ -77,7 +77,7 @@ def ssd(
     sizes = replace(QUICK if quick else FULL, depth=depth)
     with cleaned_up():
         found = {**run(folder, sizes, interface, peers), "depth": depth, "quick": quick}
-    # The object is alone on stdout; the table is for a person in any case.
+    # With --json, stdout holds only the object; the table goes to stderr for a person.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
@@ -87,7 +87,7 @@ def ssd(
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:
-    """One row a figure; then the peers, and what was skipped."""
+    """Yield the figures, then the peers, then the skipped parts."""
     from kvhearth_lab.bench.ssd.figures import FIGURES
 
     made = table("figure", "value", "spread", "target", "ok", "what", right=("value", "target"))

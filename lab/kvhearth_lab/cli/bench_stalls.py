@@ -1,4 +1,4 @@
-"""``kvhearth bench stalls``: how long the daemon's loop stands still."""
+"""``kvhearth bench stalls``: how long the daemon's loop is blocked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stalls(
 
 
 def shown(found: Mapping[str, Any]) -> Table:
-    """One row a figure."""
+    """Return a table with one row a figure."""
     from kvhearth_lab.bench.stalls.figures import FIGURES
 
     made = table("figure", "ms", "target", "ok", "in", "what", right=("ms", "target"))

@@ -24,7 +24,7 @@ _WIDTH = 160
 
 
 class Dtype(StrEnum):
-    """Of weights and KV."""
+    """Dtype of weights and KV."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -89,14 +89,14 @@ def ttft(
     quick: Quick = False,
 ) -> None:
     """Measure the time to the first token: computed, from the engine's own memory, from KVHearth,
-    after a restart of the engine; and what the connector costs where nothing is found.
+    and after a restart of the engine; and the connector's cost without a hit.
 
-    After each restart every engine, with a connector or without, is first asked for two short
-    prompts that no cache keeps, as a readiness probe would; `first_requests` says how long they
-    took. What is compared after a restart with what was warm before has as many samples.
+    After each restart every engine, with a connector or without, first answers two short prompts
+    that no cache keeps, as for a readiness probe; `first_requests` gives their times. Figures after
+    a restart have as many samples as those before it.
 
-    Starts its own engines, up to three at once of some 2 GiB each, and its own daemons. A peer that
-    cannot be measured is no error: `skipped` says why.
+    Starts its own daemons and up to three engines at once, of some 2 GiB each. A peer that cannot
+    be measured is not an error: `skipped` gives the reason.
     """
     from kvhearth_lab.bench.local.plot import require_plotter
     from kvhearth_lab.bench.ttft.plot import draw
@@ -109,11 +109,11 @@ def ttft(
         raise _bad(f"--engine-python: no interpreter at {engine_python}")
     if not (models / MODEL / "config.json").is_file():
         raise _bad(f"--models: no model at {models / MODEL}")
-    with cleaned_up():  # the engines, too
+    with cleaned_up():  # includes the engines
         threads = threads or max(len(os.sched_getaffinity(0)) - 1, 1)
         given = Given(engine_python, models.resolve(), lmcache, threads)
         found = {**run(sizes_of(quick=quick, dtype=dtype.value), given, note), "quick": quick}
-    # The object is alone on stdout; the table is for a person in any case.
+    # With --json, stdout holds only the object; the table goes to stderr for a person.
     to = Console(stderr=True, width=_WIDTH, highlight=False) if as_json else console()
     for each in shown(found):
         to.print(each)
@@ -123,7 +123,7 @@ def ttft(
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[Table]:
-    """One row a figure, and what else is to be known."""
+    """Yield a table with one row a figure, and a table of further notes."""
     from kvhearth_lab.bench.ttft.figures import figure_list
 
     made = table("figure", "value", "spread", "target", "ok", "what", right=("value", "target"))

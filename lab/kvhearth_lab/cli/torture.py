@@ -1,4 +1,4 @@
-"""``kvhearth torture``: a chaos kit for this machine, with daemons of its own."""
+"""``kvhearth torture``: fault injection on this machine, with daemons of its own."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     keep: Keep = False,
     as_json: AsJson = False,
 ) -> None:
-    """Break things on purpose, compare every answer, tell what was lost, wrong, leaked or stuck.
+    """Inject faults, compare every answer, and report blocks that are lost or wrong, leaks and
+    stalls.
 
     Uses no running daemon. Exit code 1 if anything was found that docs/operations.md does not
     allow, 2 if nothing was tested.
@@ -135,7 +136,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
 
 
 def shown(found: Mapping[str, Any]) -> Table:
-    """One row a fault, then what must be zero, then the rest."""
+    """Return a table of the faults, then the findings that must be zero, then the rest."""
     from kvhearth_lab.torture.faults import TABLE
     from kvhearth_lab.torture.report import KINDS, STALL_S
 
@@ -159,7 +160,7 @@ def shown(found: Mapping[str, Any]) -> Table:
 
 
 def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Rows of what the run's worlds could hit; nothing of what none of them could."""
+    """Yield rows of the coverage; marks that no world of the run could hit have none."""
     missing = {
         "points": found["points_missing"],
         "client_points": found["client_points_missing"],
@@ -188,7 +189,7 @@ def _cut(text: str) -> str:
 
 @contextlib.contextmanager
 def _bar(seconds: float) -> Iterator[Told]:
-    """A progress bar on stderr; nothing where that is no terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:

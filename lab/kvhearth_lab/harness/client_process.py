@@ -1,4 +1,4 @@
-"""Processes of the kit end with it, whatever ended it."""
+"""Client processes of the kit, which the kernel kills when the kit ends in any way."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process, even a stopped one, when the thread ends that started it;
+    """Let the kernel kill this process, even a stopped one, when the thread that started it ends;
     the kit starts processes on its main thread. ``parent`` is that thread's process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it could be said
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -40,9 +40,9 @@ class Client:
     """One client process.
 
     Args:
-        name: for people and its log's name.
-        folder: for its log.
-        start: what ``worker`` is told, as JSON.
+        name: name for people and for its log.
+        folder: folder of its log.
+        start: parameters of ``torture.client``, as JSON.
         heard: called on a thread with each line that is no answer.
     """
 
@@ -70,11 +70,11 @@ class Client:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs (or is stopped)."""
+        """Whether the process runs (or is stopped)."""
         return self.process.poll() is None
 
     def say(self, do: str, **more: object) -> int:
-        """Tell it something; the number of its answer, 0 if it is gone."""
+        """Send a command; returns the number of its answer, 0 if the process is gone."""
         self._next_id += 1
         line = json.dumps({"do": do, "id": self._next_id, **more}) + "\n"
         assert self.process.stdin is not None
@@ -86,7 +86,7 @@ class Client:
         return self._next_id
 
     def answer(self, number: int, timeout_s: float = ANSWER_S) -> Line | None:
-        """The answer with this number; None if it died or took too long."""
+        """Return the answer with this number; None if the process died or took too long."""
         end = time.monotonic() + timeout_s
         while number:
             try:
@@ -102,7 +102,7 @@ class Client:
         return None
 
     def ask(self, do: str, timeout_s: float = ANSWER_S, **more: object) -> Line | None:
-        """Tell and wait for the answer."""
+        """Send a command and wait for the answer."""
         return self.answer(self.say(do, **more), timeout_s)
 
     def signal(self, number: int) -> None:
@@ -110,7 +110,7 @@ class Client:
         self.process.send_signal(number)
 
     def stops_within(self, timeout_s: float) -> bool:
-        """Wait until it is stopped; false if it is not by then."""
+        """Wait until the process is stopped; False if it is not by then."""
         end = time.monotonic() + timeout_s
         while self.alive and time.monotonic() < end:
             text = Path(f"/proc/{self.process.pid}/stat").read_text()
@@ -120,20 +120,20 @@ class Client:
         return False
 
     def kill(self) -> None:
-        """kill -9, and wait for the end of what it said."""
+        """Send SIGKILL, and wait for the end of its output."""
         self.expected_end = True
         self.process.kill()
         self._reap()
 
     def end(self) -> int | None:
-        """Let it close and end; its exit status, None if it had to be killed."""
+        """Let the process close and end; returns its exit status, None if it had to be killed."""
         self.expected_end = True
         self.signal(signal.SIGCONT)
         self.say("end")
         try:
             status = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self.signal(signal.SIGUSR1)  # it writes where its threads are into its log
+            self.signal(signal.SIGUSR1)  # dumps its threads' stacks into its log
             time.sleep(0.3)
             self.process.kill()
             status = None
@@ -141,7 +141,7 @@ class Client:
         return status
 
     def new_failures(self) -> list[str]:
-        """Exceptions that it logged or printed since the last call."""
+        """Return exceptions that it logged or printed since the last call."""
         with self.log_path.open(errors="replace") as log:
             log.seek(self._read_to)
             text = log.read()
@@ -149,7 +149,7 @@ class Client:
         return failures_in(text)
 
     def log_tail(self, lines: int = 40) -> str:
-        """The end of what it wrote."""
+        """Return the end of its log."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 

@@ -1,8 +1,9 @@
-"""Clocks that jump, in one process: see ``cli.skewed`` for the daemon that runs with them.
+"""Jumping clocks for one process; ``harness.daemon_main`` runs a daemon with them.
 
-The machine's clock is everybody's and must not be set. So the daemon runs unchanged, and only its
-``time.time`` and ``time.monotonic`` add what is written in a file: two numbers of seconds, for the
-wall clock (either sign) and for the monotonic one (never less than before, as the kernel promises).
+The machine's clock is shared by all processes and must not be set. The daemon therefore runs
+unchanged, and only its ``time.time`` and ``time.monotonic`` add offsets from a file: two numbers of
+seconds, for the wall clock (either sign) and for the monotonic one (never less than before, as the
+kernel promises).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FIELDS = struct.Struct("<dd")
 
 
 def set_offsets(path: Path, wall_s: float, monotonic_s: float) -> None:
-    """Write what a daemon's clocks are ahead; a running one follows at once."""
+    """Write the offsets of a daemon's clocks; a running one follows at once."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(descriptor, _FIELDS.pack(wall_s, monotonic_s), 0)
@@ -26,7 +27,7 @@ def set_offsets(path: Path, wall_s: float, monotonic_s: float) -> None:
 
 
 def follow(path: Path) -> None:
-    """Let this process's clocks follow the file from now on; before anything else is imported."""
+    """Make this process's clocks follow the file; call it before anything else is imported."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     page = mmap.mmap(descriptor, _FIELDS.size, prot=mmap.PROT_READ)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What is measured: a daemon of the bench's own, and clients of it."""
+"""A daemon of the bench's own, and clients of it, to measure."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ _LOG_SHOWN_CHARS = 2000
 
 
 def broken(problem: str) -> KVHearthError:
-    """The error of a run whose figures would mean nothing."""
+    """Return the error of a run whose figures would mean nothing."""
     return KVHearthError(Reason.INTERNAL, f"bench: {problem}")
 
 
 def contract(page_bytes: int) -> Contract:
-    """One full-attention group whose shards have ``page_bytes``."""
+    """Return a contract of one full-attention group whose shards have ``page_bytes``."""
     return Contract("bench", "none", "uint8", (GroupSpec(GroupKind.FULL, 16, page_bytes),))
 
 
 class Served:
-    """A daemon process, the log lines that it wrote, and what the kernel says of it.
+    """A daemon process, its log, and the kernel's figures about it.
 
     Args:
-        folder: for sockets and log; a short path.
-        flags: of ``kvhearth serve``.
-        start: the module that serves, and its first words.
+        folder: folder for sockets and log; a short path.
+        flags: flags of ``kvhearth serve``.
+        start: the module that serves, and its first arguments.
     """
 
     def __init__(self, folder: Path, *flags: str, start: Sequence[str] = SERVE) -> None:
@@ -61,7 +61,7 @@ class Served:
         self.url = f"kvhearth+unix://{self._sockets}?lookup_ms=5000&call_ms=20000"
         command = [sys.executable, "-m", *start, *flags]
         command += ["--socket-dir", str(self._sockets), "--log-format", "json"]
-        # The operator's own settings are not what is measured.
+        # The operator's own settings must not affect the measurement.
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
         kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
         self._started = time.monotonic()
@@ -70,11 +70,10 @@ class Served:
         self._channel: grpc.Channel | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Wait for the line that says ready, and return its fields with ``seconds`` since the
-        start.
+        """Wait for the log line ``ready``, and return its fields with ``seconds`` since the start.
 
         Raises:
-            KVHearthError: the daemon did not come up; what it said last.
+            KVHearthError: the daemon did not come up; with the end of its log.
         """
         end = time.monotonic() + READY_S
         while time.monotonic() < end and self._process.poll() is None:
@@ -87,19 +86,19 @@ class Served:
         raise broken(f"no daemon: {self._log_path.read_text()[-_LOG_SHOWN_CHARS:]}")
 
     def private_bytes(self) -> int:
-        """Resident memory of the process, the shared arena not counted."""
+        """Return the resident memory of the process without the shared arena."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
 
     def anonymous_bytes(self) -> int:
-        """Private memory that no file is behind: what grows with the index."""
+        """Return the private memory without a file, which grows with the index."""
         text = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text()
         line = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
         return int(line.split()[1]) * 1024
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads that live."""
+        """Return the processor time of all its live threads."""
         nanoseconds = 0
         for task in Path(f"/proc/{self._process.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -107,13 +106,15 @@ class Served:
         return nanoseconds / 1e9
 
     def stats(self, *, check_books: bool = False) -> admin_pb2.StatsResponse:
-        """What ``kvhearth stat`` shows."""
+        """Return the statistics that ``kvhearth stat`` shows."""
         stub, token = self._admin()
         request = admin_pb2.StatsRequest(check_books=check_books)
         return stub.Stats(request, metadata=token, timeout=DEADLINE_S)
 
     def evict_all(self) -> int:
-        """Evict every namespace as ``kvhearth evict --keep 0`` does; returns how many blocks."""
+        """Evict every namespace as ``kvhearth evict --keep 0`` does; returns the number of
+        blocks.
+        """
         stub, token = self._admin()
         spaces = stub.ListNamespaces(
             admin_pb2.ListNamespacesRequest(), metadata=token, timeout=DEADLINE_S
@@ -129,7 +130,7 @@ class Served:
         return sum(reply.evicted_blocks for reply in replies)
 
     def _admin(self) -> tuple[admin_pb2_grpc.AdminServiceStub, tuple[tuple[str, str]]]:
-        """The stub of the operator's calls, and the metadata that each of them needs."""
+        """Return the stub of the operator's calls, and the metadata that each call needs."""
         token = (self._sockets / ADMIN_TOKEN_FILE).read_text().strip()
         if self._channel is None:
             target = f"unix:{self._sockets / GRPC_SOCKET}"
@@ -138,11 +139,11 @@ class Served:
         return admin_pb2_grpc.AdminServiceStub(self._channel), ((_TOKEN_KEY, token),)
 
     def wait_quiet(self) -> None:
-        """Wait until all committed blocks are summed and all leases released, so that what is
-        measured next has the machine to itself.
+        """Wait until all committed blocks are checksummed and all leases released, so that the next
+        measurement has the machine to itself.
 
         Raises:
-            KVHearthError: that did not come.
+            KVHearthError: the daemon did not become quiet in time.
         """
         end = time.monotonic() + QUIET_S
         while True:
@@ -155,7 +156,7 @@ class Served:
             time.sleep(0.002)
 
     def end(self) -> None:
-        """Stop it."""
+        """Stop the daemon."""
         if self._channel is not None:
             self._channel.close()
         if self._process.poll() is None:
@@ -169,7 +170,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(*flags: str, start: Sequence[str] = SERVE) -> Iterator[Served]:
-    """A daemon that is ended at the end."""
+    """Run a daemon during the block."""
     with tempfile.TemporaryDirectory(prefix="kvh-") as name:
         daemon = Served(Path(name), *flags, start=start)
         try:
@@ -180,7 +181,7 @@ def served(*flags: str, start: Sequence[str] = SERVE) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def attached(url: str, made: Contract, engine_id: str = "bench") -> Iterator[KVClient]:
-    """A client that is ready.
+    """Provide a client that is ready.
 
     Raises:
         KVHearthError: it cannot attach.
@@ -196,7 +197,7 @@ def attached(url: str, made: Contract, engine_id: str = "bench") -> Iterator[KVC
 
 @contextlib.contextmanager
 def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTransport]:
-    """A transport alone, of a session of its own: for calls that carry nothing."""
+    """Provide a bare transport with its own session, for empty calls."""
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         engine_id=f"bench-wire-{calls}",
@@ -213,7 +214,7 @@ def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTran
 
 
 def empty_call(calls: CacheTransport) -> float:
-    """Seconds of a heartbeat that carries nothing."""
+    """Return the seconds of an empty heartbeat."""
     request = cache_pb2.HeartbeatRequest()
     start = time.perf_counter()
     calls.call(HEARTBEAT, request, DEADLINE_S)

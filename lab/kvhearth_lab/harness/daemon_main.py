@@ -1,7 +1,7 @@
 """``kvhearth`` that ends with its parent, and whose clocks and drives may follow files.
 
-Started by ``python -m kvhearth_lab.harness.daemon_main PARENT FILE serve ...``: FILE is followed by
-the clocks and may be empty. The drives follow the file that ``KVHEARTH_DISK_FAULTS`` names.
+Started by ``python -m kvhearth_lab.harness.daemon_main PARENT FILE serve ...``. The clocks follow
+FILE, which may be empty. The drives follow the file that ``KVHEARTH_DISK_FAULTS`` names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from kvhearth_lab.harness.disk_faults import commanded
 
 
 def main(words: Sequence[str]) -> None:
-    """Tie this process, follow the file, then be ``kvhearth`` with the words that are left."""
+    """Tie this process to its parent, follow the file, then run ``kvhearth`` with the remaining
+    words.
+    """
     end_with(int(words[0]))
     if words[1]:
         follow(Path(words[1]))

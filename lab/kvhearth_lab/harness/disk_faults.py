@@ -1,15 +1,16 @@
 """A drive that misbehaves on command from outside: how ``kvhearth torture`` reaches a real daemon.
 
-Only where the environment names a file (``KVHEARTH_DISK_FAULTS``) the daemon's disk queue and its
-door to files are wrapped in these. The file holds one JSON object, read again whenever it changes:
+Only if the environment names a file (``KVHEARTH_DISK_FAULTS``) are the daemon's disk queue and its
+file operations wrapped in these classes. The file holds one JSON object and is read again whenever
+it changes::
 
     errors   {"read" | "write" | "sync": errno} requests end so without reaching the device
     rate     share of requests that ``errors`` and ``short`` hit, 1 by default
-    short    ["read", ...] results are half of what they should be
-    held     ["write", ...] results are kept back until no longer named
-    delay_s  results are kept back for so long
-    make     errno that making a segment file ends with, 0 for none
-    read_back_s  each read with which the log is read back at the start takes so much longer
+    short    ["read", ...] results are half of their proper size
+    held     ["write", ...] results are held back until no longer named
+    delay_s  delay of results, seconds
+    make     errno with which the making of a segment file fails, 0 for none
+    read_back_s  additional seconds of each read during recovery of the log
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from kvhearth_server.tiers.ssd.files import Files
 
 @dataclass
 class Faults:
-    """What goes wrong. May be changed from any thread while the queue runs.
+    """Faults of a queue. May be changed from any thread while the queue runs.
 
     Attributes:
-        errors: requests of an op end with this errno without reaching the device.
+        errors: errno with which requests of an op end without reaching the device.
         rate: share of the requests that ``errors`` and ``short`` hit.
-        short: ops whose results are half of what they should be.
-        held: ops whose results are kept back until they are no longer named here.
+        short: ops whose results are half of their proper size.
+        held: ops whose results are held back until they are no longer named here.
         fds: only requests for these descriptors are hit; empty for all.
     """
 
@@ -98,7 +99,7 @@ class FaultyQueue:
         return done
 
     def wake(self) -> None:
-        """Have the driver look again: what was held may go."""
+        """Make the driver look again, since held results may be released."""
         os.eventfd_write(self.event_fd, 1)
 
     def close(self) -> None:
@@ -117,14 +118,16 @@ _EVERY_S = 0.01
 
 
 def commanded() -> Commander | None:
-    """Whoever commands this process's drives; None, as it should be, if nobody does."""
+    """Return the commander of this process's drives; None, as in production, without the
+    variable.
+    """
     path = os.environ.get(DISK_ENVIRONMENT_NAME)
     return Commander(Path(path)) if path else None
 
 
 @dataclass
 class Orders:
-    """What the file says beside ``Faults``."""
+    """Fields of the file beside ``Faults``."""
 
     delay_s: float = 0.0
     make: int = 0
@@ -132,7 +135,7 @@ class Orders:
 
 
 class Commander:
-    """Reads the file, on a thread of its own once there is a queue."""
+    """Reads the file, on its own thread once there is a queue."""
 
     def __init__(self, path: Path) -> None:
         self.faults = Faults()
@@ -143,7 +146,7 @@ class Commander:
         self._look()
 
     def queue(self, inner: DiskQueue) -> CommandedQueue:
-        """``inner``, commanded."""
+        """Wrap ``inner`` in a commanded queue."""
         made = CommandedQueue(inner, self)
         if not self._queues:
             threading.Thread(target=self._run, name="kvhearth-disk-faults", daemon=True).start()
@@ -151,11 +154,11 @@ class Commander:
         return made
 
     def environment(self) -> Environment:
-        """Files and disk queue of an SSD tier, commanded."""
+        """Return commanded files and disk queue for an SSD tier."""
         return Environment(files=self.files(), wrap_queue=self.queue)
 
     def files(self) -> Files:
-        """A door to files, commanded."""
+        """Return commanded file operations."""
         return _CommandedFiles(self)
 
     def _run(self) -> None:
@@ -191,7 +194,7 @@ class Commander:
 
 
 class CommandedQueue:
-    """A queue whose results come as the commander says. One thread drives it, as any queue."""
+    """A queue whose results obey the commander. Driven by one thread, as any queue."""
 
     def __init__(self, inner: DiskQueue, commander: Commander) -> None:
         self.name, self.depth, self.event_fd = inner.name, inner.depth, inner.event_fd
@@ -206,7 +209,7 @@ class CommandedQueue:
 
     @property
     def keeps(self) -> bool:
-        """Whether a result is kept back."""
+        """Whether a result is held back."""
         return bool(self._late)
 
     def submit(self, requests: Sequence[Request]) -> int:
@@ -225,7 +228,7 @@ class CommandedQueue:
         return found
 
     def wake(self) -> None:
-        """Have the driver look again."""
+        """Make the driver look again."""
         if not self._closed:
             self._faulty.wake()
 
@@ -235,7 +238,9 @@ class CommandedQueue:
 
 
 class _CommandedFiles(Files):
-    """Makes no segment file, and reads the log back slowly, while the commander says so."""
+    """File operations that refuse segment files and slow recovery down while the commander says
+    so.
+    """
 
     def __init__(self, commander: Commander) -> None:
         self._commander = commander

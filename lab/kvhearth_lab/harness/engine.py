@@ -1,4 +1,6 @@
-"""What every block must hold: keys and bytes are functions of numbers."""
+"""An engine whose keys and bytes are functions of block numbers, so that every answer can be
+checked.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +28,36 @@ BLOCK_TOKENS = 16
 
 
 def contract_of(model: str, page_bytes: int, shards: int) -> Contract:
-    """One full-attention group of blocks of ``shards`` x ``page_bytes``."""
+    """Return a contract of one full-attention group of blocks of ``shards`` x ``page_bytes``."""
     group = GroupSpec(GroupKind.FULL, BLOCK_TOKENS, page_bytes, shards=shards)
     return Contract(model, "torture", "uint8", (group,), tensor_parallel=shards)
 
 
 def key_of(model: str, number: int) -> bytes:
-    """The key of a model's block, 32 bytes."""
+    """Return the key of a model's block, 32 bytes."""
     return hashlib.sha256(f"{model} {number}".encode()).digest()
 
 
 def content(key: bytes, shard: int, epoch: int, size: int) -> U8:
-    """The bytes of one shard of a block under one weights epoch, shape (size,)."""
+    """Return the bytes of one shard of a block under one weights epoch, shape (size,)."""
     seed = int.from_bytes(key[:16], "little") ^ (shard << 96) ^ (epoch << 104)
     return np.frombuffer(np.random.Generator(np.random.SFC64(seed)).bytes(size), np.uint8)
 
 
 PAGES = 48
-"""Blocks of one store or load at most."""
+"""Upper bound on the blocks of one store or load."""
 COPY_S = 20.0
 CLOSE_S = 10.0
 
 
 def hung(what: str) -> KVHearthError:
-    """Something of ours that never ended."""
+    """Return the error of an operation of ours that never ended."""
     return KVHearthError(Reason.INTERNAL, f"hang: {what}")
 
 
 @dataclass
 class Clock:
-    """How long operations took. ``slow`` holds (name, begin, end) by ``time.monotonic``."""
+    """Durations of operations. ``slow`` holds (name, begin, end) by ``time.monotonic``."""
 
     slow_s: float = 0.05
     counts: Counter[str] = field(default_factory=Counter)
@@ -79,12 +81,12 @@ class Clock:
 
 @dataclass
 class Seen:
-    """What checking some blocks found, by their numbers.
+    """Result of a check of blocks, by their numbers.
 
     Attributes:
-        below: present, and not in DRAM yet.
-        wrong: a sentence for each byte that was served and is not the block's.
-        caught: the same where a checksum kept it from being served.
+        lower_tier: present, and not in DRAM yet.
+        wrong: a sentence for each block that was served with wrong bytes.
+        caught: a sentence for each case in which a checksum prevented that.
         reason: why the daemon did not answer, or empty.
     """
 
@@ -98,7 +100,7 @@ class Seen:
 
 
 class Rank:
-    """One rank: client, pages, and a copier of the boot that is attached to."""
+    """One rank: client, pages, and a copier for the boot that it is attached to."""
 
     def __init__(self, client: KVClient, number: int, page_bytes: int) -> None:
         self.client = client
@@ -110,8 +112,8 @@ class Rank:
         client.add_quiesce_hook(self._drain)
 
     def store(self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records) -> U8 | None:
-        """Write the shards of ``keys`` into ``extents`` (n,); their sums (n, 16), None if not all
-        could be written.
+        """Write the shards of ``keys`` into ``extents`` (n,). Returns their checksums (n, 16), None
+        if not all could be written.
         """
         for page, key in enumerate(keys):
             self.pages[page] = content(key, self.number, epoch, self.pages.shape[1])
@@ -130,7 +132,7 @@ class Rank:
         return self._wait(copier, copier.load(boot_id, extents, np.arange(len(extents))))
 
     def wrong(self, keys: Sequence[bytes], epoch: int) -> Bools:
-        """Which of the first pages are not those of ``keys``."""
+        """Return which of the first pages differ from those of ``keys``."""
         size = self.pages.shape[1]
         pairs = zip(keys, self.pages, strict=False)
         return np.array(
@@ -138,15 +140,15 @@ class Rank:
         )
 
     def alive(self) -> bool:
-        """Whether the daemon of the last copy lives on."""
+        """Whether the daemon of the last copy is still alive."""
         return self._arena is not None and self._arena.alive()
 
     def close(self) -> bool:
-        """Let go; false if copies do not drain."""
+        """Close the session; False if copies do not drain."""
         closed = self.client.close(CLOSE_S)
         if self._copier is not None:
             self._copier.close()
-            # The last arrays of the mapping: with them it goes, and the daemon sees that.
+            # The last arrays of the mapping: dropping them unmaps it, which the daemon notices.
             self._copier = self._arena = None
         return closed
 
@@ -159,7 +161,7 @@ class Rank:
             try:
                 self._copier, self._arena = HostCopier(self._kv, arena), arena
             except KVHearthError as error:
-                # Its daemon has died since, and it was unmapped.
+                # The daemon has died meanwhile, and the arena was unmapped.
                 if error.reason is not Reason.CLOSED:
                     raise
         return self._copier
@@ -180,7 +182,7 @@ class Engine:
     """One engine of the contract's world size.
 
     Args:
-        model: names the blocks.
+        model: name of the model, part of the keys.
         clock: times each call.
     """
 
@@ -202,7 +204,7 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        """Of its weights; -1 while unknown."""
+        """Epoch of its weights; -1 while unknown."""
         return self.client.epoch
 
     @property
@@ -212,7 +214,7 @@ class Engine:
         return len(boots) == 1 and "" not in boots and self.client.wait_ready(0)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until it is."""
+        """Wait until the engine is ready."""
         end = time.monotonic() + timeout_s
         while not self.ready:
             if time.monotonic() > end:
@@ -222,11 +224,12 @@ class Engine:
         return True
 
     def keys(self, numbers: Sequence[int]) -> list[bytes]:
-        """Keys of blocks."""
+        """Return the keys of blocks."""
         return [key_of(self.model, number) for number in numbers]
 
     def store(self, numbers: Sequence[int], *, sums: bool, parent: int) -> tuple[list[int], str]:
-        """Store at most ``PAGES`` blocks; those that the daemon acknowledged, and why not all.
+        """Store at most ``PAGES`` blocks. Returns those that the daemon acknowledged, and why not
+        all.
 
         ``parent``: the number of the block before the first, or -1.
         """
@@ -253,7 +256,9 @@ class Engine:
         return ([] if result.reason else list(numbers)), result.reason
 
     def check(self, numbers: Sequence[int], *, prefetch: bool) -> Seen:
-        """Look blocks up and compare every byte that is served; to the first failure to answer."""
+        """Look blocks up and compare every byte that is served; stops at the first failure to
+        answer.
+        """
         seen = Seen()
         for start in range(0, len(numbers), PAGES):
             portion = list(numbers[start : start + PAGES])
@@ -312,7 +317,7 @@ class Engine:
     def _compare(self, rank: Rank, done: Done, numbers: list[int], epoch: int, seen: Seen) -> Bools:
         keys = self.keys(numbers)
         seen.failed.update(done.reasons)
-        # A successor of a daemon that died meanwhile may reuse slots: no byte was served wrong.
+        # The successor of a daemon that died meanwhile may reuse slots: no wrong byte was served.
         if done.reasons.get("checksum_mismatch") and rank.alive():
             seen.caught.append(f"{self.model}: a checksum stopped {done.reasons}")
         wrong = rank.wrong(keys, epoch) & done.ok
@@ -324,6 +329,6 @@ class Engine:
         return np.asarray(done.ok & ~wrong)
 
     def close(self) -> bool:
-        """End all ranks' sessions; false if copies do not drain."""
+        """End all ranks' sessions; False if copies do not drain."""
         closed = [rank.close() for rank in reversed(self.ranks)]
         return all(closed)

@@ -1,6 +1,6 @@
-"""``kvhearth torture``: real daemons, clients and files under faults, and every answer compared.
+"""``kvhearth torture``: real daemons, clients and files under faults, with every answer compared.
 
-The parent (``run``, ``world``) decides what goes wrong and keeps the books of what was promised
-(``oracle``); clients are processes of their own (``worker``); ``faults`` is a table of small
+The parent (``run``, ``world``) chooses the faults and records every promise of the daemon
+(``oracle``). Clients are processes of their own (``client``). ``faults`` is a table of small
 classes.
 """

@@ -1,4 +1,4 @@
-"""What must hold after every fault, and at a world's end."""
+"""Invariants that must hold after every fault and at a world's end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvhearth_lab.torture.world_config import ROOMY
 
 DRIVE_S = 10.0
 DESCRIPTORS_MORE = 1
-"""A connection of the kit's own questions may be closing."""
+"""Allowance for a connection of the kit's own calls that may be closing."""
 _SHOWN = 8
 _POLL_S = 0.05
 
 
 def check(world: World) -> None:
-    """Everything that must hold between two faults.
+    """Check all invariants between two faults.
 
     Raises:
-        UselessError: the daemon is gone, so that nothing more can be learned in this world.
+        UselessError: the daemon is gone, so that this world can show nothing more.
     """
     _alive(world)
     with world.paused():
@@ -48,7 +48,7 @@ def check(world: World) -> None:
 
 
 def capacity(world: World, watch: CapacityWatch) -> None:
-    """The drive's directory must never have taken more than it may."""
+    """Check that the drive's directory never exceeded its capacity."""
     over = watch.look() - world.shape.ssd_bytes
     if world.shape.ssd_bytes and over > 0:
         text = f"{over} bytes more than the capacity of {world.shape.ssd_bytes}"
@@ -56,7 +56,7 @@ def capacity(world: World, watch: CapacityWatch) -> None:
 
 
 def _alive(world: World) -> None:
-    """Daemon and clients run, unless the kit ended them."""
+    """Check that daemon and clients run, unless the kit ended them."""
     for client in list(world.clients):
         if not client.alive and not client.expected_end:
             text = f"client {client.name} ended with {client.process.poll()}: {client.log_tail()}"
@@ -84,10 +84,10 @@ def _stats(world: World) -> admin_pb2.StatsResponse:
 
 
 def _acknowledged(world: World, demoted: int) -> None:
-    """What the daemon says to have written is there.
+    """Check that blocks reported as written are on the drive.
 
-    Only where memory has room for all: a block that left memory and is stored again counts again.
-    So does one that was damaged.
+    This holds only where memory has room for all: a block that left memory and is stored again
+    counts again, and so does a damaged one.
     """
     roomy = world.shape.kind == ROOMY and world.shape.ssd_bytes
     if not roomy or not world.drive_is_good or world.damaged:
@@ -103,7 +103,7 @@ def _acknowledged(world: World, demoted: int) -> None:
 
 
 def _blocks(world: World) -> None:
-    """Every sealed block is served, right."""
+    """Check that every sealed block is served with the right bytes."""
     asked: list[tuple[Client, int, int]] = []
     for model, client in {each.model: each for each in world.clients}.items():
         epoch, numbers = world.oracle.sealed(model)
@@ -140,7 +140,7 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
         f"{_told(said, ('absent', 'below', 'reason', 'failed'))}"
     )
     world.report.find(LOST, text, world.where, len(left))
-    # Told once.
+    # Report each lost block once.
     world.oracle.excuse(client.model, left, "lost")
 
 
@@ -175,7 +175,7 @@ def _hang(world: World, client: Client, what: str) -> None:
 
 
 def finish(world: World) -> None:
-    """A last, calm daemon: everything is checked, given back, closed.
+    """Start a last daemon without faults, check everything, and close it.
 
     Raises:
         UselessError: the daemon is gone.
@@ -194,13 +194,13 @@ def finish(world: World) -> None:
 
 
 def nothing_is_left(world: World) -> None:
-    """Clients end, and nothing of them is left in the daemon.
+    """End the clients and check that the daemon holds nothing of theirs.
 
     Raises:
         UselessError: the daemon is gone.
     """
     with world.paused():
-        pass  # what they learned is known
+        pass  # collects the clients' reports
     _end_clients(world)
     _quiet(world)
     _stats(world)
@@ -212,12 +212,14 @@ def nothing_is_left(world: World) -> None:
 
 
 def copy_state(world: World) -> None:
-    """All that is sealed is on the drive soon: no fault has hit it in this daemon's life."""
+    """Check that all sealed blocks reach the drive soon, if no fault has hit it in this daemon's
+    life.
+    """
     shape = world.shape
     if not shape.ssd_bytes or not world.oracle.keeps or world.drive_is_suspect:
         return
     if shape.kind == ROOMY and world.damaged:
-        return  # whose records are damaged, nobody has noted: memory has them all
+        return  # damaged records have not been noticed yet: memory has all blocks
     with world.paused():
         end = time.monotonic() + DRIVE_S
         while True:
@@ -242,7 +244,7 @@ def _end_clients(world: World) -> None:
 
 
 def _until(condition: Callable[[], str], timeout_s: float) -> str:
-    """Poll until ``condition()`` has nothing to say; what it said last."""
+    """Poll until ``condition()`` returns an empty text, and return its last result."""
     end = time.monotonic() + timeout_s
     while (told := condition()) and time.monotonic() < end:
         time.sleep(_POLL_S)
@@ -250,7 +252,7 @@ def _until(condition: Callable[[], str], timeout_s: float) -> str:
 
 
 def _quiet(world: World) -> None:
-    """All that clients held comes back."""
+    """Check that everything that clients held is released."""
 
     def held() -> str:
         found = _stats(world)
@@ -269,8 +271,8 @@ def _quiet(world: World) -> None:
 
 
 def _descriptors_again(world: World, first: int) -> None:
-    """Attaches break off, a client comes and goes by itself, another is killed: no descriptor is
-    left of them.
+    """Check for leaked descriptors after attaches break off, a client comes and goes, and another
+    is killed.
     """
     CutHandshake().run(world, {"stages": [*STAGES, *STAGES], "cuts": [0.5] * 2 * len(STAGES)})
     for kill in (False, True):
@@ -297,7 +299,7 @@ def _descriptors_again(world: World, first: int) -> None:
 
 
 def _files(world: World) -> None:
-    """After an orderly end no file is left that nobody needs."""
+    """Check that an orderly end leaves no useless file."""
     left = [path.name for path in world.daemon.socket_dir.iterdir()]
     left += [path.name for path in world.ssd_dir.glob("*.new")]
     left += [path.name for path in world.arena_dir.glob("*.new")]

@@ -1,7 +1,8 @@
-"""A client process of the kit: obeys its parent's lines, makes traffic, tells all that it learns.
+"""A client process of the kit: obeys its parent's commands, makes traffic, reports its
+observations.
 
-Commands come as JSON lines on stdin, what it learns goes as JSON lines to stdout at once, because
-the next moment may be its last.
+Commands arrive as JSON lines on stdin. Observations leave as JSON lines on stdout at once, because
+the process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ _RETRY_S = 0.01
 _PORTION = 16
 _PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
-"""Looked at blocks that need not be there; those that must be have their whole time after it."""
+"""Time for blocks that need not be there; the required blocks have their whole time after it."""
 _KEEP_NUMBERS = 4000
 Line = dict[str, Any]
 
 
 class Mouth:
-    """Writes lines; any thread."""
+    """Writes lines. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
     def say(self, **line: Any) -> None:
-        """One line, at once."""
+        """Write one line at once."""
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         with self._lock:
             while data:
@@ -53,7 +54,7 @@ class Mouth:
 
 
 class Worker:
-    """One engine and what it is told to do."""
+    """One engine and the commands that it obeys."""
 
     def __init__(self, mouth: Mouth, start: Line) -> None:
         self._say = mouth.say
@@ -66,7 +67,7 @@ class Worker:
         self._pipes = Pipes(self._engine) if start["pipes"] else None
         self._known: list[int] = []
         self._again: list[int] = []
-        """Blocks of older weights that are stored again: the same prompts come."""
+        """Blocks of older weights that are stored again, as the same prompts return."""
         self._next = int(start["first"])
         self._stores_left = 0
         self._going = False
@@ -82,7 +83,7 @@ class Worker:
         }
 
     def run(self) -> int:
-        """Until told to end, or the parent is gone."""
+        """Run until the end command, or until the parent is gone."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         while True:
@@ -103,7 +104,9 @@ class Worker:
         self._commands.put(None)
 
     def _beat(self) -> None:
-        """Says that it lives, what it is at, and when nobody let it run."""
+        """Report periodically the current operation, and times in which the process could not
+        run.
+        """
         metronome = Metronome(lambda begin, end: self._say(late=[begin, end]))
         metronome.start()
         while True:
@@ -116,7 +119,7 @@ class Worker:
     def _act(self) -> None:
         engine, dice = self._engine, self._dice
         if not engine.ready:
-            # The daemon is away: misses at once, then a while of nothing.
+            # The daemon is away: miss at once, then pause.
             self._note(engine.check(self._some(4), prefetch=False))
             engine.client.wait_ready(0.02)
             time.sleep(0.005)
@@ -135,7 +138,7 @@ class Worker:
         elif choice < 0.97:
             engine.client.prefetch({0: engine.keys(self._some(16))})
         else:
-            # A lease that is given back only with the session, and a climb that nobody waits for.
+            # Take a lease that only the session's end releases, and a promotion without a waiter.
             engine.client.lookup({0: engine.keys(self._some(3))}, prefetch=True)
         self._tell()
 
@@ -204,7 +207,7 @@ class Worker:
 
     def _check(self, command: Line) -> Line:
         """Compare blocks until all were right or the time is over, a few at a time: more than
-        memory has room for cannot climb together. Suspects need not be there.
+        memory has room for cannot be promoted together. Suspects need not be there.
         """
         engine, end = self._engine, time.monotonic() + command["deadline_s"]
         left = list(command["numbers"])
@@ -237,7 +240,9 @@ class Worker:
         }
 
     def _promote(self, portion: list[int], last: Seen) -> set[int]:
-        """Those of a portion that were right, waiting a while for what is on its way."""
+        """Return the blocks of a portion that were right, after a limited wait for their
+        promotion.
+        """
         right: set[int] = set()
         begin = time.monotonic()
         while True:
@@ -264,9 +269,7 @@ class Worker:
         faults.arm(command["fault"])
 
     def _cut(self, command: Line) -> Line:
-        """Shut down connections to the daemon, under whoever uses them: ``what`` is life or
-        calls.
-        """
+        """Shut down connections to the daemon while they are in use: ``what`` is life or calls."""
         name = {"life": "attach.sock", "calls": "calls.sock"}[command["what"]]
         cut = 0
         for number in _descriptors():
@@ -280,7 +283,7 @@ class Worker:
         return {"cut": cut}
 
     def _starve(self, command: Line) -> Line:
-        """For a while no descriptor can be had: those that the daemon sends get lost on the way."""
+        """Allow no new descriptor for a while: those that the daemon sends get lost on the way."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(_descriptors()) + 3, hard))
         try:
@@ -312,7 +315,7 @@ def _descriptors() -> list[int]:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvhearth_lab.torture.client JSON PARENT``."""
+    """Run ``python -m kvhearth_lab.torture.client JSON PARENT``."""
     end_with(int(words[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it

@@ -1,4 +1,4 @@
-"""The clients of a world: who they are, what they are told, what they tell."""
+"""The clients of a world: their processes, commands and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Crew(Scene):
         self._pauses = 0
 
     def traffic(self, seconds: float) -> None:
-        """Let clients work; back early if the daemon is gone."""
+        """Let clients work; return early if the daemon is gone."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and self.daemon.alive:
             time.sleep(min(_TICK_S, left))
@@ -60,7 +60,7 @@ class Crew(Scene):
             self.go(each)
 
     def client(self, number: int) -> Client:
-        """One of them, by a number of the dice."""
+        """Return a client, by a number of the dice."""
         return self.clients[number % len(self.clients)]
 
     def replace(self, client: Client, *, kill: bool) -> None:
@@ -75,8 +75,8 @@ class Crew(Scene):
             self.go(self.clients[index])
 
     def go(self, client: Client, more: int = 0) -> None:
-        """Let a client work; it may store so many new blocks, and ``more`` even if nearly all that
-        the world may store was stored.
+        """Let a client work and store a portion of new blocks; ``more`` raises the portion even if
+        nearly all blocks that the world may store were stored.
         """
         attempts, clients = self.oracle.attempts(), len(self.clients)
         left = max(0, self.shape.blocks_max - attempts) // clients
@@ -91,14 +91,14 @@ class Crew(Scene):
         )
 
     def store_more(self, more: int = 0) -> None:
-        """Let all clients store some more new blocks; ``more`` as for ``go``."""
+        """Let all clients store further new blocks; ``more`` as for ``go``."""
         if not self._pauses:
             for each in self.clients:
                 self.go(each, more)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No client works meanwhile, and all that they learned before is known."""
+        """Keep all clients from working, after their earlier reports have arrived."""
         self._pauses += 1
         if self._pauses == 1:
             asked = [(each, each.say("pause")) for each in self.clients]
@@ -111,10 +111,10 @@ class Crew(Scene):
             self.store_more()
 
     def bump(self, client: Client) -> None:
-        """New weights for a client's model; its other clients begin anew with them."""
+        """Bump the epoch of a client's model; its other clients restart with the new weights."""
         with self.paused():
             epoch, _ = self.oracle.sealed(client.model)
-            for number in range(1, 4):  # also if the answer gets lost
+            for number in range(1, 4):  # covers a lost answer
                 self.oracle.bumped(client.model, epoch + number)
             said = client.ask("bump")
             if said and said["epoch"] > 0:
@@ -147,7 +147,7 @@ class Crew(Scene):
             self.report.longest_promotion_s = longest
 
     def judge_slow(self) -> None:
-        """Look at operations that took long, now that all windows are known."""
+        """Judge slow operations, now that all windows are known."""
         slow, self._slow = self._slow, []
         for client, name, begin, end in slow:
             left = end - begin - self.stalls.explained_s(begin, end, client.name)

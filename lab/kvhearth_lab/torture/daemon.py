@@ -1,4 +1,4 @@
-"""The daemon under test: a real process of ``kvhearth serve``, and what is seen of it outside."""
+"""The daemon under test: a real ``kvhearth serve`` process, observed from outside."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Daemon:
     """One daemon's settings and directories, and its process, if it runs.
 
     Args:
-        folder: for sockets and the log; a short path.
-        flags: of ``kvhearth serve``, by name without dashes in front.
-        environment: what it gets beside this process's own.
-        clock_file: its clocks follow this file (``clock``); None for the machine's.
+        folder: folder for sockets and the log; a short path.
+        flags: flags of ``kvhearth serve``.
+        environment: variables in addition to this process's own.
+        clock_file: file that its clocks follow (``clock``); None for the machine's clocks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Daemon:
 
     @property
     def url(self) -> str:
-        """What clients connect to."""
+        """URL for clients."""
         return f"kvhearth+unix://{self.socket_dir}?{_URL_OPTIONS}"
 
     @property
@@ -73,12 +73,12 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the last process."""
+        """Process id of the last process."""
         assert self.process is not None
         return self.process.pid
 
     def launch(self, fault: str = "") -> None:
-        """Start a process and do not wait; ``fault`` is ``point:count``."""
+        """Start a process without waiting; ``fault`` is ``point:count``."""
         assert not self.alive, "one daemon at a time"
         self.starts += 1
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
@@ -91,7 +91,7 @@ class Daemon:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=kept)
 
     def wait_ready(self) -> bool:
-        """Wait until it takes clients; false if it ended, or the time is over."""
+        """Wait until it accepts clients; False if it ended, or the time is over."""
         end = time.monotonic() + READY_S
         while time.monotonic() < end and self.alive:
             if self._answers():
@@ -105,13 +105,13 @@ class Daemon:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9 and wait for the end."""
+        """Send SIGKILL and wait for the end."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def terminate(self) -> int | None:
-        """SIGTERM; the exit status, None if it had to be killed."""
+        """Send SIGTERM and return the exit status, None if it had to be killed."""
         assert self.process is not None
         self.process.terminate()
         try:
@@ -121,7 +121,7 @@ class Daemon:
             return None
 
     def wait_end(self, timeout_s: float) -> int | None:
-        """Wait for the process to end by itself; its status, None if it did not."""
+        """Wait for the process to end by itself; returns its status, None if it did not."""
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
@@ -129,7 +129,7 @@ class Daemon:
             return None
 
     def _answers(self) -> bool:
-        """Whether this process accepts on the attach socket; a file of a dead one may be there."""
+        """Whether this process accepts on the attach socket; the file may be that of a dead one."""
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(READY_S)
             try:
@@ -139,15 +139,15 @@ class Daemon:
                 return False
         return bool(struct.unpack("3i", data)[0] == self.pid)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------------
 
     def stats(self, *, check_books: bool = True) -> admin_pb2.StatsResponse:
-        """Its statistics; raises as ``_ask``."""
+        """Return its statistics; raises as ``_ask``."""
         request = admin_pb2.StatsRequest(check_books=check_books)
         return self._ask(lambda stub, more: stub.Stats(request, **more))
 
     def members(self) -> list[str]:
-        """``engine/rank:state`` of each member of a group; raises as ``_ask``."""
+        """Return ``engine/rank:state`` and the process id of each session; raises as ``_ask``."""
         request = admin_pb2.ListSessionsRequest()
         found = self._ask(lambda stub, more: stub.ListSessions(request, **more))
         return sorted(
@@ -157,11 +157,11 @@ class Daemon:
     def _ask(
         self, call: Callable[[admin_pb2_grpc.AdminServiceStub, dict[str, Any]], Reply]
     ) -> Reply:
-        """One call on a channel of its own.
+        """Make one call on a channel of its own.
 
         Raises:
-            grpc.RpcError: it does not answer.
-            OSError: it has no token yet.
+            grpc.RpcError: the daemon does not answer.
+            OSError: the daemon has no token yet.
         """
         token = (self.socket_dir / ADMIN_TOKEN_FILE).read_text()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -172,7 +172,7 @@ class Daemon:
             return call(stub, more)
 
     def descriptors(self) -> int:
-        """Its open descriptors, but those of segment files, which it keeps for good."""
+        """Count its open descriptors, except those of segment files, which it keeps for good."""
         count = 0
         folder = Path(f"/proc/{self.pid}/fd")
         for name in os.listdir(folder):
@@ -181,14 +181,16 @@ class Daemon:
         return count
 
     def children(self) -> list[int]:
-        """Processes that it started."""
+        """Return the processes that it started."""
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
             return [int(word) for word in text.split()]
         return []
 
     def complaints(self, count: int = 12) -> str:
-        """What it complained of last, each once, and what it printed that is no log line."""
+        """Return its last warnings and errors, each once, and printed lines that are no log
+        lines.
+        """
         found: dict[str, str] = {}
         for text in self.log_path.read_text(errors="replace").splitlines():
             try:
@@ -202,7 +204,7 @@ class Daemon:
         return "\n".join(list(found.values())[-count:])
 
     def new_failures(self) -> list[str]:
-        """Exceptions that it logged or printed since the last call."""
+        """Return exceptions that it logged or printed since the last call."""
         if not self.log_path.exists():
             return []
         with self.log_path.open(errors="replace") as log:
@@ -212,16 +214,16 @@ class Daemon:
         return failures_in(text)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.signal(signal.SIGCONT)
 
 
 def failures_in(text: str) -> list[str]:
-    """Exceptions in a log, but for those that a fault of the kit must cause."""
+    """Return the exceptions in a log, except those that a fault of the kit must cause."""
     found: list[str] = []
     lines = text.splitlines()
     for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Damage to the daemon's files, done from outside: which block lies where, what to flip or tear.
+"""Damage to the daemon's files from outside: locates blocks, flips bits, tears records.
 
 The files are read by the formats that the daemon writes (``memory/journal``, ``tiers/ssd/format``).
 """
@@ -32,14 +32,14 @@ from kvhearth_server.tiers.ssd.format import (
 
 SECTOR_BYTES = 512
 ARENA, DRIVE = "arena", "drive"
-"""Where damage may be."""
+"""Places of damage."""
 _NAMESPACES = Path(FILE_NAME).stem
 _BOUND = (STATE_WORDS[State.COMMITTED], STATE_WORDS[State.SUMMED])
 
 
 @dataclass(frozen=True)
 class InArena:
-    """A shard in a slot: where its header and its bytes are."""
+    """A shard in a slot, with the places of its header and its bytes."""
 
     key: bytes
     shards: int
@@ -51,8 +51,10 @@ class InArena:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A record of a segment file: ``page`` is its header's; ``whole``: its payload is right;
-    ``family``: its namespace and KV group.
+    """A record of a segment file.
+
+    ``page`` is the page of its header. ``whole`` means that its payload is right. ``family`` is its
+    namespace and KV group.
     """
 
     family: tuple[bytes, int]
@@ -67,12 +69,12 @@ class OnDisk:
 
     @property
     def offset(self) -> int:
-        """Of its header, bytes."""
+        """Offset of its header in bytes."""
         return self.page * PAGE_BYTES
 
     @property
     def bytes(self) -> int:
-        """Header page and payload pages."""
+        """Size of header page and payload pages."""
         return record_pages(self.length) * PAGE_BYTES
 
 
@@ -80,7 +82,7 @@ class OnDisk:
 
 
 def in_arena(folder: Path, memory_bytes: int) -> list[InArena]:
-    """All bound shards by the journal of an arena with one tenant."""
+    """Return all bound shards according to the journal of an arena with one tenant."""
     geometry = Geometry.of([("default", memory_bytes)], SLAB_BYTES, SLOT_BYTES_MIN)
     path = journal_path(folder)
     if not path.exists():
@@ -113,17 +115,17 @@ def in_arena(folder: Path, memory_bytes: int) -> list[InArena]:
 
 
 def segment_files(folder: Path) -> list[Path]:
-    """Segment files, by name."""
+    """Return the segment files, sorted by name."""
     return sorted(folder.glob("*.segment"))
 
 
 def on_disk(folder: Path) -> list[OnDisk]:
-    """All records of the present lives of a directory's segments."""
+    """Return all records of the present lives of a directory's segments."""
     return [record for path in segment_files(folder) for record in _records(path)]
 
 
 def _whole_blocks(folder: Path) -> Iterator[OnDisk]:
-    """A record of each block whose shards are all there, each with its checksum."""
+    """Yield a record of each block whose shards are all there, each with a matching checksum."""
     shards: dict[tuple[Path, tuple[bytes, int], bytes, int], set[int]] = {}
     for record in on_disk(folder):
         if record.whole:
@@ -134,18 +136,19 @@ def _whole_blocks(folder: Path) -> Iterator[OnDisk]:
 
 
 def blocks_on_disk(folder: Path) -> set[tuple[bytes, int]]:
-    """(key, epoch) of blocks that are whole."""
+    """Return (key, epoch) of whole blocks."""
     return {(each.key, each.epoch) for each in _whole_blocks(folder)}
 
 
 def keys_on_disk(folder: Path) -> set[bytes]:
-    """Keys of them."""
+    """Return the keys of whole blocks."""
     return {each.key for each in _whole_blocks(folder)}
 
 
 def names_on_disk(folder: Path) -> set[tuple[tuple[bytes, int], bytes]]:
-    """(family, key) of them: as many as a tier can have. A cold start that could not believe in the
-    epochs gives namespaces new names, and the same keys come again under these.
+    """Return (family, key) of whole blocks, at least as many as a tier can have. A cold start that
+    could not trust the epochs gives namespaces new names, and the same keys are stored again under
+    these.
     """
     return {(each.family, each.key) for each in _whole_blocks(folder)}
 
@@ -162,7 +165,7 @@ def _records(path: Path) -> Iterator[OnDisk]:
     if isinstance(head, SegmentHead):
         mine &= (rows["log_id"] == head.log_id) & (rows["segment_sequence"] == head.sequence)
     else:
-        # Its first page is damaged: the youngest life is the one.
+        # The first page is damaged: take the youngest life.
         lives = [int(row["segment_sequence"]) for row in rows[mine] if crc_good(row)]
         mine &= rows["segment_sequence"] == max(lives, default=0)
     for page in np.flatnonzero(mine).tolist():
@@ -180,7 +183,7 @@ def _records(path: Path) -> Iterator[OnDisk]:
 
 
 def footers(folder: Path) -> list[Path]:
-    """Segment files whose last page is a footer of whatever life."""
+    """Return the segment files whose last page is a footer of any life."""
     found = []
     for path in segment_files(folder):
         size = path.stat().st_size
@@ -195,7 +198,7 @@ def footers(folder: Path) -> list[Path]:
 
 
 def flip_bit(path: Path, offset: int, bit: int) -> None:
-    """Flip one bit of a file, and see that it reaches whoever reads it."""
+    """Flip one bit of a file, and make it visible to readers."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         (byte,) = os.pread(descriptor, 1, offset)
@@ -206,7 +209,7 @@ def flip_bit(path: Path, offset: int, bit: int) -> None:
 
 
 def zero(path: Path, offset: int, length: int) -> None:
-    """Make bytes of a file zero, and see that it reaches whoever reads it."""
+    """Zero bytes of a file, and make that visible to readers."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.pwrite(descriptor, bytes(length), offset)
@@ -216,8 +219,8 @@ def zero(path: Path, offset: int, length: int) -> None:
 
 
 def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
-    """Leave the first ``sectors`` sectors of a record as they were written; what comes behind is
-    as if the drive had never written it: zeros, or whatever lay there.
+    """Keep the first ``sectors`` sectors of a record. The rest becomes as if the drive had never
+    written it: zeros or old bytes.
     """
     keep = sectors * SECTOR_BYTES
     left = record.bytes - keep
@@ -233,20 +236,20 @@ def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
 
 
 def taken_bytes(folder: Path) -> int:
-    """What a directory takes by its file system's own count, itself included."""
+    """Return the space that a directory takes by its file system's count, itself included."""
     return sum(_taken(folder))
 
 
 def claimed_bytes(folder: Path) -> int:
-    """The same, with all that is kept for the namespaces: a segment too many would find room there,
-    and be missed only by who has many namespaces.
+    """Return the same, with the whole reserve for the namespaces. Otherwise a segment too many
+    would fit into the reserve, and only a daemon with many namespaces would miss the space.
     """
     others, names = _taken(folder)
     return others + max(names, RESERVE_BYTES)
 
 
 def _taken(folder: Path) -> tuple[int, int]:
-    """What a directory takes, without the namespaces' files, and these."""
+    """Return the space of a directory without the namespaces' files, and of these files."""
     others, names = folder.stat().st_blocks * 512, 0
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""What the worlds of a run could hit, and what of it was hit: fault points, sector boundaries."""
+"""Coverage of fault points and sector boundaries, and the decks that spread faults over a run."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 BOUNDARY = "boundary"
-"""The kind of (sectors of a record, sectors that were left of it)."""
+"""Kind of the marks (sectors of a record, sectors left of it)."""
 POINT = "point"
-"""The kind of a fault point of the daemon; ``CLIENT_POINT`` of a client."""
+"""Kind of the daemon's fault points; ``CLIENT_POINT`` is the kind of a client's."""
 CLIENT_POINT = "client_point"
 Mark = tuple[str, str | tuple[int, int]]
 
 
 @dataclass
 class Coverage:
-    """Counts of hits; aims are what the worlds so far allowed. The kit's main thread only."""
+    """Counts of hits and misses; ``aims`` holds the marks that the worlds so far allowed. Only for
+    the kit's main thread.
+    """
 
     aims: set[Mark] = field(default_factory=set)
     hits: Counter[Mark] = field(default_factory=Counter)
     misses: Counter[Mark] = field(default_factory=Counter)
 
     def point(self, name: str, *, reached: bool, kind: str = POINT) -> None:
-        """A process was to die at a fault point."""
+        """Record whether a process died at a fault point."""
         (self.hits if reached else self.misses)[kind, name] += 1
 
     def torn(self, sectors: int, boundary: int) -> None:
-        """A record of so many sectors was cut."""
+        """Record that a record of ``sectors`` sectors was cut at ``boundary``."""
         self.hits[BOUNDARY, (sectors, boundary)] += 1
 
     def as_json(self) -> dict[str, Any]:
-        """For ``Report.as_json``.
+        """Return the part of ``Report.as_json``.
 
-        ``points_total``: those that the run's worlds can come by; ``points_times``: [reached, not
-        reached] of each; ``torn_boundaries``: by sectors of a record, at how many of its sector
-        boundaries one ended, of how many there are.
+        ``points_total``: number of points that the run's worlds can reach. ``points_times``:
+        [reached, not reached] of each. ``torn_boundaries``: by sectors of a record, [sector
+        boundaries at which a record ended, all its boundaries].
         """
         found: dict[str, Any] = {}
         for kind in (POINT, CLIENT_POINT):
@@ -73,8 +75,8 @@ Card = TypeVar("Card", bound=Hashable)
 
 
 class Deck(Generic[Card]):
-    """Cards in a seeded order. What a world has no use for waits for one that has. A card that is
-    wanted more often is there several times, and comes again when all others came once.
+    """Cards in a seeded order. A card that does not fit a world waits for one that it fits. A card
+    wanted more often is present several times, and returns once all others were dealt.
     """
 
     def __init__(self, seed: str, cards: Iterable[Card]) -> None:
@@ -83,7 +85,7 @@ class Deck(Generic[Card]):
         self._hand: list[Card] = []
 
     def deal(self, count: int, fits: Callable[[Card], bool] = lambda _: True) -> list[Card]:
-        """The next ``count`` cards that fit; fewer only if no card fits."""
+        """Return the next ``count`` cards that fit; fewer only if no card fits."""
         dealt: list[Card] = []
         while len(dealt) < count:
             found = next((card for card in self._hand if fits(card)), None)
@@ -91,14 +93,16 @@ class Deck(Generic[Card]):
                 self._hand.remove(found)
                 dealt.append(found)
             elif any(map(fits, self._cards)):
-                # Those that wait are not shuffled in a second time.
+                # Waiting cards are not shuffled in a second time.
                 self._hand += self._shuffled()
             else:
                 break
         return dealt
 
     def _shuffled(self) -> list[Card]:
-        """What is not in the hand; no card comes a second time before all others came once."""
+        """Return the cards that are not in the hand; none appears a second time before all others
+        appeared once.
+        """
         fresh = list((Counter(self._cards) - Counter(self._hand)).elements())
         self._dice.shuffle(fresh)
         turns = [fresh[:place].count(card) for place, card in enumerate(fresh)]
@@ -106,8 +110,8 @@ class Deck(Generic[Card]):
 
 
 class Decks:
-    """The decks of a run, by name. What is dealt to a world follows from the seed and from the
-    worlds before, whether or not these were gone through.
+    """The decks of a run, by name. A world's cards follow from the seed and from the worlds before,
+    whether or not these were run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -116,13 +120,13 @@ class Decks:
         self._numbers: dict[int, Deck[int]] = {}
 
     def names(self, what: str, names: Iterable[str]) -> Deck[str]:
-        """The deck of these names."""
+        """Return the deck of these names."""
         if what not in self._decks:
             self._decks[what] = Deck(f"{self._seed}/{what}", names)
         return self._decks[what]
 
     def boundaries(self, sectors: int) -> Deck[int]:
-        """The deck of the sector boundaries of a record, its beginning and its end among them."""
+        """Return the deck of a record's sector boundaries, including its beginning and its end."""
         if sectors not in self._numbers:
             self._numbers[sectors] = Deck(f"{self._seed}/sectors {sectors}", range(sectors + 1))
         return self._numbers[sectors]

@@ -1,5 +1,7 @@
-"""What the daemon says of itself: failures that it counted, and what it has on the drive, beside
-what is there. It is asked before a planned death, too: its successor knows nothing of that.
+"""The record of promises to compare with the daemon: sealed blocks, reported failures, drive
+content.
+
+The daemon is also asked before a planned death, since its successor does not know its counters.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _POLL_S = 0.05
 
 
 def failures(scene: Scene, said: admin_pb2.StatsResponse) -> None:
-    """Failures that the daemon counted itself, since the last look."""
+    """Report failures that the daemon itself counted since the last look."""
     counters = dict(said.counters)
     before, told_of = scene.counted
     scene.counted = (said.boot_id, counters)
@@ -46,14 +48,14 @@ def failures(scene: Scene, said: admin_pb2.StatsResponse) -> None:
             if not scene.explains_checksum(name):
                 scene.report.find(CAUGHT, f"{more} {name}", scene.where)
         elif name == IMPATIENT and not scene.drive_is_suspect:
-            # Also where no sealed block is missing yet: they may be evicted at any moment.
+            # Reported even if no sealed block is missing yet: they may be evicted at any moment.
             text = f"{more} blocks were given up unwritten, though no fault stopped the drive"
             scene.report.find(LOST, text, scene.where, more)
 
 
 def look_at_drive(scene: Scene) -> None:
-    """Every block that the daemon would load from the drive is whole there, whatever failed before:
-    it must not believe in what it could not write. Clients should pause.
+    """Check that every block that the daemon would load from the drive is whole there, whatever
+    failed before: it must not trust failed writes. Clients should pause.
     """
     if not scene.shape.ssd_bytes or DRIVE in scene.damaged:
         return  # it does not know of damaged records yet
@@ -62,15 +64,15 @@ def look_at_drive(scene: Scene) -> None:
         there = len(damage.names_on_disk(scene.ssd_dir))
         later = scene.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
-        return  # that it does not answer is found by others
+        return  # other checks report a daemon that does not answer
     failures(scene, later)
-    if _reclaimed(said) == _reclaimed(later):  # else what it let go may be overwritten by now
+    if _reclaimed(said) == _reclaimed(later):  # else reclaimed blocks may be overwritten by now
         judge(scene, said.ssd.blocks, there)
 
 
 def claimed(scene: Scene) -> int:
-    """How many blocks could be loaded from the drive, by the daemon's word, for ``judge`` after
-    its death; 0 where that says nothing.
+    """Return the number of blocks that the daemon claims to have on the drive, for ``judge`` after
+    its death; 0 where the claim means nothing.
     """
     if DRIVE in scene.damaged or scene.shape.kind == PRESSED:
         return 0
@@ -81,7 +83,9 @@ def claimed(scene: Scene) -> int:
 
 
 def given_up(scene: Scene) -> int:
-    """Blocks that the daemon has given up unwritten since its start; -1 without an answer."""
+    """Return the number of blocks that the daemon gave up unwritten since its start; -1 without an
+    answer.
+    """
     try:
         said = scene.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
@@ -90,7 +94,9 @@ def given_up(scene: Scene) -> int:
 
 
 def judge(scene: Scene, claims: int, there: int) -> None:
-    """So many blocks could be loaded from the drive, it said; so many are whole there."""
+    """Compare the number of blocks claimed to be on the drive with the number that is whole
+    there.
+    """
     scene.report.figures["claims_compared_with_the_drive"] += claims
     if there < claims:
         text = f"{claims} blocks were said to be on the drive, {there} are"
@@ -98,8 +104,8 @@ def judge(scene: Scene, claims: int, there: int) -> None:
 
 
 def _calm(scene: Scene) -> admin_pb2.StatsResponse:
-    """Its word once nothing is being written, or a while is over: what is written between its word
-    and the look at the drive hides what is missing.
+    """Return the daemon's statistics once nothing is being written, or after a limited wait. Writes
+    between the statistics and the look at the drive would hide missing blocks.
     """
     end = time.monotonic() + _QUIET_S
     while True:
@@ -124,21 +130,22 @@ class _Model:
     tried: int = 0
     bumped: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
-    """Blocks that a client stores, of which no word has come yet."""
+    """Blocks being stored by a client, without a result yet."""
     struck: set[int] = field(default_factory=set)
-    """Of these, blocks that a fault may have hit after their commit."""
+    """Blocks in ``begun`` that a fault may have hit after their commit."""
     spoilt: set[int] = field(default_factory=set)
-    """Blocks of which a fault has damaged a copy: until the daemon has found out, it takes a store
-    of the same for a duplicate, or for one that is on the drive, and acknowledges it."""
+    """Blocks with a copy damaged by a fault. Until the daemon notices, it takes a store of the same
+    block for a duplicate, or for one that is on the drive, and acknowledges it.
+    """
     suspects: set[int] = field(default_factory=set)
-    """Blocks that were excused since they were last asked for."""
+    """Blocks excused since they were last requested."""
 
 
 class Oracle:
-    """All models of one world. Any thread.
+    """Promised blocks of all models of one world. Thread-safe.
 
     Args:
-        keeps: sealed blocks are kept from loss; false where eviction may take any of them.
+        keeps: whether sealed blocks are kept from loss; False where eviction may take any of them.
 
     Attributes:
         excused: blocks that faults may have taken, by fault.
@@ -153,7 +160,7 @@ class Oracle:
         self._lock = threading.Lock()
 
     def tried(self, model: str, epoch: int, numbers: Iterable[int]) -> None:
-        """A client begins to store blocks."""
+        """Record that a client begins to store blocks."""
         with self._lock:
             one = self._of(model, epoch)
             numbers = list(numbers)
@@ -162,7 +169,7 @@ class Oracle:
             one.struck.difference_update(numbers)
 
     def bound(self, model: str, epoch: int, numbers: Iterable[int]) -> None:
-        """The daemon acknowledged blocks."""
+        """Record blocks that the daemon acknowledged."""
         with self._lock:
             one = self._of(model, epoch)
             numbers = list(numbers)
@@ -172,12 +179,12 @@ class Oracle:
                 one.sealed.update(dict.fromkeys(n for n in numbers if n not in doubted))
 
     def bumped(self, model: str, epoch: int) -> None:
-        """The kit itself made the weights epoch ``epoch``."""
+        """Record that the kit itself bumped the weights epoch to ``epoch``."""
         with self._lock:
             self._models.setdefault(model, _Model()).bumped.add(epoch)
 
     def excuse(self, model: str, numbers: Iterable[int], why: str) -> int:
-        """Blocks that a fault may have taken; how many were sealed."""
+        """Excuse blocks that a fault may have taken, and return how many of them were sealed."""
         with self._lock:
             one = self._models.get(model, _Model())
             numbers = list(numbers)
@@ -190,20 +197,20 @@ class Oracle:
             return len(gone)
 
     def spoil(self, model: str, numbers: Iterable[int], why: str) -> int:
-        """As ``excuse``, and nothing is expected of them for as long as these weights are."""
+        """Excuse blocks as ``excuse`` does, and expect nothing of them until the weights change."""
         with self._lock:
             self._models.setdefault(model, _Model()).spoilt.update(numbers)
         return self.excuse(model, numbers, why)
 
     def sealed(self, model: str) -> tuple[int, list[int]]:
-        """(epoch, blocks) that must be there."""
+        """Return (epoch, blocks) that must be there."""
         with self._lock:
             one = self._models.get(model, _Model())
             return one.epoch, list(one.sealed) if self.keeps else []
 
     def suspects(self, model: str) -> list[int]:
-        """Blocks that may be gone, or damaged: whatever is served of them must be right. Those that
-        are spoilt each time, the others once.
+        """Return blocks that may be gone or damaged; if served, they must be right. Spoilt blocks
+        are returned each time, the others once.
         """
         with self._lock:
             one = self._models.get(model, _Model())
@@ -211,36 +218,38 @@ class Oracle:
             return sorted(found - one.sealed.keys())
 
     def epoch(self, model: str) -> int:
-        """Of a model's weights; -1 while unknown."""
+        """Return the epoch of a model's weights; -1 while unknown."""
         with self._lock:
             return self._models.get(model, _Model()).epoch
 
     def known(self, model: str) -> list[int]:
-        """Blocks that may be there."""
+        """Return blocks that may be there."""
         with self._lock:
             return list(self._models.get(model, _Model()).sealed)
 
     def within_reach(self, model: str) -> list[int]:
-        """Blocks that a fault may hit: those that may be there, and those being stored."""
+        """Return blocks that a fault may hit: those that may be there, and those being stored."""
         with self._lock:
             one = self._models.get(model, _Model())
             return [*one.sealed, *(one.begun - one.sealed.keys())]
 
     @property
     def total(self) -> int:
-        """Blocks that must be there, or may."""
+        """Number of sealed blocks, whether or not they are kept from loss."""
         with self._lock:
             return sum(len(one.sealed) for one in self._models.values())
 
     def attempts(self) -> int:
-        """Blocks that clients began to store: no more than these take room."""
+        """Return the number of blocks that clients began to store, an upper bound on the blocks
+        that take room.
+        """
         with self._lock:
             return sum(one.tried for one in self._models.values())
 
     def _of(self, model: str, epoch: int) -> _Model:
         one = self._models.setdefault(model, _Model())
         if epoch > one.epoch:
-            # Older weights' blocks are void; on purpose only if the kit bumped them.
+            # Blocks of older weights are void; that is intended only if the kit bumped the epoch.
             if epoch not in one.bumped and self.keeps:
                 self.vanished += len(one.sealed)
             one.epoch, one.sealed = epoch, {}

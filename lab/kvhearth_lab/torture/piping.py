@@ -1,4 +1,4 @@
-"""The same engine's work through the client's pipelines, as an engine of one process does it."""
+"""The engine's work through the client's pipelines, as in an engine of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESERVE_S = 0.4
 
 
 class Pipes:
-    """Pipelines beside an engine of one rank; pages are their own."""
+    """Pipelines beside an engine of one rank, with their own pages."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class Pipes:
         self._loads = LoadPipeline(client, kv)
 
     def store(self, numbers: Sequence[int], parent: int) -> tuple[list[int], str]:
-        """As ``Engine.store``; all of them or none is said to be stored."""
+        """Variant of ``Engine.store`` that reports all of the blocks as stored, or none."""
         engine, epoch = self._engine, self._engine.epoch
         keys = engine.keys(numbers)
         for page, key in enumerate(keys):
@@ -51,7 +51,7 @@ class Pipes:
         return (list(numbers) if whole else []), done.reason
 
     def load(self, numbers: Sequence[int]) -> Seen:
-        """Load a chain and compare what is said to be loaded."""
+        """Load a chain and compare the blocks reported as loaded."""
         engine, seen = self._engine, Seen()
         pages = np.arange(PAGES, PAGES + len(numbers))
         keys, epoch = engine.keys(numbers), engine.epoch
@@ -75,7 +75,7 @@ class Pipes:
         return seen
 
     def close(self) -> bool:
-        """End both; false if copies do not drain."""
+        """Close both pipelines; False if copies do not drain."""
         ended = self._stores.close(_DONE_S) and self._loads.close(_DONE_S)
         if ended:
             self._stores.poll()

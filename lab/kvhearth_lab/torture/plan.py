@@ -1,4 +1,4 @@
-"""Where worlds and steps come from: the dice of a seed, or the log of an earlier run."""
+"""Source of worlds and steps: a seed's dice, or the log of an earlier run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Step:
 
 @dataclass
 class Plan:
-    """One world: its number, the run's seed, its shape, its steps, and the faults that it chose
-    them from.
+    """One world: its number, the run's seed, its shape, its steps, and the faults that the steps
+    were chosen from.
     """
 
     number: int
@@ -42,11 +42,12 @@ class Plan:
 
 @dataclass
 class Dice:
-    """Worlds without end from a seed.
+    """An endless sequence of worlds from a seed.
 
-    A world's shape and steps depend on the seed and its number alone, so that one world can be
-    repeated without those before it. Faults, and what they aim at, are dealt from the run's decks,
-    which the worlds before it move on: all come round, however few there is time for.
+    A world's shape and the parameters of its steps depend only on the seed and its number, so that
+    one world can be repeated without those before it. Faults, and their aims, are dealt from the
+    run's decks, which earlier worlds advance: all are covered evenly, however few fit into the
+    time.
     """
 
     seed: int
@@ -55,7 +56,7 @@ class Dice:
     first: int = 0
 
     def plans(self) -> Iterator[Plan]:
-        """Worlds from ``first`` on."""
+        """Yield the worlds from ``first`` on."""
         decks = Decks(self.seed)
         for number in itertools.count():
             dice, shape = self._shape(number)
@@ -64,7 +65,7 @@ class Dice:
                 yield Plan(number, self.seed, shape, steps, frozenset(self.faults))
 
     def shapes(self) -> Iterator[Shape]:
-        """Of the worlds from ``first`` on."""
+        """Yield the shapes of the worlds from ``first`` on."""
         for number in itertools.count(self.first):
             yield self._shape(number)[1]
 
@@ -87,7 +88,7 @@ class Dice:
 
 
 def recorded(path: Path) -> list[Plan]:
-    """The worlds of a log.
+    """Return the worlds of a log.
 
     Raises:
         KVHearthError: ``config_invalid`` for a file that is no such log, or has no step.
@@ -115,7 +116,7 @@ def recorded(path: Path) -> list[Plan]:
 
 
 class StepLog:
-    """Writes what is done, one JSON object a line, before it is done.
+    """Writes each step before it is executed, one JSON object a line.
 
     Raises:
         KVHearthError: ``config_invalid`` for a file that cannot be written.
@@ -130,7 +131,7 @@ class StepLog:
             ) from None
 
     def world(self, plan: Plan) -> None:
-        """A world begins."""
+        """Record the begin of a world."""
         self._write(
             {
                 "world": plan.number,
@@ -141,7 +142,7 @@ class StepLog:
         )
 
     def step(self, world: int, number: int, step: Step, at_s: float) -> None:
-        """A step begins."""
+        """Record the begin of a step."""
         self._write(
             {
                 "world": world,
@@ -153,11 +154,11 @@ class StepLog:
         )
 
     def note(self, world: int, step: int, **facts: Any) -> None:
-        """What came of it."""
+        """Record the result of a step."""
         self._write({"world": world, "step": step, **facts})
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""What a run found, as one object and as a table."""
+"""Findings and counts of a run, as one object for JSON and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from kvhearth_lab.torture.decks import Coverage
 
 STALL_S = 1.0
-"""An operation that takes longer, and that neither a fault nor the machine explains, is a stall."""
+"""Longest operation, in seconds, that is no stall; time explained by a fault or the machine is
+subtracted.
+"""
 
 WRONG = "wrong_bytes"
 LOST = "lost_sealed_blocks"
@@ -20,18 +22,18 @@ CRASH = "crashes"
 OVER = "over_capacity_bytes"
 CAUGHT = "unexplained_checksum_failures"
 KINDS = (WRONG, LOST, LEAK, STALL, CRASH, OVER, CAUGHT)
-"""What must be zero."""
+"""Kinds of findings whose count must be zero."""
 _TEXTS_MAX = 200
 
 
 @dataclass
 class Report:
-    """Counts of a whole run. Any thread.
+    """Counts of a whole run. Thread-safe.
 
     Attributes:
-        faults, operations: by name.
-        found: of each of ``KINDS``.
-        texts: where and what, for people.
+        faults, operations: counts by name.
+        found: count of each of ``KINDS``.
+        texts: findings for people, with place and description.
         excused: blocks that faults took and were allowed to take, by fault.
         figures: other numbers.
         coverage: fault points and sector boundaries.
@@ -53,19 +55,19 @@ class Report:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, kind: str, text: str, where: dict[str, Any], amount: int = 1) -> None:
-        """Something that must not be."""
+        """Record a finding that must not occur."""
         with self._lock:
             self.found[kind] += amount
             if len(self.texts) < _TEXTS_MAX:
                 self.texts.append({"kind": kind, "amount": amount, "text": text, **where})
 
     def count(self, counts: dict[str, int]) -> None:
-        """Operations of clients."""
+        """Add operations of clients."""
         with self._lock:
             self.operations.update(counts)
 
     def stall(self, seconds: float, what: str, where: dict[str, Any]) -> None:
-        """The unexplained part of one operation's time."""
+        """Record the unexplained part of one operation's time."""
         with self._lock:
             if seconds > self.longest_stall_s:
                 self.longest_stall_s, self.longest_stall = seconds, what
@@ -74,7 +76,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything was found that must not be."""
+        """Whether there is any finding of ``KINDS``."""
         return any(self.found[kind] for kind in KINDS)
 
     @property
@@ -83,7 +85,7 @@ class Report:
         return bool(self.faults.total() and self.operations["compared"])
 
     def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
-        """The object that ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         calls = {n: c for n, c in self.operations.items() if ":" not in n and n != "compared"}
         return {
             "seed": seed,

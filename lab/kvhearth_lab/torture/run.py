@@ -1,4 +1,4 @@
-"""A run: world after world until the time is over."""
+"""Runs world after world until the time is over."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from kvhearth_lab.torture.world import UselessError, World
 
 _WARM_S = 0.4
 _LEAST_S = 2.0
-"""A world's end takes so long: no step begins that could not end before it."""
+"""Time reserved for a world's end; no step begins that could not finish before it."""
 _STEP_S = 4.0
-"""No step is expected to take longer."""
+"""Upper bound on the expected duration of a step."""
 _WORLD_S = 7.0
-"""With less time left no world begins, but the first: it could try nothing."""
+"""Least remaining time for a new world, except the first; with less it could try nothing."""
 
 _SHAPES = 64
-"""So many worlds have every shape."""
+"""Number of worlds that together have every shape."""
 
 Progress = Callable[[float, str], None]
-"""Told (seconds that are over, what is going on)."""
+"""Called with (elapsed seconds, current activity)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is wanted.
+    """Options of a run.
 
     Attributes:
-        seed: of all choices.
-        seconds: at whose end the last world is over, if its last step took no longer than most.
-        faults: names; empty for all.
-        ssd: worlds with a drive, too.
-        first: number of the first world; ``worlds``: how many, 0 for as many as there is time for.
-        log: where steps are written, ``replay``: a log whose steps are done again.
-        keep: leave the directories of worlds in which something was found.
+        seed: seed of all random choices.
+        seconds: time by which the last world is over, unless its last step took unusually long.
+        faults: names of faults; empty for all.
+        ssd: include worlds with a drive.
+        first: number of the first world.
+        worlds: number of worlds, 0 for as many as there is time for.
+        log: file to write steps to.
+        replay: log whose steps are repeated.
+        keep: keep the directories of worlds with findings.
     """
 
     seed: int
@@ -59,10 +61,11 @@ class Options:
     keep: bool = False
 
     def plans(self) -> Iterable[Plan]:
-        """The worlds to go through.
+        """Return the worlds to run.
 
         Raises:
-            KVHearthError: ``config_invalid``.
+            KVHearthError: ``config_invalid`` for unknown faults, for faults that cannot happen in
+                these worlds, or for an invalid log.
         """
         unknown = sorted(set(self.faults) - TABLE.keys())
         if unknown:
@@ -75,7 +78,7 @@ class Options:
         dice = Dice(self.seed, list(self.faults or TABLE), self.ssd, self.first)
         shapes = list(itertools.islice(dice.shapes(), self.worlds or _SHAPES))
         idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
-        # One world need not have room for all that is asked for, but for something.
+        # One world need not fit all requested faults, but must fit at least one.
         if idle and (not self.worlds or len(idle) == len(self.faults)):
             raise KVHearthError(
                 Reason.CONFIG_INVALID,
@@ -86,10 +89,10 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> dict[str, Any]:
-    """Torture; the figures of ``Report.as_json``.
+    """Run the torture and return the figures of ``Report.as_json``.
 
     Raises:
-        KVHearthError: ``config_invalid`` for options that cannot be.
+        KVHearthError: ``config_invalid`` for invalid options.
     """
     options.roots.check(ssd=options.ssd)
     plans = options.plans()
@@ -116,7 +119,7 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Course:
-    """What all worlds of a run share."""
+    """Objects shared by all worlds of a run."""
 
     options: Options
     report: Report
@@ -126,12 +129,12 @@ class _Course:
     progress: Progress
 
     def step_s(self, over_s: float) -> float:
-        """What a step takes, by those before; 0 for the first."""
+        """Estimate the seconds of a step from earlier ones; 0 for the first."""
         return min(_STEP_S, over_s / self.report.steps) if self.report.steps else 0.0
 
 
 def _world(course: _Course, plan: Plan) -> list[str]:
-    """Go through one world; the directories of it that are kept."""
+    """Run one world and return those of its directories that are kept."""
     options, report, log = course.options, course.report, course.log
     keep: list[bool] = []
     before = len(report.texts)

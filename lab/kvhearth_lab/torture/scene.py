@@ -1,4 +1,4 @@
-"""A world's directories: sockets and logs, the arena on tmpfs, the SSD directory on a drive."""
+"""A world's directories, promises and daemon settings, before its daemon and clients run."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _ARENA_BYTES, _DRIVE_BYTES = 300 << 20, 400 << 20
 
 @dataclass(frozen=True)
 class Roots:
-    """Where worlds are made.
+    """Roots of the worlds' directories.
 
     Attributes:
-        arena: on tmpfs (or hugetlbfs).
-        drive: on the drive that is to be tried.
+        arena: directory on tmpfs (or hugetlbfs).
+        drive: directory on the drive under test.
     """
 
     arena: Path
     drive: Path
 
     def check(self, *, ssd: bool = True) -> None:
-        """Raise KVHearthError ``config_invalid`` unless both can be used, and have room: what is
-        lost because a world does not fit would be taken for the daemon's doing. Without ``ssd``
-        there are only logs on the drive.
+        """Raise KVHearthError ``config_invalid`` unless both are writable and have room: a loss
+        because a world does not fit would be blamed on the daemon. Without ``ssd`` only logs are on
+        the drive.
         """
         rooms = (
             ("--arena-root", self.arena, _ARENA_BYTES),
@@ -55,7 +55,7 @@ class Roots:
         )
         for name, path, needed in rooms:
             try:
-                # Only a try tells: root may write to anything, by its permissions.
+                # Permissions do not decide: root may write to anything. Try it.
                 with tempfile.TemporaryFile(prefix="kvh-", dir=path), _folder(path):
                     pass
             except OSError as error:
@@ -99,10 +99,12 @@ class Places:
 
 @contextlib.contextmanager
 def places(roots: Roots, keep: list[bool]) -> Iterator[Places]:
-    """Directories of one world, removed at the end unless something was put into ``keep``."""
+    """Make the directories of one world; they are removed at the end unless ``keep`` is not
+    empty.
+    """
     with contextlib.ExitStack() as made:
         folder = made.enter_context(_folder(roots.drive, keep))
-        # A socket's path has 107 characters: the sockets are near the root where the drive is not.
+        # A socket's path has at most 107 characters: under a long path, sockets go elsewhere.
         near = None if len(str(folder)) > _SOCKETS_CHARS else folder
         sockets = near or made.enter_context(_folder(None, keep))
         arena = made.enter_context(_folder(roots.arena))
@@ -113,7 +115,7 @@ def places(roots: Roots, keep: list[bool]) -> Iterator[Places]:
 
 @contextlib.contextmanager
 def _folder(root: Path | None, keep: Sequence[bool] = ()) -> Iterator[Path]:
-    """A new directory, removed at the end unless there is something in ``keep``."""
+    """Make a new directory; it is removed at the end unless ``keep`` is not empty."""
     path = Path(tempfile.mkdtemp(prefix="kvh-", dir=root))
     try:
         yield path
@@ -123,7 +125,7 @@ def _folder(root: Path | None, keep: Sequence[bool] = ()) -> Iterator[Path]:
 
 
 class CapacityWatch(threading.Thread):
-    """Looks all the time at what a directory takes, by its file system's count."""
+    """Watches continuously how much space a directory takes by its file system's count."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="kvhearth-capacity", daemon=True)
@@ -136,7 +138,7 @@ class CapacityWatch(threading.Thread):
             self.look()
 
     def look(self) -> int:
-        """Look once; the most that was ever seen."""
+        """Look once; returns the maximum so far."""
         with contextlib.suppress(FileNotFoundError):
             self.most_bytes = max(self.most_bytes, damage.claimed_bytes(self._path))
         return self.most_bytes
@@ -148,10 +150,10 @@ class CapacityWatch(threading.Thread):
 
 
 ON_DRIVE = "checksum_failures{ssd}"
-"""The daemon's counter of what did not leave the drive."""
+"""The daemon's counter of blocks stopped at the drive by their checksum."""
 
 PATIENCE_S = 15.0
-"""What is not served, given back or closed after so long never will be."""
+"""Time within which blocks must be served, resources released and processes closed."""
 
 
 class Scene:
@@ -159,9 +161,9 @@ class Scene:
 
     Attributes:
         models: names of the shape's models.
-        patience_s: ``PATIENCE_S``; shorter where something is known to be lost.
-        monotonic_s: how far the daemon's monotonic clock is ahead.
-        damaged: where faults damaged bytes: in the ``ARENA``, on the ``DRIVE``.
+        patience_s: ``PATIENCE_S``; shorter where blocks are known to be lost.
+        monotonic_s: offset of the daemon's monotonic clock.
+        damaged: places where faults damaged bytes: ``ARENA``, ``DRIVE``.
         drive_is_good: no fault has hit the drive, so everything must reach it.
         drive_is_suspect: a fault has hit it since the daemon's start.
         counted: boot and counters of the daemon at the last look.
@@ -190,12 +192,12 @@ class Scene:
 
     @property
     def where(self) -> dict[str, Any]:
-        """For findings."""
+        """The place of a finding: world, step and kind of world."""
         return {"world": self.plan.number, "step": self.step, "kind_of_world": self.shape.kind}
 
     @property
     def arena_dir(self) -> Path:
-        """Of the arena's files."""
+        """The directory of the arena's files."""
         return self.places.arena
 
     @property
@@ -205,16 +207,16 @@ class Scene:
 
     @property
     def clock_file(self) -> Path:
-        """What the daemon's clocks follow."""
+        """The file that the daemon's clocks follow."""
         return self.places.clock
 
     def model_name(self, number: int) -> str:
-        """Of one of the world's models."""
+        """Return the name of one of the world's models."""
         return f"m{self.plan.seed}.{self.plan.number}.{number}"
 
     @contextlib.contextmanager
     def window(self, why: str) -> Iterator[None]:
-        """What takes long meanwhile is explained."""
+        """Mark slow operations during the block as expected."""
         opened = self.stalls.open(why)
         try:
             yield
@@ -222,38 +224,40 @@ class Scene:
             self.stalls.close(opened)
 
     def orders(self, **said: Any) -> None:
-        """Command the drive; without arguments it is good again."""
+        """Command the drive; without arguments it behaves normally again."""
         fresh = self.places.orders.with_suffix(".new")
         fresh.write_text(json.dumps(said))
         fresh.replace(self.places.orders)
 
     def drive_faulted(self) -> None:
-        """What cannot be written is evicted without a copy, what cannot be read is forgotten, a
-        tier that was told "no space" makes room in what it has: until the daemon's next start any
-        block may get lost that does not fit into memory.
+        """Expect losses until the daemon's next start, of any block that does not fit into memory.
+        Blocks that cannot be written are evicted without a copy, blocks that cannot be read are
+        forgotten, and a tier that got "no space" evicts its own blocks.
         """
         self.drive_is_good, self.drive_is_suspect = False, True
         if self.shape.kind != ROOMY:
             self.oracle.keeps = False
 
     def trust_drive(self) -> None:
-        """The daemon is dead: its successor knows what is whole on the drive, and no more."""
+        """Excuse blocks that are not whole on the drive after the daemon's death: its successor
+        knows only those that are.
+        """
         if self.drive_is_suspect and self.shape.kind != ROOMY:
             self.excuse_not_on_disk("drive fault")
             self.oracle.keeps = self.shape.keeps
         self.drive_is_suspect = False
 
     def explains_checksum(self, source: str) -> bool:
-        """Whether a checksum that failed at this source is due to a fault. What is wrong on the
-        drive is stopped there: it must not come as far as the arena and its readers.
+        """Whether a fault explains a checksum failure at this source. Damage on the drive must be
+        stopped there and must not reach the arena and its readers.
         """
         return ARENA in self.damaged or (DRIVE in self.damaged and source == ON_DRIVE)
 
     def excuse(self, keys: Iterable[bytes], why: str, *, spoilt: bool = False) -> None:
-        """Blocks that may be gone.
+        """Excuse blocks that may be gone.
 
         Args:
-            spoilt: the daemon may not have found out yet (``Oracle.spoil``).
+            spoilt: the daemon may not have noticed yet (``Oracle.spoil``).
         """
         wanted = set(keys)
         take = self.oracle.spoil if spoilt else self.oracle.excuse
@@ -264,7 +268,8 @@ class Scene:
     def excuse_unless_on_disk(
         self, keys: Iterable[bytes], why: str, *, spoilt: bool = False
     ) -> None:
-        """Blocks whose copy in memory is damaged: a whole one on the drive repairs them.
+        """Excuse blocks whose copy in memory is damaged, unless a whole copy on the drive repairs
+        them.
 
         Args:
             spoilt: as for ``excuse``.
@@ -275,20 +280,20 @@ class Scene:
             take(model, [number for number in above if key_of(model, number) in wanted], why)
 
     def excuse_all(self, why: str) -> None:
-        """Nobody can name the blocks any more."""
+        """Excuse all blocks, because their names are lost."""
         for model in self.models:
             self.oracle.excuse(model, self.oracle.within_reach(model), why)
 
     def excuse_not_on_disk(self, why: str) -> None:
-        """Blocks that are in memory only."""
+        """Excuse blocks that are in memory only."""
         for model, above in self.not_on_disk().items():
             self.oracle.excuse(model, above, why)
 
     def not_on_disk(self, *, sealed: bool = False) -> dict[str, list[int]]:
-        """By model, blocks that are not whole on the drive under the present weights.
+        """Return, by model, blocks that are not whole on the drive under the present weights.
 
         Args:
-            sealed: only those that were acknowledged; else also those that may be.
+            sealed: only acknowledged blocks; otherwise also those being stored.
         """
         whole = damage.blocks_on_disk(self.ssd_dir) if self.shape.ssd_bytes else set()
         found = {}

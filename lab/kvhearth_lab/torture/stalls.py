@@ -1,4 +1,4 @@
-"""What stood still, and how much of it a fault or the machine explains."""
+"""Stalls of operations, less the time that a fault or the machine explains."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _LATE_S = 0.05
 _KEEP_S = 120.0
 _WINDOWS_MAX = 1000
 AFTER_S = 0.25
-"""A fault's effect goes on for so long after its end: what queued up behind it is worked off."""
+"""Extension of a fault's effect beyond its end, while the queued work is processed."""
 
 
 class Metronome(threading.Thread):
-    """Notices when this process could not run: stopped, or the processors were taken by others.
+    """Detects times when this process could not run because it was stopped or the processors were
+    busy.
 
     ``told(begin, end)`` is called for each such time, by ``time.monotonic``.
     """
@@ -43,7 +44,7 @@ class Metronome(threading.Thread):
 class Window:
     """A time in which something was broken on purpose; open until ``end`` is set.
 
-    ``whose``: the one process that it concerns; empty for all.
+    ``whose`` names the one process that it concerns; empty for all.
     """
 
     why: str
@@ -53,7 +54,7 @@ class Window:
 
 
 class Stalls:
-    """What explains that operations take long: windows. Any thread.
+    """Time windows in which slow operations are expected. Thread-safe.
 
     Attributes:
         late_s: time in which the kit itself could not run.
@@ -65,23 +66,23 @@ class Stalls:
         self._lock = threading.Lock()
 
     def open(self, why: str) -> Window:
-        """A fault begins."""
+        """Open a window at the begin of a fault."""
         window = Window(why, time.monotonic())
         self._add(window)
         return window
 
     def close(self, window: Window) -> None:
-        """It is over."""
+        """Close the window."""
         window.end = time.monotonic()
 
     def late(self, begin: float, end: float, whose: str = "") -> None:
-        """Nobody could run, or one process could not."""
+        """Add a window in which no process could run, or only ``whose`` could not."""
         self._add(Window("machine", begin, end, whose))
         if not whose:
             self.late_s += end - begin
 
     def explained_s(self, begin: float, end: float, whose: str) -> float:
-        """How much of a time lies in windows that concern ``whose``."""
+        """Return the part of a time that lies in windows that concern ``whose``."""
         with self._lock:
             spans = sorted(
                 (max(begin, each.begin), min(end, (each.end or end) + AFTER_S))

@@ -1,4 +1,6 @@
-"""One world: an arena, a drive's directory, a daemon, clients; what faults and checks act on."""
+"""One world: an arena, a drive's directory, a daemon and clients, for faults and checks to act
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,26 @@ from kvhearth_lab.torture.world_config import ROOMY
 
 
 class UselessError(Exception):
-    """The world cannot go on: what is wrong was reported."""
+    """The world cannot continue; the problem was reported."""
 
 
 class World(Crew):
-    """A crew with its daemon's lives and deaths."""
+    """A crew with its daemon's starts and ends."""
 
     def __init__(self, plan: Plan, places: Places, report: Report, stalls: Stalls) -> None:
         super().__init__(plan, places, report, stalls)
         self._down: Window | None = None
 
     def launch_daemon(self, fault: str = "") -> None:
-        """Start its process and do not wait."""
+        """Start the daemon's process without waiting."""
         if self._down is None:
             self._down = self.stalls.open("daemon away")
         self.trust_drive()
         self.daemon.launch(fault)
 
     def start_daemon(self, fault: str = "") -> bool:
-        """Start it and wait until it takes clients; false if an armed fault ended it before.
+        """Start the daemon and wait until it accepts clients; False if an armed fault ended it
+        before.
 
         Raises:
             UselessError: it does not come up.
@@ -51,7 +54,9 @@ class World(Crew):
         return True
 
     def kill_daemon(self, *, settled: bool = True) -> None:
-        """kill -9. Unless not ``settled``, what ended with its memory is no longer expected."""
+        """Send SIGKILL. Unless ``settled`` is False, excuse the blocks that were lost with its
+        memory.
+        """
         if self._down is None:
             self._down = self.stalls.open("daemon away")
         self.daemon.kill()
@@ -59,7 +64,7 @@ class World(Crew):
             self.settle_memory()
 
     def terminate_daemon(self) -> None:
-        """SIGTERM; it must end well."""
+        """Send SIGTERM; the daemon must end without an error."""
         self._down = self._down or self.stalls.open("daemon away")
         begin = time.monotonic()
         status = self.daemon.terminate()
@@ -72,11 +77,13 @@ class World(Crew):
         self.settle_memory()
 
     def _all_written(self) -> None:
-        """After an orderly end: what was sealed is on the drive, unless that was not well."""
+        """Check after an orderly end that sealed blocks are on the drive, unless the drive was
+        faulty.
+        """
         if not self.shape.ssd_bytes or not self.oracle.keeps or self.drive_is_suspect:
             return
         if self.shape.kind == ROOMY and self.damaged:
-            return  # whose records are damaged, nobody has noted: memory has them all
+            return  # damaged records have not been noticed yet: memory has all blocks
         for model, above in self.not_on_disk(sealed=True).items():
             if above:
                 text = f"{model}: {len(above)} sealed blocks were not written at an orderly end"
@@ -84,6 +91,8 @@ class World(Crew):
                 self.oracle.excuse(model, above, "lost")
 
     def settle_memory(self) -> None:
-        """After a daemon's end: without an arena's files, what is left is what is on the drive."""
+        """Excuse blocks that were only in memory after a daemon's end, if the arena's files do not
+        remain.
+        """
         if not self.shape.arena_stays:
             self.excuse_not_on_disk("memory ended")

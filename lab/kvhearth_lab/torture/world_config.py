@@ -1,4 +1,4 @@
-"""One world's shape: sizes, models, clients, settings; all of it from its dice."""
+"""Shape of a world: sizes, models, clients and settings, all drawn from its dice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SLOT_BYTES_MIN = 16 << 10
 ROOMY = "roomy"
 """Memory for everything, twice: nothing is evicted, every sealed block must always be there."""
 SINKING = "sinking"
-"""Memory for a part, drives for everything: what leaves memory must be on a drive."""
+"""Memory for a part, drives for everything: blocks that leave memory must be on a drive."""
 FLEETING = "fleeting"
-"""Memory that ends with the daemon, drives for everything: what was on a drive must come back."""
+"""Memory that ends with the daemon, drives for everything: blocks on a drive must come back."""
 PRESSED = "pressed"
 """Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
 KINDS = (ROOMY, SINKING, FLEETING, PRESSED)
@@ -29,17 +29,17 @@ _PAGES = (4096, 16384, 16384, 40000, 49152)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a world is like; plain values, so that it can be written down and read back.
+    """The configuration of a world, in plain values, so that it can be written down and read back.
 
     Attributes:
         kind: one of ``KINDS``.
-        memory_bytes: of the arena.
+        memory_bytes: size of the arena.
         ssd_bytes: capacity of the SSD directory, 0 for none.
-        segment_bytes: of its files.
+        segment_bytes: size of its files.
         models: (page bytes, shards) of each model.
         clients: (model, whether it has pipelines) of each client.
         blocks_max: blocks that clients begin to store, in all.
-        skewed: the daemon's clocks can be made to jump.
+        skewed: whether the daemon's clocks can jump.
     """
 
     kind: str
@@ -56,21 +56,21 @@ class Shape:
 
     @property
     def arena_stays(self) -> bool:
-        """The arena's files outlive the daemon."""
+        """Whether the arena's files outlive the daemon."""
         return self.kind != FLEETING
 
     @property
     def blocks_kept(self) -> int:
-        """Blocks beyond ``blocks_max`` that are kept for faults that need stores."""
+        """Number of blocks beyond ``blocks_max`` that are reserved for faults that need stores."""
         return self.blocks_max // 3
 
     @property
     def keeps(self) -> bool:
-        """No sealed block may get lost without a fault that took it."""
+        """Whether no sealed block may get lost without a fault that took it."""
         return self.kind != PRESSED
 
     def flags(self, arena: Path, ssd: Path) -> list[str]:
-        """Of ``kvhearth serve``."""
+        """Return the flags of ``kvhearth serve``."""
         words = ["--memory", str(self.memory_bytes), "--slab-bytes", str(SLAB_BYTES)]
         words += ["--slot-bytes-min", str(SLOT_BYTES_MIN), "--hugepages", "off"]
         words += ["--drain-grace-s", "0.2", "--drain-grace-no-pidfd-s", "0.4"]
@@ -87,15 +87,15 @@ class Shape:
         return words
 
     def as_json(self) -> dict[str, Any]:
-        """For the log of steps."""
+        """Return the values for the log of steps."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Shape:
-        """From the log of steps.
+        """Build the shape from the log of steps.
 
         Raises:
-            TypeError, KeyError: it is not of this version.
+            TypeError, KeyError: the entry is of another version.
         """
         models = tuple((int(a), int(b)) for a, b in said["models"])
         clients = tuple((int(a), bool(b)) for a, b in said["clients"])
@@ -103,8 +103,8 @@ class Shape:
 
 
 def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Shape:
-    """The shape of world ``number``: kinds come in turn. ``skewed``: its clocks may jump, if the
-    dice say so.
+    """Return the shape of world ``number``; kinds rotate. With ``skewed``, its clocks may jump if
+    the dice say so.
     """
     kinds = (SINKING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
     kind = kinds[number % len(kinds)]
@@ -120,7 +120,7 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
         PRESSED: dice.choice([3, 4]) * SLAB_BYTES,
     }[kind]
     segment = dice.choice([1, 2]) * MIB
-    # Three times, since what is stored again or carried over lies there twice for a while.
+    # Several times the blocks: one stored again or carried over is there twice for a time.
     room = 4 * largest + 24 * segment
     if kind == PRESSED:
         room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment
@@ -132,7 +132,7 @@ def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sh
         models=models,
         clients=((0, shards == 1), (1, True), (dice.choice([0, 1]), False)),
         blocks_max=blocks if kind != PRESSED else 12 * blocks,
-        # Now and then, and for sure in a run of minutes.
+        # Sometimes at random, and certainly in a run of minutes.
         flush=dice.random() < 0.15 or number % 6 == _FLUSHED,
         interface=dice.choice(["auto", "auto", "auto", "threads"]),
         verify_adopted=dice.random() < 0.7,

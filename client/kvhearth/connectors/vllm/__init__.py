@@ -1,7 +1,8 @@
-"""vLLM keeps its KV cache in KVHearth: ``--kv-transfer-config '{"kv_connector": ...}'``.
+"""The vLLM connector: ``--kv-transfer-config '{"kv_connector": ...}'`` keeps vLLM's KV cache in
+KVHearth.
 
-Importing this package needs neither vLLM nor a GPU nor a daemon; ``KVHearthConnector`` is loaded
-when it is asked for.
+Importing this package needs neither vLLM nor a GPU nor a daemon; ``KVHearthConnector`` is imported
+on first access.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's KV blocks that stores read: held by a reference until every rank has copied them."""
+"""References that keep the engine's KV blocks alive until every rank has copied them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class BlockHolds:
     """References into vLLM's block pool. Used by the scheduler's thread only.
 
     Args:
-        pool: vLLM's: its ``blocks``, ``touch`` and ``free_blocks`` are used.
-        percent: of the pool's blocks that may be held; beyond it nothing more is stored, since held
-            blocks are missing to requests.
+        pool: vLLM's block pool; ``blocks``, ``touch`` and ``free_blocks`` are used.
+        percent: share of the pool's blocks that may be held. Beyond it nothing more is stored,
+            since requests cannot use held blocks.
 
     Attributes:
-        held_count: blocks held; one counts for each store that holds it.
+        held_count: blocks held, counted once for each store that holds them.
     """
 
     def __init__(self, pool: Any, percent: int) -> None:
@@ -26,7 +26,7 @@ class BlockHolds:
 
     @property
     def room(self) -> int:
-        """How many more may be held."""
+        """Number of blocks that may still be held."""
         return max(self._blocks_max - self.held_count, 0)
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
@@ -37,23 +37,25 @@ class BlockHolds:
         self.held_count += len(blocks)
 
     def release(self, number: int) -> None:
-        """Let go of a store's blocks: its tail first, which is to be reused first. Idempotent."""
+        """Release a store's blocks, its tail first, so that the tail is reused first.
+        Idempotent.
+        """
         blocks = self._held_by.pop(number, None)
         if blocks:
             self.held_count -= len(blocks)
             self._pool.free_blocks(reversed(blocks))
 
     def release_all(self) -> None:
-        """Let go of all stores' blocks, when no copy reads them any more."""
+        """Release the blocks of all stores. Call it only when no copy reads them any more."""
         for number in list(self._held_by):
             self.release(number)
 
     @property
     def would_free(self) -> bool:
-        """Whether a held block is nobody else's: it becomes free when its store ends."""
+        """Whether a held block has no other holder and becomes free when its store ends."""
         return any(block.ref_cnt == 1 for blocks in self._held_by.values() for block in blocks)
 
     def check_books(self) -> None:
-        """Raise AssertionError if the count is not that of the blocks held."""
+        """Raise AssertionError if ``held_count`` differs from the number of blocks held."""
         held = sum(len(blocks) for blocks in self._held_by.values())
         assert held == self.held_count, f"{held} blocks held, counted {self.held_count}"

@@ -32,7 +32,9 @@ from kvhearth.counters import LOGGER
 
 BLOCKS_OUTERMOST = "BLHNC"
 HANDSHAKE_STEPS_MAX = 64
-"""Steps in which workers must have reported their handshakes; an idle engine runs them at once."""
+"""Number of steps within which workers must report their handshakes; an idle engine runs them at
+once.
+"""
 
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(WorkerReport)
@@ -40,11 +42,11 @@ KVConnectorHandshakeMetadata.register(Handshake)
 
 
 _workers: WeakValueDictionary[str, WorkerConnector] = WeakValueDictionary()
-"""Of this process, by engine."""
+"""Workers of this process, by engine id."""
 
 
 class _Base(KVConnectorBase_V1, SupportsHMA):
-    """What both halves' methods use."""
+    """State and helpers that the methods of both halves use."""
 
     _cache_hit_source = CacheHitSource.HOST
     _settings: Settings
@@ -54,7 +56,7 @@ class _Base(KVConnectorBase_V1, SupportsHMA):
     _handshake_steps = 0
 
     def trouble(self, name: str) -> None:
-        """Count a call that went without the cache."""
+        """Count a call that proceeded without the cache."""
         half = self._scheduler or self._worker
         if half is not None:
             half.tally.add("troubles")
@@ -70,10 +72,11 @@ class _SchedulerSide(_Base):
 
     @guarded(nothing)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """The workers' handshakes, by (pipeline rank, tensor rank): begin to work.
+        """Start the scheduler's half from the workers' handshakes, keyed by (pipeline rank, tensor
+        rank).
 
-        Under ``MultiConnector`` they are those of one sibling, if any. Ours come with the workers'
-        first report then.
+        Under ``MultiConnector`` the handshakes are those of one sibling, if any. Ours then come
+        with the workers' first report.
         """
         ours = [one for one in metadata.values() if isinstance(one, Handshake)]
         if ours:
@@ -93,12 +96,12 @@ class _SchedulerSide(_Base):
             self._scheduler.serve_unstepped(_workers.get(engine_id))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's block pool, in which stores hold blocks."""
+        """Set vLLM's block pool, in which stores hold blocks."""
         self._block_pool = gpu_block_pool
 
     @guarded(nothing)
     def on_new_request(self, request: Any) -> None:
-        """Ask the daemon at once."""
+        """Send the request's lookup to the daemon at once."""
         if self._scheduler is not None:
             self._scheduler.new_request(request)
 
@@ -106,8 +109,8 @@ class _SchedulerSide(_Base):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, always asynchronously; (None, False) while that is not
-        known.
+        """Return the number of tokens that can be loaded, always asynchronously; (None, False)
+        while it is not known.
         """
         if self._scheduler is None:
             return 0, False
@@ -117,7 +120,7 @@ class _SchedulerSide(_Base):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Tokens that a load brings, by the daemon's tier that they came from."""
+        """Return the tokens that a load brings, by the daemon's tier that they came from."""
         if self._scheduler is None:
             return {}
         tokens = self._scheduler.sources(request.request_id, num_external_tokens)
@@ -125,9 +128,9 @@ class _SchedulerSide(_Base):
         return {source: count for source, count in tiers if count}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was admitted; load what was offered."""
+        """Load the offered tokens of a request that was admitted."""
         if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens:
-            # vLLM waits for this load: let it be told that it failed.
+            # vLLM waits for this load: report it as failed.
             self._lose(request.request_id)
 
     @guarded(lambda: False)
@@ -144,7 +147,7 @@ class _SchedulerSide(_Base):
 
     @guarded(StepMeta)
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        """What the workers are to do in this step."""
+        """Return the workers' jobs of this step."""
         if self._scheduler is not None:
             return self._scheduler.plan_step(scheduler_output)
         if self._handshake_steps:
@@ -155,7 +158,7 @@ class _SchedulerSide(_Base):
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers did."""
+        """Process the workers' results."""
         report = connector_output.kv_connector_worker_meta
         if self._handshake_steps and isinstance(report, WorkerReport) and report.handshakes:
             self._engage(report.handshakes)
@@ -171,7 +174,9 @@ class _SchedulerSide(_Base):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended. Its blocks may be freed: those that are being copied are held."""
+        """Handle the end of a request. Its blocks may be freed: those that are being copied are
+        held.
+        """
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.finished(request, block_ids)
@@ -179,12 +184,14 @@ class _SchedulerSide(_Base):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished_all_groups``, where the hybrid cache manager is off."""
+        """Variant of ``request_finished_all_groups`` for an engine without the hybrid cache
+        manager.
+        """
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step, so that stores, or the workers' handshakes, are
+        """Whether an idle engine must step, so that stores or the workers' handshakes are
         reported.
         """
         if self._scheduler is None:
@@ -193,12 +200,12 @@ class _SchedulerSide(_Base):
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free without preempting."""
+        """Whether blocks will become free without preempting."""
         return self._scheduler is not None and self._scheduler.frees_soon
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Forget, and drop the namespace's blocks if it is this engine's alone."""
+        """Drop unused leases, and drop the namespace's blocks if they are this engine's alone."""
         return True if self._scheduler is None else self._scheduler.reset()
 
 
@@ -207,16 +214,16 @@ class _WorkerSide(_Base):
 
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The rank's tensors, by layer."""
+        """Register the rank's tensors, by layer."""
         if self._worker is not None:
             self._worker.register(kv_caches)
 
     @guarded(nothing)
     def get_handshake_metadata(self) -> Handshake | None:
-        """What the scheduler is to know of this rank.
+        """Return this rank's handshake for the scheduler.
 
-        None under ``MultiConnector``, which passes one child's to all of them: the first report
-        brings ours then.
+        None under ``MultiConnector``, which passes one child's handshake to all of them; the first
+        report then brings ours.
         """
         if self._worker is None or get_kv_transfer_group() is not self:
             return None
@@ -234,15 +241,17 @@ class _WorkerSide(_Base):
         return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no load is of the step that runs."""
+        """Do nothing: no load belongs to the running step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are stored whole, after the forward pass."""
+        """Do nothing: blocks are stored whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin this step's stores; nothing is waited for, since the scheduler holds the blocks."""
+        """Begin this step's stores without waiting for them, since the scheduler holds the
+        blocks.
+        """
         if not self._start_stores() and self._worker is not None:
             self._worker.lose_stores(self._meta())
 
@@ -253,7 +262,7 @@ class _WorkerSide(_Base):
         return True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that ended; failed ones are among the finished."""
+        """Return the loads that ended; failed ones are among the finished."""
         loaded, failed = self._results()
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
@@ -263,7 +272,7 @@ class _WorkerSide(_Base):
 
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler is to know of this step's copies."""
+        """Return the report of ended copies for the scheduler."""
         return None if self._worker is None else self._worker.report()
 
     def _meta(self) -> StepMeta:
@@ -275,11 +284,11 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
     """Keeps vLLM's KV blocks in a KVHearth daemon.
 
     Args:
-        vllm_config, role, kv_cache_config: vLLM's.
+        vllm_config, role, kv_cache_config: vLLM's arguments.
 
     Raises:
-        KVHearthError: ``config_invalid`` or ``bad_url`` for options that cannot be right. Nothing
-            else is raised, then or later; without a daemon the engine runs without a cache.
+        KVHearthError: ``config_invalid`` or ``bad_url`` for invalid options. Nothing else is
+            raised, then or later; without a daemon the engine runs without a cache.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -301,7 +310,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> HearthStats | None:
-        """Counters since the last call; None if nothing happened."""
+        """Return the counters since the last call; None if nothing happened."""
         if self._scheduler is not None:
             counts = self._scheduler.take_counts()
         else:
@@ -310,18 +319,18 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        """Let copies end and give everything back."""
+        """Let copies end and release all resources."""
         for half in (self._worker, self._scheduler):
             if half is not None:
                 half.shutdown()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout that the user's ``layout`` demands.
+        """Return the layout that the user's ``layout`` demands.
 
-        ``auto`` demands blocks outermost, of which a device copies each at once. It demands nothing
-        on the CPU, whose attention has a layout of its own, nor under ``MultiConnector``, where two
-        demands that differ end the engine.
+        ``auto`` demands blocks outermost, because a device copies each such block at once. It
+        demands nothing on the CPU, whose attention has a layout of its own, nor under
+        ``MultiConnector``, where two different demands end the engine.
         """
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if settings.layout == "auto":
@@ -332,7 +341,7 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HearthStats:
-        """A stats object of what came from another process."""
+        """Build a stats object from another process's data."""
         return HearthStats(data=dict(data or {}))
 
     @classmethod
@@ -343,25 +352,25 @@ class KVHearthConnector(_SchedulerSide, _WorkerSide):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HearthProm:
-        """The connector's part of the engine's ``/metrics``."""
+        """Build the connector's part of the engine's ``/metrics``."""
         return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _asked_by_multi_connector() -> bool:
-    """Whether ``MultiConnector`` asks for the layout. The configuration that it hands to a child is
-    that of a connector alone, so the stack is looked at.
+    """Whether ``MultiConnector`` is calling, found by a walk up the stack: the configuration that
+    it hands to a child looks like that of a lone connector.
     """
     asking = MultiConnector.get_required_kvcache_layout.__func__.__code__
     return any(frame.f_code is asking for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def _is_stepped() -> bool:
-    """Whether a loop of vLLM's steps this engine while it has no request, so that stores end."""
+    """Whether a loop of vLLM steps this engine while it has no request, so that stores end."""
     return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def _log_with_vllm() -> None:
-    """Our log goes where vLLM's goes, unless somebody has said otherwise."""
+    """Send our log to vLLM's handlers, unless the user has set handlers of their own."""
     if not LOGGER.handlers:
         theirs = logging.getLogger("vllm")
         for handler in theirs.handlers:

@@ -1,4 +1,4 @@
-"""What the parts of the scheduler's half share."""
+"""Objects shared by the parts of the scheduler's half."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvhearth.connectors.vllm.step_metadata import Geometry
 
 @dataclass(frozen=True)
 class Context:
-    """Of one engine.
+    """Shared objects of one engine.
 
     Attributes:
-        settings: the user's.
-        client: the scheduler's.
-        groups: of its contract.
-        geometry: of its ranks.
-        policy: which hits are worth a load.
-        tally: where to count.
+        settings: the user's options.
+        client: the scheduler's client.
+        groups: groups of the engine's contract.
+        geometry: layout of blocks over the ranks.
+        policy: decides which hits are worth a load.
+        tally: the counters.
     """
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""What the connector counts: for vLLM's log line and its ``/metrics``."""
+"""Counters and gauges of the connector, for vLLM's log line and its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GAUGES = {
 
 
 class Tally:
-    """Counts since they were last taken. Thread-safe."""
+    """Counts since the last ``take``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Tally:
             self._counts[name] = self._counts.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """All that was added since the last call, zeros left out."""
+        """Return all counts since the last call, without zeros."""
         if not self._counts:
             return {}
         with self._lock:
@@ -58,7 +58,7 @@ class Tally:
 
 
 def merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, float]:
-    """Counters added up; of gauges the larger."""
+    """Add up counters; keep the larger value of each gauge."""
     total = {name: float(value) for name, value in left.items()}
     for name, value in right.items():
         if name in GAUGES:
@@ -69,7 +69,7 @@ def merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, float
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, float]:
-    """What the engine's log line says of an interval."""
+    """Return the values for the engine's log line about an interval."""
     shown = ("load_tokens", "load_failed", "store_blocks", "store_failed", "lookup_late")
     line = {name: data[name] for name in shown if data.get(name)}
     if data.get("load_seconds") and data.get("load_bytes"):

@@ -1,4 +1,4 @@
-"""The fail-open boundary of the connector: no exception of ours reaches the engine's loop."""
+"""Fail-open boundary of the connector: none of its exceptions reaches the engine's loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _warnings = Warnings()
 
 
 def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
-    """Make a method answer ``otherwise()`` where it would raise.
+    """Make a method return ``otherwise()`` where it would raise.
 
-    Its object has a method ``trouble(name)``, which counts that and raises nothing.
+    The method's object must have a method ``trouble(name)``, which counts the failure and raises
+    nothing.
     """
 
     def wrap(method: MethodT) -> MethodT:
@@ -38,4 +39,4 @@ def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
 
 
 def nothing() -> None:
-    """For methods that answer nothing."""
+    """Fallback of methods that return nothing."""

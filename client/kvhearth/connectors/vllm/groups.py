@@ -1,4 +1,4 @@
-"""The contract's groups as the scheduler's half sees them: keys, boundaries, what a load needs."""
+"""The contract's groups as the scheduler's half needs them: keys, boundaries, blocks of a load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvhearth.transfer.hit import usable_tokens
 
 
 class EngineGroups:
-    """Pure; of one contract.
+    """Arithmetic over the groups of one contract. Pure.
 
     Args:
-        contract: of the engine.
+        contract: the engine's contract.
         kv_groups: vLLM's number of each of the contract's groups.
         hash_tokens: tokens that one of vLLM's block hashes covers.
 
     Attributes:
-        step_tokens: token counts at which a hit may end are multiples of it.
-        whole: all groups attend to everything, so that a hit may be cut anywhere and the engine may
-            step back a token after it.
+        step_tokens: granularity of hits: a hit ends at a multiple of this many tokens.
+        whole: True if all groups attend to everything, so that a hit may be cut anywhere and the
+            engine may step back a token after it.
     """
 
     def __init__(self, contract: Contract, kv_groups: Sequence[int], hash_tokens: int) -> None:
@@ -40,11 +40,11 @@ class EngineGroups:
         self.whole = all(spec.kind is GroupKind.FULL for spec in self.specs)
 
     def keys(self, hashes: Sequence[bytes], fold: bytes = b"") -> dict[int, list[bytes]]:
-        """By group, the keys of all full blocks of a request.
+        """Return the keys of all full blocks of a request, by group.
 
         Args:
-            hashes: vLLM's, one for each ``hash_tokens``; each covers everything before it.
-            fold: digest of what they do not cover, or empty.
+            hashes: vLLM's hashes, one for each ``hash_tokens``; each covers everything before it.
+            fold: digest of everything that the hashes do not cover, or empty.
         """
         keys: dict[int, list[bytes]] = {}
         for group, scale in enumerate(self._scales):
@@ -53,17 +53,19 @@ class EngineGroups:
         return keys
 
     def key(self, group: int, hashes: Sequence[bytes], block: int, fold: bytes = b"") -> bytes:
-        """The key of one block of one group."""
+        """Return the key of one block of one group."""
         own = bytes(hashes[(block + 1) * self._scales[group] - 1])
         return fold_key(own, fold) if fold else own
 
     def full_blocks(self, group: int, hashes: Sequence[bytes], tokens: int) -> int:
-        """Blocks of a group that are full after ``tokens`` computed tokens and have a key."""
+        """Count the blocks of a group that are full after ``tokens`` computed tokens and have a
+        key.
+        """
         return min(tokens // self.specs[group].block_tokens, len(hashes) // self._scales[group])
 
     def due_tokens(self, next_block: Sequence[int]) -> int:
-        """Tokens at which the next block of some group is full. Recurrent states do not count:
-        vLLM hands them off itself.
+        """Return the token count at which the next block of some group is full. Recurrent states do
+        not count: vLLM hands them off itself.
         """
         ends = (
             (block + 1) * spec.block_tokens
@@ -73,7 +75,9 @@ class EngineGroups:
         return min(ends, default=1 << 62)
 
     def reach(self, found: LookupResult, limit_tokens: int) -> int:
-        """Tokens up to which what is leased can be computed on, ``limit_tokens`` at most."""
+        """Return the token count up to which leased blocks let the engine continue,
+        ``limit_tokens`` at most.
+        """
         limit = min(found.hit_tokens, limit_tokens)
         limit -= limit % self.step_tokens
         if limit <= 0 or found.lease is None:
@@ -84,16 +88,17 @@ class EngineGroups:
         return usable_tokens(flags, limit)
 
     def end(self, tokens: int, *, step_back: bool) -> int:
-        """Tokens up to which a hit of a request of ``tokens`` may reach.
+        """Return the token count up to which a hit of a request of ``tokens`` may reach.
 
         Where all groups attend to everything, vLLM steps back a token itself after a hit of the
-        whole prompt; a window or a state cannot, nor where ``step_back`` says so.
+        whole prompt. A window or a state cannot step back, nor does vLLM where ``step_back`` is
+        set.
         """
         return tokens if self.whole and not step_back else tokens - 1
 
     def ceiling(self, found: LookupResult, limit_tokens: int) -> int:
-        """Tokens up to which could be computed on if all that is on SSD had climbed, at most
-        ``limit_tokens``.
+        """Return the token count that would be reached if all blocks on SSD were promoted,
+        ``limit_tokens`` at most.
         """
         flags = [
             (self.specs[group], result.ready | (result.tiers == Tier.SSD))
@@ -102,8 +107,8 @@ class EngineGroups:
         return usable_tokens(flags, limit_tokens)
 
     def needed(self, group: int, start_tokens: int, end_tokens: int) -> range:
-        """Blocks of a group to load for a hit of ``end_tokens`` of which the engine has the first
-        ``start_tokens`` itself.
+        """Return the blocks of a group to load for a hit of ``end_tokens`` when the engine already
+        has the first ``start_tokens``.
         """
         spec = self.specs[group]
         end = end_tokens // spec.block_tokens
@@ -117,8 +122,8 @@ class EngineGroups:
 
 
 def rows(leased: Bools, blocks: range) -> I64 | None:
-    """Where blocks stand among the leased ones, whose extents come in that order; None if one of
-    them is not leased.
+    """Return the positions of ``blocks`` among the leased blocks, which is the order of their
+    extents; None if one of them is not leased.
     """
     wanted = np.arange(blocks.start, blocks.stop)
     if not len(wanted):

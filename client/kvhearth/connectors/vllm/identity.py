@@ -1,4 +1,6 @@
-"""LoRA adapters of one run of the engine: each is known by the digest of the files it came from."""
+"""Identity of an engine: its contract from weights, hashes and configuration, and its LoRA
+digests.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ _lock = threading.Lock()
 
 
 def directory_digest(folder: Path) -> str:
-    """Hex digest of the names and bytes of all files below ``folder``.
+    """Return the hex digest of the names and bytes of all files below ``folder``.
 
-    Large files are read once: what was read is remembered in the user's cache folder, by device,
-    inode, size and time of change.
+    Large files are read once: their digests are remembered in the user's cache folder, by device,
+    inode, size and times of change.
 
     Raises:
         OSError: a file cannot be read, or there are more than 4096.
@@ -102,7 +104,7 @@ def _load() -> dict[str, str]:
 
 
 def _save(kept: dict[str, str]) -> None:
-    """Best effort: without it the files are read again at the next start."""
+    """Save the digests, best effort: without them the files are read again at the next start."""
     path = _store()
     some = dict(list(kept.items())[-_KEPT_MAX:])
     try:
@@ -134,15 +136,15 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_imp
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """What is known of one of vLLM's groups on this rank.
+    """Description of one of vLLM's groups on this rank.
 
     Attributes:
         kv_group: vLLM's number.
         kind: one of ``KINDS``.
         block_tokens: tokens of a block, over all context-parallel ranks.
         window_tokens: reach of a window or a chunk, else 0.
-        layers: how many on this rank.
-        page_bytes: of this rank's shard, all layers.
+        layers: number of layers on this rank.
+        page_bytes: size of this rank's shard, all layers.
         dtype: torch's name of the cache's dtype.
     """
 
@@ -157,7 +159,7 @@ class EngineGroup:
 
 @dataclass(frozen=True)
 class Weights:
-    """Identity of the weights; ``private`` if nobody else can have the same."""
+    """Identity of the weights; ``private`` if no other engine can have the same."""
 
     model: str
     revision: str
@@ -165,16 +167,16 @@ class Weights:
 
 
 def weights_change(vllm_config: Any, on_reset: str) -> bool:
-    """Whether the weights may be replaced in the running engine: no name of what lies on disk or
-    in a hub says then what they are.
+    """Whether the weights may be replaced in the running engine. The name of files on disk or in a
+    hub then does not identify them.
     """
     return on_reset == "drop" or getattr(vllm_config, "weight_transfer_config", None) is not None
 
 
 def run_of(vllm_config: Any) -> str:
-    """Name of this run of the engine, equal on all its ranks.
+    """Return the name of this run of the engine, equal on all its ranks.
 
-    vLLM makes ``instance_id`` anew for each run and sends it to the ranks with the configuration.
+    vLLM makes a new ``instance_id`` for each run and sends it to the ranks with the configuration.
     ``engine_id`` may be the user's, and the same in each run.
     """
     return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
@@ -187,8 +189,8 @@ def weights_of(
 
     Args:
         run: name of this run of the engine, for weights that have no other.
-        given: what the user says that they are, or empty.
-        live: they may be replaced while the engine runs.
+        given: the user's own name for the weights, or empty.
+        live: True if they may be replaced while the engine runs.
     """
     name = str(model_config.model)
     load_format = str(getattr(load_config, "load_format", "auto"))
@@ -200,7 +202,7 @@ def weights_of(
     if given:
         return Weights("given" if local.is_dir() else name, given, False)
     if getattr(model_config, "model_weights", ""):
-        # In an object store: vLLM has pulled only the small files into a directory.
+        # The weights are in an object store: vLLM has pulled only the small files into a directory.
         LOGGER.warning(
             "weights in an object store have no digest, their KV is kept for this engine alone. "
             "Set 'revision' in kv_connector_extra_config to share it"
@@ -225,9 +227,10 @@ def weights_of(
 
 
 def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, str, bool]:
-    """How block hashes are chained: (algorithm, bytes of a hash, seed, whether it is private).
+    """Return how block hashes are chained: (algorithm, bytes of a hash, seed, whether it is
+    private).
 
-    The seed is named by its digest: with a weak hash it is a secret.
+    The seed is represented by its digest: with a weak hash it is a secret.
     """
     weak = algorithm.startswith("xxhash")
     seed = os.environ.get("PYTHONHASHSEED")
@@ -245,7 +248,7 @@ def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, st
 
 
 def config_digest(model_config: Any, cache_config: Any) -> str:
-    """Digest of everything else in the model's configuration that may change its KV."""
+    """Return the digest of everything else in the model's configuration that may change its KV."""
     parts: dict[str, Any] = {}
     hf_config = getattr(model_config, "hf_config", None)
     if hf_config is not None and hasattr(hf_config, "to_dict"):
@@ -259,7 +262,7 @@ def config_digest(model_config: Any, cache_config: Any) -> str:
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
     ]
     if _is_longrope(model_config):
-        # The length chooses between two sets of factors, for positions of any request.
+        # The maximum length selects one of two sets of factors, for positions of every request.
         parts["max_model_len"] = int(model_config.max_model_len)
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -275,7 +278,7 @@ def _is_longrope(model_config: Any) -> bool:
 
 
 def _names_longrope(rope: Any) -> bool:
-    """Whether rope parameters, or those of one of several kinds of layers, are of LongRoPE."""
+    """Whether rope parameters, or those of any kind of layer in them, use LongRoPE."""
     if not isinstance(rope, Mapping):
         return False
     if any(rope.get(name) in ("longrope", "su") for name in ("rope_type", "type")):
@@ -284,7 +287,9 @@ def _names_longrope(rope: Any) -> bool:
 
 
 def draft_of(vllm_config: Any, run: str) -> tuple[str, bool]:
-    """Identity of a draft model whose KV is stored too (text, private); empty without one."""
+    """Return the identity of a draft model whose KV is stored too (text, private); empty without
+    one.
+    """
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     method = str(getattr(speculative, "method", "") or "")
@@ -304,19 +309,19 @@ def engine_contract(
     given_revision: str = "",
     live: bool = False,
 ) -> tuple[Contract, bool]:
-    """The contract, and whether its namespace is this engine's alone.
+    """Return the contract, and whether its namespace is this engine's alone.
 
     Args:
-        vllm_config: vLLM's.
-        groups: those that can be restored, in vLLM's order.
-        geometry: of the ranks.
+        vllm_config: vLLM's configuration.
+        groups: groups that can be restored, in vLLM's order.
+        geometry: mapping of ranks to shards.
         hash_tokens: tokens that one block hash covers.
         packing: layout, attention backend and instruction set: how bytes lie inside a page.
         given_revision: the user's own name of the weights, or empty.
-        live: the weights may be replaced while the engine runs.
+        live: True if the weights may be replaced while the engine runs.
 
     Raises:
-        KVHearthError: ``bad_contract`` saying what of this engine cannot be kept.
+        KVHearthError: ``bad_contract`` naming the part of this engine that cannot be cached.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -349,10 +354,10 @@ def engine_contract(
 
 
 def adapter_digest(path: str) -> bytes:
-    """Digest of a LoRA adapter's files, which vLLM's hashes know only by path.
+    """Return the digest of a LoRA adapter's files, which vLLM's hashes know only by path.
 
     Raises:
-        OSError: they cannot be read, or ``path`` is no directory, such as a name in a hub.
+        OSError: the files cannot be read, or ``path`` is no directory, such as a name in a hub.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -403,8 +408,8 @@ REMEMBERED_MAX = 4096
 
 
 class Adapters:
-    """Digests as they were when an adapter was first seen, since vLLM loads its files once: what
-    lies there later is not what it computes with. Used by several threads.
+    """Digests of adapters as they were when first seen. vLLM loads an adapter's files once, so
+    files changed later are not the ones it computes with. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -413,10 +418,11 @@ class Adapters:
         self._warnings = Warnings()
 
     def digest(self, lora_request: Any) -> bytes | None:
-        """Digest of a request's adapter; None if it has none (said in the log).
+        """Return the digest of a request's adapter; None, with a warning in the log, if it has
+        none.
 
         Args:
-            lora_request: vLLM's; with its ``load_inplace`` the files are read anew.
+            lora_request: vLLM's request; with its ``load_inplace`` the files are read again.
         """
         path = str(lora_request.lora_path)
         key = (int(lora_request.lora_int_id), path)

@@ -1,4 +1,4 @@
-"""vLLM's KV cache on one rank as ``PagedKV``s, and what is known of each group for the contract."""
+"""vLLM's KV cache on one rank as ``PagedKV``s, with each group's description for the contract."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvhearth.page_layout import PagedKV
 def engine_pages(
     kv_cache_config: Any, kv_caches: Mapping[str, Any], context_parallel: int
 ) -> tuple[list[EngineGroup], list[PagedKV]]:
-    """The groups that can be kept, and their pages.
+    """Return the groups that can be cached, and their pages.
 
-    Where vLLM places whole pages, their bytes are taken as they lie in its allocation, padding and
-    all, by the strides of its plan, which are checked against the tensors it registers.
+    Where vLLM places whole pages, their bytes are taken as they lie in its allocation, including
+    padding, by the strides of its plan. The strides are checked against the registered tensors.
 
     Args:
-        kv_cache_config: vLLM's, of this rank.
+        kv_cache_config: vLLM's KV cache configuration of this rank.
         kv_caches: registered tensors by layer name, blocks first.
         context_parallel: ranks over which a group's tokens may be spread.
 
     Raises:
-        KVHearthError: ``bad_contract`` saying what cannot be kept.
+        KVHearthError: ``bad_contract`` naming the part that cannot be cached.
     """
     groups, pages = [], []
     runs = _page_runs(kv_cache_config, kv_caches)
@@ -76,7 +76,9 @@ def _describe(
 
 
 def _page_runs(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """By layer, tensors whose first dimension is vLLM's block and whose blocks are dense."""
+    """Return, by layer, tensors whose first dimension is vLLM's block and whose blocks are
+    dense.
+    """
     runs: dict[str, list[Any]] = {}
     specs = _layer_specs(kv_cache_config)
     whole = _places_whole_pages(str(kv_cache_config.kv_cache_layout or ""))
@@ -100,7 +102,9 @@ def _page_runs(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, 
 
 
 def _raw(tensor: Any, start: int, count: int, page: int, stride: int) -> Any:
-    """``count`` pages from byte ``start`` of a tensor's allocation on, shape (count, page)."""
+    """Return ``count`` pages from byte ``start`` of a tensor's allocation on, shape (count,
+    page).
+    """
     import torch
 
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Load or recompute: what this engine has measured of both, as cost lines over tokens."""
+"""Decision between load and recompute, from this engine's measured costs over tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _TRY_EVERY = 64
 class CostLine:
     """Seconds as a line over tokens, fitted to recent measurements; old ones fade.
 
-    Pure. Both of the line's numbers are kept at 0 or above, so that it can be read beyond what was
-    measured.
+    Pure. Both coefficients stay at 0 or above, so that the line can be extrapolated beyond the
+    measurements.
     """
 
     def __init__(self, decay: float = _DECAY) -> None:
@@ -23,7 +23,7 @@ class CostLine:
         self.count = 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """``tokens`` took ``seconds``."""
+        """Record that ``tokens`` took ``seconds``."""
         keep, x = self._decay, float(tokens)
         self._weight = self._weight * keep + 1.0
         self._x = self._x * keep + x
@@ -33,13 +33,13 @@ class CostLine:
         self.count += 1
 
     def seconds(self, tokens: int) -> float:
-        """What ``tokens`` would take; 0 before anything was measured."""
+        """Estimate the seconds for ``tokens``; 0 before any measurement."""
         fixed, slope = self._line()
         return fixed + slope * tokens
 
     @property
     def tokens_per_s(self) -> float:
-        """Without the fixed part; 0 while unknown."""
+        """Rate without the fixed part; 0 while unknown."""
         slope = self._line()[1]
         return 1.0 / slope if slope > 0 else 0.0
 
@@ -48,7 +48,7 @@ class CostLine:
             return 0.0, 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
-        # Measurements of one size say nothing of a fixed part: all of it is the slope then.
+        # Measurements of one size cannot separate a fixed part: attribute everything to the slope.
         slope = mean_y / mean_x
         if spread > 1e-3 * mean_x * mean_x:
             slope = (self._xy / self._weight - mean_x * mean_y) / spread
@@ -57,7 +57,7 @@ class CostLine:
 
 
 class Verdict(enum.StrEnum):
-    """What to do with a hit."""
+    """Decision about a hit."""
 
     LOAD = "load"
     TOO_SHORT = "too_short"
@@ -74,14 +74,14 @@ class Bounds:
 
 
 class LoadPolicy:
-    """Decides for each hit; learns from loads, from climbs off SSD and from prefill steps.
+    """Decides about each hit. Learns from loads, promotions from SSD and prefill steps.
 
-    Until the rates are known every hit is loaded, and waited for where it must climb. One in 64
-    that looks slower than computing is loaded all the same, so that a rate that was once bad is
-    measured again. Pure.
+    Until the rates are known, every hit is loaded, after a wait for promotion where it needs one.
+    One in 64 hits that look slower than computing is loaded all the same, so that a rate that was
+    once bad is measured again. Pure.
 
     Args:
-        bounds: the user's.
+        bounds: the user's bounds.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -92,12 +92,14 @@ class LoadPolicy:
         self._refused_count = 0
 
     def most(self, asked: int = 0) -> int:
-        """Tokens that one load may bring, 0 for any number; ``asked`` is a request's own bound."""
+        """Return the most tokens that one load may bring, 0 for no bound; ``asked`` is a request's
+        own bound.
+        """
         given = [bound for bound in (self._bounds.max_load_tokens, asked) if bound > 0]
         return min(given) if given else 0
 
     def judge(self, tokens: int) -> Verdict:
-        """What to do with a hit of ``tokens`` beyond what the engine has."""
+        """Decide about a hit of ``tokens`` beyond those that the engine has."""
         if tokens < self._bounds.min_load_tokens:
             return Verdict.TOO_SHORT
         if self._bounds.always or not _known(self.load, self.prefill):
@@ -107,8 +109,8 @@ class LoadPolicy:
         return Verdict.LOAD if self._retries() else Verdict.RECOMPUTE
 
     def prefetches(self, tokens: int) -> bool:
-        """Whether blocks on SSD shall climb for a request of ``tokens`` before it is known how many
-        are there: if all of them being there would still be worth it.
+        """Whether to promote blocks from SSD for a request of ``tokens`` before the number of hits
+        is known. True if a hit of all tokens would still be worth it.
         """
         if tokens < self._bounds.min_load_tokens:
             return False
@@ -118,11 +120,11 @@ class LoadPolicy:
         return up_s <= self.prefill.seconds(tokens) or self._retries()
 
     def awaits(self, ready: int, most: int, eta_s: float) -> bool:
-        """Whether a request waits until ``most`` tokens beyond what the engine has can be loaded,
-        of which ``ready`` can at once.
+        """Whether a request waits until ``most`` tokens beyond those that the engine has can be
+        loaded, when ``ready`` of them can be loaded at once.
 
         Args:
-            eta_s: the daemon's estimate for the others. What this engine has measured counts where
+            eta_s: the daemon's estimate for the others. This engine's own measurement counts where
                 it is longer.
         """
         if most <= ready or most < self._bounds.min_load_tokens:
@@ -137,7 +139,7 @@ class LoadPolicy:
         return eta_s + self.load.seconds(most) <= now_s or self._retries()
 
     def _retries(self) -> bool:
-        """Whether what looks too slow is to be tried once more."""
+        """Whether to try a choice that looks too slow once more."""
         self._refused_count += 1
         return self._refused_count % _TRY_EVERY == 0
 

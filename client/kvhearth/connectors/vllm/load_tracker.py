@@ -1,4 +1,4 @@
-"""Loads of the scheduler's half: from a request's lookup to the report of every rank."""
+"""Loads of the scheduler's half, from a request's lookup to the report of every rank."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from kvhearth.results import LookupResult
 
 @dataclass(eq=False)
 class RequestState:
-    """What is remembered of a live request.
+    """State of a live request.
 
     Attributes:
-        request: vLLM's.
-        progress: of its stores.
-        lookup: the question that its next admission is decided by; None before it was put and
-            after it was used.
-        seen: whether the lookup's answer was counted.
+        request: vLLM's request.
+        progress: progress of its stores.
+        lookup: lookup that decides its next admission; None before it is queued and after it was
+            used.
+        seen: True once the lookup's answer was counted.
         given_up: nothing is loaded any more: a load failed, or an answer took too long.
         declined: this lookup's hit is not loaded.
-        asked_count: questions since the request was last admitted.
-        asked_tokens: that the last one was about.
+        asked_count: lookups since the request was last admitted.
+        asked_tokens: tokens that the last lookup covered.
         offer: (tokens the engine has, tokens offered) of the last answer.
-        computed_tokens: that the engine had when vLLM last asked.
-        judged, worth: the last answer with blocks that climb, and whether they are waited for.
+        computed_tokens: tokens that the engine had when vLLM last asked.
+        judged, worth: the last answer with blocks being promoted, and whether to wait for them.
         waited: the request has waited for them.
-        sources: tokens of its last load that were in DRAM, and that had to climb from SSD.
+        sources: tokens of its last load that were in DRAM, and that were promoted from SSD.
         loading: a load of ours is under way.
         admitted: vLLM has given it blocks; it may have KV.
         dispatched_tokens: end of the tokens that steps dispatched since its last admission compute.
             All KV up to there is written when those steps end: vLLM schedules a request only when
             every connector's load has arrived.
-        handover_tokens: another engine has prefilled so many tokens for it.
-        handover_until: until when its blocks are waited for, monotonic seconds.
+        handover_tokens: tokens that another engine has prefilled for it.
+        handover_until: end of the wait for its blocks, monotonic seconds.
         max_load_tokens: the request's own bound, 0 for none.
     """
 
@@ -83,7 +83,7 @@ class Loads:
     """Plans loads, and ends their leases when every rank has reported.
 
     Args:
-        context: of the engine.
+        context: the engine's shared objects.
     """
 
     def __init__(self, context: Context) -> None:
@@ -102,17 +102,19 @@ class Loads:
         return len(self._under_way)
 
     def take_due(self) -> tuple[list[LoadJob], list[str]]:
-        """What was planned since the last call, and requests whose load could not be planned."""
+        """Return the jobs planned since the last call, and requests whose load could not be
+        planned.
+        """
         due, lost = self._due, self._lost
         self._due, self._lost = [], []
         return due, lost
 
     def lose(self, request_id: str) -> None:
-        """vLLM waits for a load of this request that will never begin: to be reported as failed."""
+        """Report a load as failed that vLLM waits for and that will never begin."""
         self._lost.append(request_id)
 
     def begin(self, state: RequestState, block_ids: Any, tokens: int) -> None:
-        """Load ``tokens`` beyond what the engine has into its blocks.
+        """Load ``tokens`` beyond those that the engine has into its blocks.
 
         Args:
             block_ids: vLLM's block table, by vLLM's group.
@@ -123,7 +125,7 @@ class Loads:
         if lookup is None or found is None or lookup.session_id != self._client.session_id:
             self.lose(request_id)
             return
-        lookup.cancelled = True  # its lease is this load's now
+        lookup.cancelled = True  # this load owns its lease now
         self._under_way[request_id] = _Load(state, found, tokens, time.monotonic())
         start = state.offer[0]
         moves = self._moves(found, block_ids, start, start + tokens)
@@ -145,7 +147,9 @@ class Loads:
     def _moves(
         self, found: LookupResult, block_ids: Any, start: int, end: int
     ) -> dict[int, Move] | None:
-        """What goes where; None if the lookup's lease or vLLM's blocks do not cover it."""
+        """Return the copies by group; None if the lookup's lease or vLLM's blocks do not cover
+        them.
+        """
         moves = {}
         for group, kv_group in enumerate(self._groups.kv_groups):
             blocks = self._groups.needed(group, start, end)
@@ -154,7 +158,7 @@ class Loads:
             if at is None or blocks.stop > len(table):
                 return None
             pages = np.asarray(table[blocks.start : blocks.stop], np.int64)
-            kept = pages != 0  # vLLM's null block: the window does not reach back so far
+            kept = pages != 0  # 0 is vLLM's null block: the window does not reach back that far
             full = self._groups.specs[group].kind is GroupKind.FULL
             if full and not kept.all():
                 return None
@@ -163,13 +167,17 @@ class Loads:
         return moves
 
     def reported(self, request_id: str, outcomes: Sequence[RankLoaded]) -> None:
-        """Some ranks are done with the request's load; ranks may report in different steps."""
+        """Add the outcomes of some ranks for the request's load; ranks may report in different
+        steps.
+        """
         load = self._under_way.get(request_id)
         if load is not None:
             load.outcomes.extend(outcomes)
 
     def finish(self, request_id: str, *, failed: bool) -> None:
-        """Every rank is done with the request's load: nobody reads the slots any more."""
+        """End the request's load after every rank is done, so that no rank reads the slots any
+        more.
+        """
         load = self._under_way.pop(request_id, None)
         if load is None:
             return
@@ -189,7 +197,9 @@ class Loads:
             self._policy.load.observe(load.tokens, seconds)
 
     def close(self) -> None:
-        """Give all leases back: the workers have ended, or their session's end tells so."""
+        """Release all leases. The workers have ended, or the end of their session releases
+        theirs.
+        """
         for load in self._under_way.values():
             self._client.release(load.found.lease)
         self._under_way.clear()

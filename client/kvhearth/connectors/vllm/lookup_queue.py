@@ -1,10 +1,10 @@
-"""Questions to the daemon, asked on threads of their own: the scheduler never waits for an RPC.
+"""Lookups run on threads of their own, so that the scheduler never waits for an RPC.
 
     asked ──▶ answered ──▶ taken or dropped
                 │    ▲
-                └────┘ asked again while blocks climb from SSD
+                └────┘ asked again while blocks are promoted from SSD
 
-Only the scheduler takes and drops; only the desk's threads settle.
+Only the scheduler takes and drops; only the queue's threads settle.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ Fold = Callable[[], bytes | None]
 
 
 class Lookup:
-    """One question under way.
+    """One lookup under way.
 
     Attributes:
-        asked_at: when it was put, monotonic seconds.
-        answered_at: when the last answer came.
+        asked_at: time of its creation, monotonic seconds.
+        answered_at: time of the last answer, monotonic seconds.
         first_tokens: hit of the first answer, in tokens.
-        session_id: under which it was answered; its lease is void under another.
-        fold: what was folded into the keys; None if that could not be found out.
-        prefetch: blocks on SSD are to climb.
-        climbing: some do, and the daemon is asked again when that may have ended.
-        climb_at: when the first answer came to a question that let blocks climb.
-        climbed_s: from then to the answer after which none was worth asking for any more.
-        taken: the answer is in use, and no later one replaces it.
+        session_id: session that answered it; its lease is void under another.
+        fold: digest folded into the keys; None if it could not be determined.
+        prefetch: True if blocks on SSD are to be promoted.
+        promotions: True if some are being promoted; the daemon is asked again when that may have
+            ended.
+        promotion_at: time of the first answer to a lookup with ``prefetch``, monotonic seconds.
+        promotion_s: seconds from then to the answer after which asking again was no longer
+            worthwhile.
+        taken: True once the answer is in use; no later one replaces it.
     """
 
     def __init__(
@@ -66,17 +68,17 @@ class Lookup:
 
     @property
     def result(self) -> LookupResult | None:
-        """The last answer, or None while there is none."""
+        """The last answer, or None before the first one."""
         return self._result
 
     def wait(self, seconds: float) -> LookupResult | None:
-        """The answer, waiting up to ``seconds`` for the first one."""
+        """Return the answer, after waiting up to ``seconds`` for the first one."""
         if self._result is None and seconds > 0:
             self._done.wait(seconds)
         return self._result
 
     def settle(self, result: LookupResult, session_id: str) -> None:
-        """An answer came."""
+        """Record an answer."""
         if self._result is None:
             self.first_tokens = result.hit_tokens
         self.session_id = session_id
@@ -86,14 +88,14 @@ class Lookup:
 
 
 class LookupQueue:
-    """Threads that ask; a lease that nobody wants any more is given back here.
+    """Threads that send lookups to the daemon. Releases leases that are no longer wanted.
 
     Args:
-        client: the scheduler's.
-        groups: of its contract.
-        climb_s: how long a lookup is asked again at most, because blocks climb.
-        threads: how many ask at a time.
-        queue_max: questions waiting at most; more are not taken.
+        client: the scheduler's client.
+        groups: groups of the client's contract.
+        promotion_s: longest time for which a lookup is repeated because blocks are being promoted.
+        threads: number of lookups sent at a time.
+        queue_max: upper bound on waiting lookups; more are rejected.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class LookupQueue:
         self._promotion_s = promotion_s
         self._queue: deque[Lookup] = deque()
         self._queue_max = queue_max
-        # Of live requests only, less than `queue_max`: each was in the queue.
+        # Holds live requests only, fewer than `queue_max`: each was in the queue.
         self._promotions: list[tuple[float, int, Lookup]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -126,19 +128,21 @@ class LookupQueue:
     def ask(
         self, hashes: Sequence[bytes], find_fold: Fold | None = None, *, prefetch: bool = False
     ) -> Lookup | None:
-        """Put a question; None if too many wait.
+        """Queue a lookup; None if too many wait.
 
         Args:
-            hashes: the request's block hashes, a list of their own.
-            find_fold: finds out what else belongs into the keys; runs on the desk's thread and may
+            hashes: the request's block hashes, in a list that is not shared.
+            find_fold: finds the digest to fold into the keys; runs on the queue's thread and may
                 read files.
-            prefetch: let blocks on SSD climb, and ask again when they may have.
+            prefetch: promote blocks from SSD, and ask again when they may be ready.
         """
         lookup = Lookup(hashes, find_fold, prefetch=prefetch)
         return lookup if self._enqueue(lookup) else None
 
     def promotion(self, lookup: Lookup) -> bool:
-        """Let what an answer has found on SSD climb after all; whether that is asked for."""
+        """Promote the blocks that an answer has found on SSD after all. Returns whether the request
+        was queued.
+        """
         lookup.prefetch = lookup.promotions = True
         lookup.promotions = self._enqueue(lookup)
         return lookup.promotions
@@ -153,16 +157,16 @@ class LookupQueue:
         return True
 
     def take(self, lookup: Lookup) -> LookupResult | None:
-        """The answer, which is not replaced by a later one from now on. Idempotent."""
+        """Return the answer and keep later ones from replacing it. Idempotent."""
         with self._lock:
             lookup.taken, lookup.promotions = True, False
             return lookup.result
 
     def drop(self, lookup: Lookup, *, gone: bool = False) -> None:
-        """Nobody wants the answer, or the lease, any more. Idempotent.
+        """Discard a lookup that is no longer wanted, and release its lease. Idempotent.
 
         Args:
-            gone: nor what climbs for it: the request went away.
+            gone: also cancel its promotions, because the request has ended.
         """
         with self._lock:
             if lookup.cancelled:
@@ -177,7 +181,7 @@ class LookupQueue:
             self._client.release(result.lease)
 
     def close(self, deadline_s: float) -> bool:
-        """End the threads; False if one did not end in time."""
+        """Stop the threads; False if one did not end in time."""
         until = time.monotonic() + deadline_s
         with self._wake:
             for lookup in self._queue:
@@ -203,7 +207,7 @@ class LookupQueue:
         self._at_hand.pop(threading.get_ident(), None)
 
     def _next(self) -> Lookup | None:
-        """What is to be asked now."""
+        """Return the lookup to send now."""
         if self._queue:
             return self._queue.popleft()
         if self._promotions and self._promotions[0][0] <= time.monotonic():
@@ -236,11 +240,11 @@ class LookupQueue:
         if unwanted:
             self._client.cancel(result)
         elif before is not None and not failed:
-            # After its successor: what climbs must not be without anybody who wants it.
+            # After its successor, so that the promotions always have a requester.
             self._client.cancel(before)
 
     def _plan(self, lookup: Lookup, result: LookupResult, *, prefetch: bool) -> None:
-        """Ask again when what climbs may be up."""
+        """Schedule the next lookup for when the promotions may be done."""
         if not prefetch or lookup.cancelled:
             return
         now = lookup.answered_at

@@ -1,4 +1,4 @@
-"""vLLM's statistics and Prometheus hooks; imported only where vLLM is."""
+"""vLLM's statistics and Prometheus hooks. Importing it requires vLLM."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from kvhearth.connectors.vllm import counters as stats
 
 
 class HearthStats(KVConnectorStats):
-    """``data``: counters and gauges of ``stats``, by name."""
+    """Counters and gauges of ``stats`` by name, in ``data``."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Forget."""
+        """Clear all values."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both, added up."""
+        """Return the sum of both."""
         return HearthStats(data=stats.merged(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
+        """Return the values for the log line."""
         return dict(stats.summary(self.data))
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Whether there are no values."""
         return not self.data
 
 
 class HearthProm(KVConnectorPromMetrics):
-    """``vllm:kvhearth_*`` in the engine's ``/metrics``."""
+    """The ``vllm:kvhearth_*`` metrics in the engine's ``/metrics``."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class HearthProm(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Enter what was counted since the last call."""
+        """Add the counts since the last call."""
         for name, value in transfer_stats_data.items():
             if name in self._counters and value > 0:
                 self._counters[name][engine_idx].inc(value)

@@ -1,4 +1,6 @@
-"""Live requests of the scheduler's half: asked for when they come, offered when vLLM asks."""
+"""Per-request state of the scheduler: starts a lookup on arrival and answers vLLM from its
+result.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from kvhearth.results import LookupResult
 
 
 class PromotionTracker:
-    """Judges each answer once, and learns how long climbs take. On the scheduler's thread.
+    """Judges each answer once, and learns how long promotions take. Runs on the scheduler's thread.
 
     Args:
-        context: of the engine.
-        desk: asks again while blocks climb.
-        eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
+        context: the engine's shared objects.
+        desk: queue that repeats lookups while blocks are promoted.
+        eagle_tokens: tokens at the end of a hit that a draft model must recompute, else 0.
     """
 
     def __init__(self, context: Context, desk: LookupQueue, eagle_tokens: int) -> None:
@@ -34,11 +36,11 @@ class PromotionTracker:
     def waits(
         self, state: RequestState, lookup: Lookup, limit_tokens: int, computed_tokens: int
     ) -> bool:
-        """Whether the request waits for a later answer than the one that is there.
+        """Whether the request waits for a later answer than the present one.
 
         Args:
-            limit_tokens: up to which a hit may reach.
-            computed_tokens: that the engine has.
+            limit_tokens: token count up to which a hit may reach.
+            computed_tokens: tokens that the engine has.
         """
         result = lookup.result
         if result is None or not result.eta_us or (lookup.prefetch and not lookup.promotions):
@@ -64,7 +66,7 @@ class PromotionTracker:
         )
 
     def ended(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
-        """The answer is used as it is: learn from what climbed until it came."""
+        """Learn from the promotions up to an answer that is used as it is."""
         state.judged = None
         if lookup.promotion_at and result.hit_tokens > lookup.first_tokens:
             seconds = lookup.promotion_s or lookup.answered_at - lookup.promotion_at
@@ -77,35 +79,39 @@ class PromotionTracker:
         if result.eta_us:
             self._tally.add("climb_late")
             if result.hit_tokens <= lookup.first_tokens:
-                # Nothing came: it takes longer than that.
+                # Nothing was promoted in time, so a promotion takes at least this long.
                 self._policy.promotion.observe(self._groups.step_tokens, seconds)
 
 
 HANDOVER = "kvhearth_tokens"
-"""Name in ``kv_transfer_params``: so many tokens another engine has prefilled."""
+"""Name in ``kv_transfer_params`` of the number of tokens that another engine has prefilled."""
 
 SPIN_S = 0.0002
 """How long a step may wait, in all, for answers that are about to come."""
 IDLE_SPIN_S = 0.003
-"""The same while no request was admitted: a step that schedules nothing takes as long, and the
-threads that ask would share the processor with it."""
+"""The same bound while no request is admitted. A step that schedules nothing takes as long, and
+would share the processor with the lookup threads.
+"""
 EARLY_MAX = 256
-"""Requests that wait for their turn and have been asked for: each may hold a lease."""
+"""Upper bound on waiting requests with a lookup: each may hold a lease."""
 ASKS_MAX = 8
-"""Questions for one admission; sessions that end one after the other must not hold a request up."""
+"""Upper bound on lookups for one admission: sessions that end one after the other must not hold a
+request up.
+"""
 _HANDOVER_PAUSE_S = 0.005
 _AGES_S = 1.0
-"""How often answers are looked through for leases that have grown old."""
+"""Interval at which answers are searched for leases that have grown old."""
 
 
 class Requests:
-    """What is remembered of each request, and what is offered for it.
+    """State of each live request, and the tokens offered for it.
 
     Args:
-        context: of the engine.
-        loads: where admitted hits go.
-        eagle_tokens: at the end of a hit that a draft model must see anew, else 0.
-        consumes: hits are loaded; else the daemon is asked only for what need not be stored.
+        context: the engine's shared objects.
+        loads: receives admitted hits.
+        eagle_tokens: tokens at the end of a hit that a draft model must recompute, else 0.
+        consumes: True if hits are loaded; otherwise lookups only find blocks that need not be
+            stored.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class Requests:
         self._admitted_count = 0
 
     def begin_step(self) -> None:
-        """A scheduling step has ended: the next one may wait anew."""
+        """Renew the wait budget (``SPIN_S``) and drop aged leases: a scheduling step has ended."""
         self._spun_s = 0.0
         now = time.monotonic()
         if now - self._aged_at >= _AGES_S:
@@ -140,7 +146,9 @@ class Requests:
             self._drop_aged(now)
 
     def _drop_aged(self, now: float) -> None:
-        """Give leases back that a long queue has made old; the requests ask anew at their turn."""
+        """Release leases that a long queue has made old; the requests look up again at their
+        turn.
+        """
         for request_id in list(self._asking):
             state = self._states[request_id]
             lookup = state.lookup
@@ -155,7 +163,7 @@ class Requests:
                 state.asked_count = max(state.asked_count - 1, 0)
 
     def for_stores(self, request_id: str) -> RequestState | None:
-        """A live request, with what an answer that has come tells of its stores."""
+        """Return a live request, with its answer applied to its stores if one has come."""
         state = self._states.get(request_id)
         if state is None or state.lookup is None or state.seen:
             return state
@@ -172,11 +180,13 @@ class Requests:
         return len(self._states)
 
     def find(self, request_id: str) -> RequestState | None:
-        """A live request."""
+        """Return a live request, or None."""
         return self._states.get(request_id)
 
     def new(self, request: Any) -> None:
-        """A request came: ask at once, so that the answer is there when its turn comes."""
+        """Start the lookup of a new request at once, so that the answer is there when its turn
+        comes.
+        """
         state = self._state_of(request)
         if not request.skip_reading_prefix_cache and len(self._asking) < EARLY_MAX:
             self._ask(state)
@@ -205,7 +215,7 @@ class Requests:
         return state
 
     def _ask(self, state: RequestState, tokens_max: int = 0) -> None:
-        """Put the question for a request, or for its first ``tokens_max`` tokens only."""
+        """Start a lookup for a request, or for its first ``tokens_max`` tokens only."""
         state.seen = state.declined = False
         state.offer = (0, 0)
         tokens = len(state.request.block_hashes) * self._hash_tokens
@@ -228,8 +238,8 @@ class Requests:
         self._tally.add("lookups")
 
     def _drop(self, state: RequestState, *, gone: bool = False) -> None:
-        """The request's question, or the lease that it brought, is of no use any more; what climbs
-        neither if the request is ``gone``.
+        """Cancel the request's lookup or release its lease. With ``gone``, also cancel its
+        promotions.
         """
         if state.lookup is not None:
             self._desk.drop(state.lookup, gone=gone)
@@ -238,14 +248,14 @@ class Requests:
         self._asking.discard(state.request.request_id)
 
     def _limit(self, state: RequestState, computed_tokens: int) -> int:
-        """Tokens up to which a load may reach."""
+        """Return the token count up to which a load may reach."""
         limit = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
         most = self._policy.most(state.max_load_tokens)
         return min(limit, computed_tokens + most) if most else limit
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``computed_tokens`` can be loaded; None if the answer is not there
-        yet. Idempotent, as vLLM asks in each step until the request is admitted.
+        """Return the number of tokens beyond ``computed_tokens`` that can be loaded; None before
+        the answer has come. Idempotent, as vLLM asks in each step until the request is admitted.
         """
         if request.skip_reading_prefix_cache:
             return 0, False
@@ -256,7 +266,7 @@ class Requests:
         if state.lookup is None:
             self._ask(state)
         if state.lookup is not None and not self._answered(state, computed_tokens):
-            # Given up, or worth waiting for.
+            # Without a lookup the request has given up; with one, the answer is worth waiting for.
             return (None if state.lookup is not None else 0), False
         if state.lookup is None:
             return 0, False
@@ -268,8 +278,8 @@ class Requests:
         return state.offer[1], state.offer[1] > 0
 
     def _answered(self, state: RequestState, computed_tokens: int) -> bool:
-        """Whether there is an answer to go by; without one, and without a question that is still
-        under way, the request goes without.
+        """True once the lookup has a usable answer. If False and no lookup is pending, the request
+        proceeds without the cache.
         """
         lookup, now = state.lookup, time.monotonic()
         assert lookup is not None
@@ -298,8 +308,8 @@ class Requests:
         void = lookup.session_id != self._client.session_id
         if void or _aged(lookup, now, self._settings.lease_s):
             self._drop(state)
-            # A wait for room costs no question. An answer that was old at the first look does:
-            # with steps longer than a lease the request would wait for ever.
+            # A wait for room does not count as a lookup. An answer that was old when first seen
+            # does: with steps longer than a lease the request would wait for ever.
             if looked_at and not void:
                 state.asked_count -= 1
             self._ask(state)
@@ -312,19 +322,20 @@ class Requests:
         return True
 
     def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
-        """Once for each answer: what it tells of what need not be stored."""
+        """Apply an answer, once, to the choice of blocks that need not be stored."""
         state.seen = True
         if result.reason:
             self._tally.add("lookup_failed")
         state.progress.fold = lookup.fold
-        # What stays on SSD is stored again by who computes it: in DRAM it serves the next one.
+        # Blocks left on SSD count as absent, so that the engine that recomputes them stores them in
+        # DRAM for the next request.
         state.progress.present = {
             group: found.present if lookup.prefetch else found.tiers == Tier.DRAM
             for group, found in result.groups.items()
         }
 
     def _offered(self, state: RequestState, computed_tokens: int) -> int | None:
-        """Tokens to load; None if the daemon must be asked once more, for fewer."""
+        """Return the tokens to load; None if the daemon must be asked once more, for fewer."""
         assert state.lookup is not None
         result = state.lookup.result
         assert result is not None
@@ -334,7 +345,7 @@ class Requests:
         limit -= limit % self._groups.step_tokens
         reach = self._groups.reach(result, limit)
         if reach < limit < result.hit_tokens:
-            # What was leased is for the longest hit: a shorter one needs other windows and states.
+            # The lease covers the longest hit: a shorter one needs other windows and states.
             self._drop(state)
             self._ask(state, limit)
             return None
@@ -355,7 +366,7 @@ class Requests:
         state.declined = True
 
     def allocated(self, request: Any, block_ids: Any, external_tokens: int) -> None:
-        """vLLM admitted the request; ``external_tokens`` are to be loaded.
+        """Handle vLLM's admission of the request; ``external_tokens`` are to be loaded.
 
         Raises:
             ValueError: for tokens that were never offered.
@@ -365,7 +376,7 @@ class Requests:
             if external_tokens:
                 raise ValueError(f"{external_tokens} tokens of a request that was never seen")
             return
-        # A load of another connector has written nothing yet, whatever vLLM counts as computed.
+        # Another connector's load has written nothing yet, although vLLM may count it as computed.
         state.dispatched_tokens = 0
         if state.loading:
             return  # vLLM's second call, for the blocks after the loaded ones
@@ -378,11 +389,11 @@ class Requests:
             self._loads.begin(state, block_ids, external_tokens)
         elif self._consumes:
             self._drop(state)
-        # Only a preempted request is asked for again: then anew.
+        # Only a preempted request is looked up again, from a clean state.
         state.declined, state.asked_count, state.offer = False, 0, (0, 0)
 
     def finished(self, request_id: str) -> RequestState | None:
-        """A request ended; what was remembered of it."""
+        """Handle the end of a request and return its state."""
         state = self._states.pop(request_id, None)
         if state is not None:
             self._drop(state, gone=True)
@@ -390,14 +401,14 @@ class Requests:
         return state
 
     def forget(self) -> None:
-        """Give the leases back that no load has taken; requests that wait ask anew."""
+        """Release the leases that no load has taken; waiting requests look up again."""
         for state in self._states.values():
             self._drop(state)
             state.offer = (0, 0)
 
     def outdate(self) -> None:
-        """The weights are others now, or what was kept is gone: requests that may have KV of before
-        load and store nothing more.
+        """Stop loads and stores of requests that may hold stale KV: the weights changed or the
+        cached blocks were dropped.
         """
         for state in self._states.values():
             state.progress.present = {}
@@ -406,16 +417,18 @@ class Requests:
                 state.given_up = True
 
     def close(self, deadline_s: float) -> None:
-        """End the threads, give the leases back."""
+        """Stop the threads and release the leases."""
         self._desk.close(deadline_s)
         self.forget()
 
 
 def _count(value: Any) -> int:
-    """A count from outside: a positive integer, or 0."""
+    """Return a count from outside: a positive integer, or 0."""
     return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
 
 
 def _aged(lookup: Lookup, now: float, lease_s: float) -> bool:
-    """Whether a lease is to be given back; while blocks climb, a new one comes by itself."""
+    """Whether to release a lease. While blocks are promoted, the repeated lookup replaces the
+    lease.
+    """
     return now - lookup.answered_at > lease_s and not lookup.promotions

@@ -1,4 +1,4 @@
-"""The scheduler's half: what is asked, offered, loaded and stored; on one thread of vLLM's."""
+"""The scheduler's half: decides about lookups, loads and stores, on one thread of vLLM's."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ from kvhearth.counters import LOGGER
 
 STEPS_MAX = 64
 BLOCK_FREES_S = 1.0
-"""Stores that take longer are not waited for instead of preempting."""
+"""Age of a store, in seconds, beyond which the scheduler preempts instead of waiting for it."""
 STORE_S = 60.0
-"""After so long a store is no reason to keep an idle engine stepping: its copies hang."""
+"""Age of a store, in seconds, beyond which it does not keep an idle engine stepping: its copies
+hang.
+"""
 CLOSE_S = 5.0
 
 
@@ -46,15 +48,15 @@ def engage(
     handshakes: Sequence[Handshake],
     block_pool: Any,
 ) -> SchedulerConnector | None:
-    """The half that fits what the workers said of their pages; None if this engine cannot be served
-    (said in the log).
+    """Build the half that fits the workers' handshakes; None, with an error in the log, if this
+    engine cannot be served.
 
     Args:
-        settings: the user's.
-        vllm_config: vLLM's.
+        settings: the user's options.
+        vllm_config: vLLM's configuration.
         hash_tokens: tokens that one block hash covers.
-        handshakes: of all ranks.
-        block_pool: vLLM's.
+        handshakes: handshakes of all ranks.
+        block_pool: vLLM's block pool.
     """
     problem = next((one.problem for one in handshakes if one.problem), "")
     problem = problem or _cannot_continue(vllm_config)
@@ -72,10 +74,10 @@ def engage(
 
 
 def _cannot_continue(vllm_config: Any) -> str:
-    """Why this engine must not begin a prefill behind KV that it did not compute, or empty.
+    """Return why this engine must not continue a prefill from KV that it did not compute, or empty.
 
-    vLLM takes chunks and prefix caching away from such models and backends and asks a connector
-    all the same: what it would load would be ignored, and the answer wrong.
+    vLLM disables chunks and prefix caching for such models and backends, yet still asks a
+    connector. It would ignore the loaded KV, and the answer would be wrong.
     """
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         return (
@@ -88,14 +90,14 @@ def _cannot_continue(vllm_config: Any) -> str:
 
 
 class SchedulerConnector:
-    """Decisions of one engine.
+    """Cache decisions of one engine.
 
     Args:
-        settings: the user's.
-        vllm_config: vLLM's.
+        settings: the user's options.
+        vllm_config: vLLM's configuration.
         hash_tokens: tokens that one block hash covers.
         offer: any worker's handshake; they are all equal.
-        block_pool: vLLM's.
+        block_pool: vLLM's block pool.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class SchedulerConnector:
             Bounds(
                 settings.min_load_tokens,
                 settings.max_load_tokens,
-                # A decoding engine is told to leave prefills to others.
+                # A decoding engine is configured to leave prefills to others.
                 always=settings.policy == "always" or transfer.kv_role == "kv_consumer",
             )
         )
@@ -166,7 +168,7 @@ class SchedulerConnector:
     # -- requests ----------------------------------------------------------------------------------
 
     def new_request(self, request: Any) -> None:
-        """A request came."""
+        """Handle the arrival of a request."""
         self._requests.new(request)
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -178,20 +180,22 @@ class SchedulerConnector:
         self._requests.allocated(request, block_ids, external_tokens)
 
     def sources(self, request_id: str, tokens: int) -> tuple[int, int]:
-        """Of ``tokens`` that a request's last load brings: from DRAM, and from SSD."""
+        """Split the ``tokens`` of a request's last load into (from DRAM, from SSD)."""
         state = self._requests.find(request_id)
         ssd = 0 if state is None else min(state.sources[1], tokens)
         return tokens - ssd, ssd
 
     def lose(self, request_id: str) -> None:
-        """A load of this request was promised and cannot be begun."""
+        """Report as failed a promised load that cannot begin."""
         state = self._requests.find(request_id)
         if state is not None:
             state.loading = True
         self._loads.lose(request_id)
 
     def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
-        """The request ended; its blocks are about to be freed. Answers what the client is told."""
+        """Handle the end of a request whose blocks are about to be freed. Returns the parameters
+        for the client.
+        """
         told = self._finished(request, block_ids)
         if self._worker is not None and not self._requests.count:
             self._finish_stores(self._worker)
@@ -202,13 +206,13 @@ class SchedulerConnector:
         return self._unstepped and self._worker is None
 
     def _finish_stores(self, worker: WorkerConnector) -> None:
-        """A reset of vLLM's prefix cache, and sleep, need all blocks."""
+        """End all stores: a reset of vLLM's prefix cache, and sleep, need all blocks."""
         meta = StepMeta(self._step, stores=self._stores.take_due())
         ended, report = worker.finish_stores(meta)
         self.step_done(report, set(), set())
         if ended:
-            # Of what is still open the copies have ended, too; a step's output that vLLM has not
-            # processed yet reports them.
+            # The copies of stores that are still open have ended, too; a step's output that vLLM
+            # has not processed yet reports them.
             self._holds.release_all()
         else:
             LOGGER.warning("stores did not end in time: some of the engine's blocks stay held")
@@ -230,11 +234,11 @@ class SchedulerConnector:
     # -- steps -------------------------------------------------------------------------------------
 
     def plan_step(self, output: Any) -> StepMeta:
-        """What the workers are to do in this step."""
+        """Return the workers' jobs of this step."""
         self._step += 1
         meta = StepMeta(self._step, int(output.total_num_scheduled_tokens))
         self._requests.begin_step()
-        # First, and apart from the stores: vLLM waits for what was promised.
+        # First, and apart from the stores: vLLM waits for promised loads.
         meta.loads, meta.lost = self._loads.take_due()
         if self._produces:
             self._plan_stores(output)
@@ -268,10 +272,10 @@ class SchedulerConnector:
         failed: set[str],
         invalid: Collection[int] = (),
     ) -> None:
-        """What the workers did.
+        """Process the workers' results.
 
         Args:
-            report: of our copies.
+            report: results of our copies.
             loaded, failed: requests whose loads ended, and those of them that failed, of every
                 connector.
             invalid: vLLM's blocks that another connector failed to load.
@@ -292,8 +296,8 @@ class SchedulerConnector:
             self._time_steps(report.steps)
 
     def _time_steps(self, numbers: list[int]) -> None:
-        """Learn from steps that had one prefill or more. Steps may overlap: each is counted from
-        the end of the one before.
+        """Learn from steps that had one prefill or more. Steps may overlap: each is timed from the
+        end of the one before.
         """
         now = time.monotonic()
         while self._steps and numbers and self._steps[0][0] <= numbers[-1]:
@@ -303,7 +307,7 @@ class SchedulerConnector:
                 self._stepped_at = now
 
     def trouble(self, name: str) -> None:
-        """Count a call that went without the cache; see ``guarded``."""
+        """Count a call that proceeded without the cache; see ``guarded``."""
         self.tally.add("troubles")
 
     # -- the rest ----------------------------------------------------------------------------------
@@ -315,13 +319,13 @@ class SchedulerConnector:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether waiting for stores frees blocks, instead of a preemption."""
+        """Whether waiting for stores frees blocks without a preemption."""
         if not self._stores.open_count:
             return False
         return self._stores.oldest_s < BLOCK_FREES_S and self._holds.would_free
 
     def take_counts(self) -> dict[str, float]:
-        """Counters since the last call and gauges, empty if nothing happened."""
+        """Return counters since the last call and gauges, empty if nothing happened."""
         counts = self.tally.take()
         if counts:
             for name, value in counts.items():
@@ -331,10 +335,10 @@ class SchedulerConnector:
         return counts
 
     def reset(self) -> bool:
-        """Drop what the namespace holds if it is this engine's alone, or the settings say so.
+        """Drop the namespace's blocks if it is this engine's alone, or if the settings demand it.
 
-        False if nothing was dropped that should have been: loads are under way, or the daemon does
-        not answer.
+        False if blocks that should have been dropped were not: loads are under way, or the daemon
+        does not answer.
         """
         if self._settings.on_reset != "keep" and self._loads.count:
             LOGGER.warning("reset refused: %d loads are under way", self._loads.count)
@@ -355,7 +359,7 @@ class SchedulerConnector:
         return True
 
     def shutdown(self) -> None:
-        """Commit what is finished, give everything back."""
+        """Commit finished stores and release all resources."""
         if self._closed:
             return
         self._closed = True

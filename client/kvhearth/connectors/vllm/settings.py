@@ -13,35 +13,37 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import parse_url
 
 URL_ENV = "KVHEARTH_URL"
-"""Environment variable for ``url``, where the options do not give one."""
+"""Environment variable that supplies ``url`` if the options do not."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may say in ``kv_connector_extra_config``.
+    """Options accepted in ``kv_connector_extra_config``.
 
     Attributes:
         url: the daemon's address.
-        lookup_wait_ms: how long a request waits for the daemon's answer before it goes without.
-        climb_wait_ms: how long a request waits at most for blocks that climb from SSD, where that
-            is estimated to be worth it.
+        lookup_wait_ms: how long a request waits for the daemon's answer before it proceeds without
+            the cache.
+        climb_wait_ms: longest wait of a request for blocks being promoted from SSD, where the wait
+            is estimated to pay off.
         handover_wait_ms: how long a request that another engine has prefilled waits for its blocks.
-        policy: ``auto`` loads a hit only where that is estimated to beat computing it, ``always``
+        policy: ``auto`` loads a hit only where that is estimated to beat computing it; ``always``
             loads every hit.
-        min_load_tokens, max_load_tokens: bounds of one load; 0 for none.
-        offload_prompt_only: keep no blocks of generated tokens.
-        held_percent: of the engine's KV blocks that stores may keep from reuse.
-        verify_fraction: of the blocks loaded into GPU memory whose checksum is compared, 0 to 1.
-        touch_pages: touch the KV pages of an engine on a CPU in the background at its start, so
-            that the first loads do not wait for the machine's memory.
-        lease_s: after this time an unused lease is given back; the request asks anew.
+        min_load_tokens, max_load_tokens: bounds of one load in tokens; 0 for none.
+        offload_prompt_only: do not store blocks of generated tokens.
+        held_percent: share of the engine's KV blocks that stores may keep from reuse.
+        verify_fraction: fraction of the blocks loaded into GPU memory whose checksum is compared, 0
+            to 1.
+        touch_pages: touch the KV pages of a CPU engine in the background at startup, so that the
+            first loads do not wait for the machine's memory.
+        lease_s: age at which an unused lease is released; the request then looks up again.
         stock_tokens: tokens for which empty slots are held ready; 0 for two steps' worth.
         revision: identity of the weights, instead of the hub's revision or the files' digest.
-        on_reset: what ``reset_prefix_cache(reset_connector)`` does to blocks in the daemon:
+        on_reset: effect of ``reset_prefix_cache(reset_connector)`` on blocks in the daemon:
             ``drop`` all of the namespace, ``keep`` them, or ``auto``: drop them if no other engine
             is attached to the namespace, or if weights are updated live.
         layout: order of the dimensions of vLLM's KV cache that the connector demands: ``BLHNC``,
-            ``none``, or ``auto``: ``BLHNC`` on CUDA where no other connector is beside it.
+            ``none``, or ``auto``: ``BLHNC`` on CUDA unless another connector runs beside it.
     """
 
     url: str = "kvhearth+unix:///run/kvhearth"
@@ -87,10 +89,10 @@ def parse_settings(
 
     Args:
         given: the options.
-        environment: its ``KVHEARTH_URL`` stands in for an absent ``url``.
+        environment: environment whose ``KVHEARTH_URL`` replaces an absent ``url``.
 
     Raises:
-        KVHearthError: ``config_invalid`` or ``bad_url``, naming the option and what it may be.
+        KVHearthError: ``config_invalid`` or ``bad_url``, naming the option and its valid values.
     """
     known = {item.name: item for item in dataclasses.fields(Settings)}
     for name in given:
@@ -117,7 +119,9 @@ def parse_settings(
 
 
 def _is(value: object, wanted: type) -> bool:
-    """Of that very type: a bool is no number here. A whole number will do for a fraction."""
+    """Whether ``value`` has exactly the wanted type, so a bool is no number; an int is accepted for
+    a float.
+    """
     return type(value) is wanted or (wanted is float and type(value) is int)
 
 

@@ -1,4 +1,4 @@
-"""What travels between the scheduler's half and the workers' halves, by vLLM's own channels.
+"""Messages between the scheduler's half and the workers' halves, sent over vLLM's own channels.
 
 Plain dataclasses of numbers, bytes and numpy arrays.
 """
@@ -12,12 +12,14 @@ import numpy as np
 from kvhearth.model import I64, U8, Bools, Records
 
 STEP_TOKENS_MIN = 256
-"""Steps with fewer tokens say little of the rate of a prefill, and are not reported."""
+"""Smallest step, in tokens, that is reported: smaller ones say little about the rate of a
+prefill.
+"""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which rank holds which part of a block.
+    """Mapping of ranks to the parts of a block that they hold.
 
     Ranks count tensor parallel first: rank = pipeline rank * ``tensor_parallel`` + tensor rank.
 
@@ -32,33 +34,35 @@ class Geometry:
 
     @property
     def ranks(self) -> int:
-        """How many workers."""
+        """Number of workers."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def shards(self) -> int:
-        """Parts of a block."""
+        """Number of parts of a block."""
         return self.ranks // self.replicas
 
     def shard_of(self, rank: int) -> int:
-        """The part of each block that ``rank`` holds."""
+        """Return the part of each block that ``rank`` holds."""
         return rank // self.replicas
 
     def written_by(self, rank: int, count: int) -> I64:
-        """Positions among ``count`` blocks that ``rank`` stores: replicas share the work."""
+        """Return the positions among ``count`` blocks that ``rank`` stores: replicas share the
+        work.
+        """
         return np.arange(rank % self.replicas, count, self.replicas, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What a worker tells the scheduler at the start.
+    """A worker's description of itself, sent to the scheduler at startup.
 
     Attributes:
         contract: canonical JSON; empty if there is none.
         replicas: as in ``Geometry``.
         kv_groups: vLLM's number of each of the contract's groups.
         problem: why this engine cannot use KVHearth, or empty.
-        private: the namespace is this engine's alone, by its contract.
+        private: True if the contract makes the namespace this engine's alone.
     """
 
     contract: str
@@ -78,7 +82,9 @@ class Move:
 
 @dataclass
 class LoadJob:
-    """Arena to pages, for one waiting request. Moves by the contract's group."""
+    """Copies from arena to pages for one waiting request. ``moves`` is keyed by the contract's
+    group.
+    """
 
     request_id: str
     boot_id: str
@@ -87,7 +93,7 @@ class LoadJob:
 
 @dataclass
 class StoreJob:
-    """Pages to arena; the scheduler holds the blocks until every rank has reported."""
+    """Copies from pages to arena. The scheduler holds the blocks until every rank has reported."""
 
     number: int
     boot_id: str
@@ -96,13 +102,13 @@ class StoreJob:
 
 @dataclass
 class StepMeta:
-    """Scheduler to workers, once a step.
+    """Message from scheduler to workers, once a step.
 
     Attributes:
-        number: of the step.
-        tokens: scheduled in it.
-        lost: requests whose load could not be planned: to be reported as failed.
-        finish: wait for the stores: no later step may come.
+        number: the step's number.
+        tokens: tokens scheduled in the step.
+        lost: requests whose load could not be planned and is to be reported as failed.
+        finish: wait for the stores, because there may be no later step.
     """
 
     number: int = 0
@@ -115,8 +121,8 @@ class StepMeta:
 
 @dataclass
 class RankStored:
-    """What one rank copied of one group of a store: at ``positions``, ``ok`` (n,), and checksums
-    (n, 16) where it took them.
+    """Result of one rank's copies of one group of a store: ``positions`` copied, ``ok`` (n,), and
+    checksums (n, 16) if the rank computed them.
     """
 
     rank: int
@@ -127,7 +133,9 @@ class RankStored:
 
 @dataclass
 class RankLoaded:
-    """What one rank copied of a load; ``bad`` are extents by group whose checksum was wrong."""
+    """Result of one rank's copies of a load; ``bad`` holds, by group, the extents with a wrong
+    checksum.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
@@ -137,14 +145,14 @@ class RankLoaded:
 
 @dataclass
 class WorkerReport:
-    """Workers to scheduler, once a step; vLLM aggregates those of all ranks.
+    """Message from workers to scheduler, once a step; vLLM aggregates those of all ranks.
 
     Attributes:
-        steps: numbers of steps of ``STEP_TOKENS_MIN`` tokens or more that were run.
+        steps: numbers of executed steps of ``STEP_TOKENS_MIN`` tokens or more.
         stores: by store number, (group, outcome) of each rank and group.
-        stored_ranks: by store number, how many ranks have finished it.
-        loads: by request, of each rank.
-        handshakes: of ranks whose handshake the scheduler did not get at the start.
+        stored_ranks: by store number, the number of ranks that have finished it.
+        loads: by request, the outcome of each rank.
+        handshakes: handshakes that the scheduler did not get at startup.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -154,7 +162,7 @@ class WorkerReport:
     handshakes: list[Handshake] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Both reports as one."""
+        """Return both reports as one."""
         merged = WorkerReport(
             sorted({*self.steps, *other.steps}), handshakes=self.handshakes + other.handshakes
         )
@@ -169,5 +177,5 @@ class WorkerReport:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not (self.steps or self.stored_ranks or self.loads or self.handshakes)

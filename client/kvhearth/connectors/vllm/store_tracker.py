@@ -1,4 +1,7 @@
-"""Commits of finished stores, on a thread: a commit is a call, and the scheduler makes none."""
+"""Stores of the scheduler's half: chooses full blocks, follows their copies, commits on a thread.
+
+A commit is a call to the daemon, and the scheduler's thread makes none.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from kvhearth.transfer.slot_pool import Slots, Stock
 from kvhearth.worker_thread import Worker
 
 COMMITS_MAX = 4096
-"""Finished stores that wait for their commit; beyond it they are given back."""
+"""Upper bound on finished stores that wait for their commit; further ones are given back."""
 _TICK_S = 0.25
 
 
@@ -32,7 +35,7 @@ class StorePart:
     Attributes:
         keys: n keys in chain order.
         parent: the key before the first one, or empty.
-        slots: what they are copied to.
+        slots: slots that the blocks are copied to.
         ok, summed: (n, shards): copied well, and with a checksum in ``sums`` (n, shards, 16).
     """
 
@@ -59,8 +62,8 @@ class Committer:
     """Binds keys to slots that every rank has written.
 
     Args:
-        context: of the engine.
-        stock: where slots come from, and those go back to whose copies failed.
+        context: the engine's shared objects.
+        stock: supplies slots and takes back those whose copies failed.
 
     Attributes:
         under_way: (group, key) of every block that is being stored.
@@ -78,7 +81,7 @@ class Committer:
         self._worker.start()
 
     def put(self, store: OpenStore) -> None:
-        """Every rank has finished the store."""
+        """Queue the commit of a store that every rank has finished."""
         with self._changed:
             if len(self._commits) < COMMITS_MAX:
                 self._commits.append(store)
@@ -87,14 +90,16 @@ class Committer:
         self._give_up(store)
 
     def drain(self, deadline_s: float) -> bool:
-        """Whether all finished copies are committed, waiting up to ``deadline_s`` for it."""
+        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are
+        not.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._commits and self._at_hand is None, deadline_s
             )
 
     def close(self, deadline_s: float) -> bool:
-        """Commit what is finished and end the thread; False if that took longer."""
+        """Commit finished stores and stop the thread; False if that took too long."""
         until = time.monotonic() + deadline_s
         self.drain(deadline_s)
         return self._worker.stop(max(until - time.monotonic(), 0.1))
@@ -160,11 +165,11 @@ class Progress:
 
     Attributes:
         hashes: vLLM's own list, which grows.
-        fold: digest that belongs into the keys, None while unknown: nothing is stored then.
-        next_block: by group, the first block that was not looked at yet.
-        due_tokens: no block becomes full before so many tokens.
+        fold: digest that belongs into the keys; nothing is stored while it is None (unknown).
+        next_block: by group, the first block that was not examined yet.
+        due_tokens: token count before which no further block becomes full.
         present: by group, blocks that the daemon had when it was asked.
-        tokens_max: nothing beyond is stored.
+        tokens_max: bound on stored tokens.
     """
 
     hashes: Sequence[bytes]
@@ -187,8 +192,8 @@ class Stores:
     """Plans, follows and commits stores.
 
     Args:
-        context: of the engine.
-        holds: the engine's blocks.
+        context: the engine's shared objects.
+        holds: references to the engine's blocks.
         stock_tokens: tokens for which empty slots are held ready, in each group.
     """
 
@@ -210,17 +215,17 @@ class Stores:
 
     @property
     def open_count(self) -> int:
-        """Stores that ranks have not finished."""
+        """Number of stores that ranks have not finished."""
         return len(self._open)
 
     @property
     def oldest_s(self) -> float:
-        """Age of the oldest of them."""
+        """Age of the oldest open store in seconds."""
         first = next(iter(self._open.values()), None)
         return 0.0 if first is None else time.monotonic() - first.begun_at
 
     def take_due(self) -> list[StoreJob]:
-        """What was planned since the last call: for the workers."""
+        """Return the jobs planned since the last call, for the workers."""
         due, self._due = self._due, []
         return due
 
@@ -231,13 +236,13 @@ class Stores:
         tokens: int,
         states: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Store what became full.
+        """Store blocks that became full.
 
         Args:
-            progress: the request's; moved on.
+            progress: the request's progress, which is advanced.
             find_block_ids: returns vLLM's block table, by vLLM's group. Costs vLLM a walk over all
                 blocks, so it is called at most once, and only if there is a block to store.
-            tokens: computed when the workers copy, all of them known.
+            tokens: tokens computed when the workers copy, all of them known.
             states: vLLM's hand-offs of recurrent states: (vLLM's group, block id, tokens).
         """
         if progress.fold is None or self._client.epoch < 0:
@@ -258,7 +263,7 @@ class Stores:
                 chosen = self._choose(progress, group, block_ids, tokens, room)
             slots = self._stock.take(group, len(chosen))
             if parts and slots.session_id != session_id:
-                slots = Slots("", "", slots.extents[:0])  # a session began in between
+                slots = Slots("", "", slots.extents[:0])  # a new session began in between
             if len(slots) < len(chosen):
                 progress.next_block[group] = chosen[len(slots)].block
                 chosen = chosen[: len(slots)]
@@ -274,7 +279,9 @@ class Stores:
             self._begin(boot_id, moves, parts, held)
 
     def left_blocks(self, progress: Progress, tokens: int) -> int:
-        """Blocks of a request that were not stored, for want of slots or of blocks to hold."""
+        """Count the blocks of a request that were not stored, for want of slots or of blocks to
+        hold.
+        """
         if progress.fold is None:
             return 0
         tokens = min(tokens, progress.tokens_max)
@@ -292,7 +299,9 @@ class Stores:
         tokens: int,
         blocks_max: int,
     ) -> list[_Chosen]:
-        """Blocks of a group to store now; what does not fit is looked at again in the next step."""
+        """Return the blocks of a group to store now; those that do not fit are examined again in
+        the next step.
+        """
         block = progress.next_block[group]
         end = self._groups.full_blocks(group, progress.hashes, tokens)
         if block >= end:
@@ -315,8 +324,8 @@ class Stores:
         tokens: int,
         states: Sequence[tuple[int, int, int]],
     ) -> list[_Chosen]:
-        """States that vLLM hands off at a block's end; one between two ends has no key of a block
-        and is left.
+        """Return the states that vLLM hands off at a block's end. A state between two ends has no
+        key of a block and is skipped.
         """
         size, kv_group = self._groups.specs[group].block_tokens, self._groups.kv_groups[group]
         end = self._groups.full_blocks(group, progress.hashes, tokens)
@@ -328,7 +337,7 @@ class Stores:
         return [one for one in found if one is not None]
 
     def _wanted(self, progress: Progress, group: int, block: int, page: int) -> _Chosen | None:
-        """The block, unless it is vLLM's null block, is in the daemon or on its way there."""
+        """Return the block, unless it is vLLM's null block, in the daemon or on its way there."""
         present = progress.present.get(group)
         if page == 0 or (present is not None and block < len(present) and present[block]):
             return None
@@ -365,7 +374,7 @@ class Stores:
         self._due.append(StoreJob(self._number, boot_id, moves))
 
     def reported(self, report: WorkerReport) -> None:
-        """Ranks have finished copies."""
+        """Process ranks' finished copies."""
         for number, outcomes in report.stores.items():
             store = self._open.get(number)
             if store is not None:
@@ -385,8 +394,8 @@ class Stores:
                 self._committer.put(store)
 
     def void(self) -> None:
-        """Commit nothing of the open stores: another connector's load failed in a step that has
-        already computed on it, and which pages hold what followed from it is not known.
+        """Void the open stores, so that none is committed: another connector's load failed in a
+        step that has already computed on it, and it is not known which pages hold the results.
         """
         for store in self._open.values():
             store.void = True
@@ -399,17 +408,19 @@ class Stores:
             part.summed[outcome.positions, shard] = True
 
     def drain(self, deadline_s: float) -> bool:
-        """Whether all finished copies are committed, waiting up to ``deadline_s`` for it."""
+        """Wait up to ``deadline_s`` until all finished copies are committed; False if some are
+        not.
+        """
         return self._committer.drain(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Commit what is finished, give the stock back; blocks are let go."""
+        """Commit finished stores, give the stock back and release blocks."""
         until = time.monotonic() + deadline_s
         ended = self._committer.close(deadline_s)
         for number, store in list(self._open.items()):
             self._holds.release(number)
             for group, part in store.parts.items():
-                # A worker may be writing still.
+                # A worker may still be writing.
                 extents = {group: part.slots.extents}
                 self._client.abort(extents, boot_id=part.slots.boot_id, in_doubt=True)
         self._open.clear()

@@ -1,4 +1,4 @@
-"""A worker's half: pages, copiers, and what became of each step's copies. It takes no decision."""
+"""A worker's half: pages, copiers, and the results of each step's copies. It takes no decision."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from kvhearth.prefault import Populate
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, host_or_cuda
 
 QUEUE_MAX = 4096
-"""Loads or stores that wait for a copier: vLLM's own queues bound them."""
+"""Upper bound on loads or stores that wait for a copier; vLLM's own queues bound them."""
 IDLE_WAIT_S = 0.008
-"""How long a step without tokens waits for a load: it has nothing else to do, and vLLM's loop would
-take the processor and the interpreter's lock from the copy meanwhile."""
+"""How long a step without tokens waits for a load. It has nothing else to do, and meanwhile vLLM's
+loop would take the processor and the interpreter's lock from the copy.
+"""
 PATIENCE_S = 2.0
-"""For a copier's queue to take a job."""
+"""How long a job waits for a copier's queue to take it."""
 SETTLE_S = 5.0
-"""How long stores are waited for where no later step may come."""
+"""How long stores are waited for where there may be no later step."""
 CLOSE_S = 5.0
 
 
@@ -86,10 +87,10 @@ class WorkerConnector:
     """Copies of one rank.
 
     Args:
-        settings: the user's.
-        vllm_config, kv_cache_config: vLLM's, of this rank.
-        rank: among tensor x pipeline parallel ranks.
-        make: makes the copiers; those of the pages' device by default.
+        settings: the user's options.
+        vllm_config, kv_cache_config: vLLM's configuration of this rank.
+        rank: index among tensor x pipeline parallel ranks.
+        make: makes the copiers; by default those of the pages' device.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class WorkerConnector:
         self._failed: set[str] = set()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM's tensors: attach, in the background, as the rank that holds them."""
+        """Attach in the background as the rank that holds these tensors of vLLM's."""
         try:
             groups, pages = self._describe(kv_caches)
             contract, private = engine_contract(
@@ -170,14 +171,14 @@ class WorkerConnector:
             spans = [span for one in pages for span in one.host_spans()]
             self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
-        # Apart, so that a load does not wait for the stores before it.
+        # Two pools, so that a load does not wait for the stores before it.
         self._loading = CopierPool(client, kv, self._make)
         self._storing = CopierPool(client, kv, self._make)
         self._client = client
 
     def handshake(self) -> Handshake:
-        """What the scheduler is to know of this rank. The first report repeats it unless this was
-        called before.
+        """Return this rank's handshake for the scheduler. The first report repeats it unless this
+        was called before.
         """
         self._introduced = True
         return self._handshake
@@ -185,11 +186,11 @@ class WorkerConnector:
     # -- a step ------------------------------------------------------------------------------------
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Begin the step's loads. After the forward pass was issued: what it, and the zeroing of
-        new blocks before it, does on the device comes first.
+        """Begin the step's loads, after the forward pass was issued: on the device, its work and
+        the zeroing of new blocks before it come first.
 
-        A step without tokens waits for a load. The step's own metadata tells it: vLLM's runners
-        differ in whether there are attention metadata when they call this.
+        A step without tokens waits for a load. The step's own metadata identifies such a step:
+        vLLM's runners differ in whether there are attention metadata when they call this.
         """
         for request_id in meta.lost:
             self._lost(request_id, "not_planned")
@@ -203,7 +204,7 @@ class WorkerConnector:
             self._loads[0].ended(IDLE_WAIT_S)
 
     def lose_loads(self, meta: StepMeta) -> None:
-        """The step's loads could not all be begun: those that were not have failed."""
+        """Report the step's loads that did not begin as failed."""
         begun = {work.job.request_id for work in self._loads if isinstance(work.job, LoadJob)}
         names = [*meta.lost, *(job.request_id for job in meta.loads)]
         for request_id in names:
@@ -211,14 +212,14 @@ class WorkerConnector:
                 self._lost(request_id, "internal")
 
     def lose_stores(self, meta: StepMeta) -> None:
-        """The step's stores could not all be begun: those that were not have failed."""
+        """Report the step's stores that did not begin as failed."""
         begun = {work.job.number for work in self._stores if isinstance(work.job, StoreJob)}
         for job in meta.stores:
             if job.number not in begun and job.number not in self._report.stored_ranks:
                 self._report_store(_Work(job, time.monotonic(), [], reason="internal"))
 
     def start_stores(self, meta: StepMeta) -> None:
-        """Begin to copy what this step's forward pass has filled."""
+        """Begin to copy the blocks that this step's forward pass has filled."""
         for job in meta.stores:
             if self._storing is None or len(self._stores) >= QUEUE_MAX:
                 self._report_store(_Work(job, time.monotonic(), [], reason="no_copier"))
@@ -284,7 +285,7 @@ class WorkerConnector:
                     ticket = copier.store(work.job.boot_id, pages, extents)
                 else:
                     ticket = copier.load(work.job.boot_id, extents, pages)
-        except KVHearthError:  # closed meanwhile, with the session
+        except KVHearthError:  # the copier was closed with the session
             work.reason = work.reason or str(BlockFailure.STALE_BOOT)
             return True
         if ticket is None:
@@ -296,14 +297,16 @@ class WorkerConnector:
         return True
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last call, and those of them that failed."""
+        """Return the requests whose loads have ended since the last call, and those of them that
+        failed.
+        """
         self._collect()
         loaded, failed = self._loaded, self._failed
         self._loaded, self._failed = set(), set()
         return loaded, failed
 
     def _collect(self) -> None:
-        """Move copies that have ended to the next results and report."""
+        """Move ended copies to the next results and report."""
         self._begin(self._loads, self._loading)
         self._begin(self._stores, self._storing)
         for work in [work for work in self._loads if work.ended(0.0)]:
@@ -315,7 +318,7 @@ class WorkerConnector:
 
     def _report_load(self, work: _Work) -> None:
         assert isinstance(work.job, LoadJob)
-        # First, and as failed: vLLM waits for it whatever goes wrong below.
+        # Entered first, and as failed: vLLM waits for it even if something fails below.
         self._loaded.add(work.job.request_id)
         self._failed.add(work.job.request_id)
         outcome = RankLoaded(reason=work.reason, seconds=time.monotonic() - work.begun_at)
@@ -350,7 +353,7 @@ class WorkerConnector:
             outcomes.append((flight.group, stored))
 
     def report(self) -> WorkerReport | None:
-        """What ended since the last call; None if nothing did."""
+        """Return the results since the last call; None if there are none."""
         if not self._introduced:
             self._report.handshakes.append(self.handshake())
         if self._report.empty:
@@ -359,7 +362,7 @@ class WorkerConnector:
         return report
 
     def shutdown(self) -> None:
-        """Let the copies end and go."""
+        """Let the copies end and detach."""
         if self._populate is not None:
             self._populate.close()
         if self._client is None:
@@ -372,7 +375,7 @@ class WorkerConnector:
 
 
 def hash_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens that one of vLLM's block hashes covers."""
+    """Return the number of tokens that one of vLLM's block hashes covers."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     given = getattr(kv_cache_config, "hash_block_size", None)
@@ -380,7 +383,9 @@ def hash_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def packing_of(vllm_config: Any, kv_cache_config: Any) -> str:
-    """How bytes lie inside a page: layout, attention backends, instruction set, vLLM's version."""
+    """Describe how bytes lie inside a page: layout, attention backends, instruction set, vLLM's
+    version.
+    """
     import torch
     import vllm
 

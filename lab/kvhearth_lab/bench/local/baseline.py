@@ -1,4 +1,4 @@
-"""What needs no load: the core without a daemon, and a daemon that nobody asks."""
+"""Measurements without load: the core without a daemon, and an idle daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _SETTLE_S = 2.0
 
 
 def idle_part(result: Result, sizes: Sizes) -> None:
-    """A daemon as its defaults are, HTTP too, with one engine that only sends its heartbeats."""
+    """Measure a daemon with default settings, including HTTP, and one engine that only sends
+    heartbeats.
+    """
     values = result.values
     with served("--memory", str(sizes.memory_bytes), "--http", "127.0.0.1:0") as daemon:
         values["ready_s"] = round(daemon.ready()["seconds"], 2)
@@ -43,7 +45,9 @@ def idle_part(result: Result, sizes: Sizes) -> None:
 
 
 def core_part(result: Result, sizes: Sizes) -> None:
-    """Microseconds a key of lookups of the core in this process, leases taken, in chain order."""
+    """Measure lookups of the core in this process, in microseconds a key, with leases, in chain
+    order.
+    """
     seed = secrets.token_bytes(16)
     core = _filled(seed, sizes.blocks)
     places, times = random.Random(4), []
@@ -62,7 +66,7 @@ def core_part(result: Result, sizes: Sizes) -> None:
 
 
 def _filled(seed: bytes, blocks: int) -> Core:
-    """A core with so many blocks, committed as a client would."""
+    """Return a core with this many blocks, committed as a client would."""
     slabs = -(-blocks * SMALL_BYTES // SLAB_BYTES) + 1
     geometry = Geometry.of([("bench", slabs * SLAB_BYTES)], SLAB_BYTES, SMALL_BYTES)
     core = Core(geometry, Limits())
@@ -95,7 +99,7 @@ def _filled(seed: bytes, blocks: int) -> Core:
 
 
 def _drop_output(core: Core) -> None:
-    """What the shell would act on and count."""
+    """Discard the output that the shell would act on and count."""
     core.state.take_actions()
     core.state.take_counts()
     core.state.take_evicted()

@@ -1,4 +1,4 @@
-"""Blocks of 2 MiB in this process, and the plain copy that everything is compared with."""
+"""Copies of 2 MiB blocks in this process, measured against a plain copy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _OTHER = "4KiB or transparent"
 
 
 def blocks(seed: int) -> tuple[U8, str]:
-    """A batch of distinct blocks, touched, shape (BATCH, PAGE_BYTES), and the kind of its pages:
-    huge ones if enough are free, as an engine's pinned pool would be.
+    """Return a batch of distinct, touched blocks, shape (BATCH, PAGE_BYTES), and the kind of its
+    pages: huge ones if enough are free, as an engine's pinned pool would have.
     """
     size, kind = BATCH * PAGE_BYTES, _HUGE
     try:
@@ -49,12 +49,14 @@ def blocks(seed: int) -> tuple[U8, str]:
 
 
 def shuffled() -> I64:
-    """All blocks in random order, as a busy engine's pages are: few to join into longer copies."""
+    """Return all block indices in random order, as in a busy engine: few can be joined into longer
+    copies.
+    """
     return np.random.default_rng(2).permutation(BATCH).astype(np.int64)
 
 
 def plain_batch(source: U8, target: U8) -> float:
-    """Seconds to copy a batch, block by block."""
+    """Return the seconds to copy a batch, block by block."""
     start = time.perf_counter()
     for index in range(BATCH):
         np.copyto(target[index], source[index])
@@ -62,18 +64,20 @@ def plain_batch(source: U8, target: U8) -> float:
 
 
 def plain_one(source: U8, target: U8, index: int) -> float:
-    """Seconds to copy one block."""
+    """Return the seconds to copy one block."""
     start = time.perf_counter()
     np.copyto(target[index], source[index])
     return time.perf_counter() - start
 
 
 _WARM_ROUNDS = 2
-"""Until the arena is full and every page of it was touched."""
+"""Number of rounds until the arena is full and every page of it was touched."""
 _ONES_BETWEEN_QUIET = 16
-"""One follows the other, as an engine's do; the daemon's sums of the one run beside the next."""
+"""Number of rounds back to back, as in an engine; the daemon checksums one block while the next is
+copied.
+"""
 _ROUNDS_AGO = 4
-"""A block that is loaded was stored so long before, or twice as long: it is in no cache now."""
+"""Rounds from the store of a block to its load (or twice as many), so that no cache holds it."""
 _STOCK_BLOCKS = 32
 _STOCK_WAIT_S = 20.0
 CONTRACT = contract(PAGE_BYTES)
@@ -82,11 +86,11 @@ Measure = Callable[[], float]
 
 @dataclass
 class Bench:
-    """One client, its pages and copiers, and what the last store left to load.
+    """One client, its pages and copiers, and the keys of the last store.
 
     Attributes:
         plain, sealing: store from ``source``, the second with checksums.
-        trusting, verifying: load into ``target``.
+        trusting, verifying: load into ``target``, the second with verification.
     """
 
     daemon: Served
@@ -102,7 +106,7 @@ class Bench:
     keys: list[bytes]
 
     def store(self, copier: HostCopier) -> float:
-        """Seconds of reserve, copy and commit of a batch."""
+        """Return the seconds of reserve, copy and commit of a batch."""
         keys = [secrets.token_bytes(32) for _ in range(BATCH)]
         start = time.perf_counter()
         slots = self.client.reserve({0: BATCH})
@@ -119,7 +123,9 @@ class Bench:
         return seconds
 
     def load(self, copier: HostCopier) -> float:
-        """Seconds of lookup and copy (and verification) of the batch that was stored last."""
+        """Return the seconds of lookup and copy (and verification) of the batch that was stored
+        last.
+        """
         start = time.perf_counter()
         found = self.client.lookup({0: self.keys})
         extents = found.groups[0].extents
@@ -131,8 +137,10 @@ class Bench:
         return seconds
 
     def store_one(self, stock: Stock, copier: HostCopier, index: int) -> float:
-        """Seconds of copy and commit of one block, into a slot that was reserved ahead."""
-        if not stock.held(0):  # the thread that fills it is not on the path of an engine either
+        """Return the seconds of copy and commit of one block into a slot that was reserved
+        ahead.
+        """
+        if not stock.held(0):  # refilling is not on the path of an engine either
             stock.give_back(0, stock.take(0, 1, wait_s=_STOCK_WAIT_S))
         key = secrets.token_bytes(32)
         page = self.pages[index : index + 1]
@@ -147,8 +155,8 @@ class Bench:
         return seconds
 
     def load_one(self, copier: HostCopier, index: int, key: bytes | None = None) -> float:
-        """Seconds of lookup and copy of one block, by default of the one that was stored last; the
-        release is behind.
+        """Return the seconds of lookup and copy of one block, by default of the one that was stored
+        last. The release is not included.
         """
         keys = self.keys if key is None else [key]
         start = time.perf_counter()
@@ -192,8 +200,8 @@ def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
 
 
 def copy_part(result: Result, sizes: Sizes) -> None:
-    """All figures of copies."""
-    # Half of the arena may be reserved: a batch, and beside it the stock.
+    """Measure all figures of copies."""
+    # Half of the arena may be reserved, for a batch and the stock.
     flags = ("--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off")
     with served(*flags) as daemon:
         result.values["pages"] = daemon.ready()["pages"]
@@ -231,11 +239,11 @@ def _batches(bench: Bench, rounds: int) -> None:
 
 
 def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
-    """Single blocks; the slots are reserved ahead and the release is behind, so one call is on the
-    path.
+    """Measure single blocks. Slots are reserved ahead and the release is deferred, so one call is
+    on the path.
 
-    Nothing is copied that was touched lately, by the baseline neither: blocks that are in the
-    processor's cache are copied several times as fast.
+    Neither these copies nor the baseline touch recently used memory: blocks in the processor's
+    cache are copied several times as fast.
     """
     stock = Stock(bench.client, {0: _STOCK_BLOCKS})
     baselines: list[float] = []
@@ -264,7 +272,7 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
     finally:
         stock.close()
     values, memcpy_s = bench.result.values, p50(baselines)
-    # After the others: no engine goes through gRPC between two blocks.
+    # Measured after the others: no engine goes through gRPC between two blocks.
     times["rpc_one"] = _empty_calls(bench, calls, count)
     values["memcpy_one_p50_us"] = us(memcpy_s)
     again = [plain_one(bench.source, bench.target, 0) for _ in range(count)]
@@ -276,7 +284,7 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
 
 
 def _empty_calls(bench: Bench, calls: CacheTransport, count: int) -> list[float]:
-    """Seconds of empty calls, each after a plain copy."""
+    """Return the seconds of empty calls, each after a plain copy."""
     bench.daemon.wait_quiet()
     times = []
     for number in steps(count, "empty calls between copies"):
@@ -286,7 +294,7 @@ def _empty_calls(bench: Bench, calls: CacheTransport, count: int) -> list[float]
 
 
 def _first_touches(bench: Bench, count: int) -> None:
-    """The first store of a client that has just attached: its page tables are empty."""
+    """Measure the first store of a client that has just attached: its page tables are empty."""
     baselines, times = [], []
     for number in steps(count, "first touch of a mapping"):
         bench.daemon.wait_quiet()

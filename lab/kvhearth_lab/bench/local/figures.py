@@ -1,4 +1,4 @@
-"""The figures of a run: what each is, what it must reach, and how samples become figures. Pure."""
+"""Figures of ``kvhearth bench local``: their targets, and their computation from samples. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Figure:
     """One row of the table.
 
     Attributes:
-        name: in the JSON object.
-        what: for a person.
+        name: key in the JSON object.
+        what: description for a person.
         sign, bound: ``>=`` or ``<=`` a target; an empty sign stands for none.
     """
 
@@ -32,7 +32,7 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """As in the table."""
+        """The target as shown in the table."""
         return f"{self.sign} {self.bound:g}" if self.sign else ""
 
 
@@ -78,18 +78,20 @@ FIGURES = (
 
 
 def p50(samples: Sequence[float]) -> float:
-    """The median."""
+    """Return the median."""
     return statistics.median(samples)
 
 
 def p99(samples: Sequence[float]) -> float:
-    """The 99th percentile: the sample that at most a hundredth of all exceed."""
+    """Return the 99th percentile: the sample that at most a hundredth of all exceed."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
 def median_of(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its 95 % interval: order statistics, of any distribution."""
+    """Return the median and the ends of its 95 % interval, by order statistics, so for any
+    distribution.
+    """
     ordered, count = sorted(samples), len(samples)
     reach = 0.98 * math.sqrt(count)
     low = ordered[max(math.floor(count / 2 - reach), 0)]
@@ -98,24 +100,25 @@ def median_of(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def us(seconds: float) -> float:
-    """Microseconds, to a tenth."""
+    """Convert to microseconds, rounded to a tenth."""
     return round(seconds * 1e6, 1)
 
 
 def ratio_of(baselines: Sequence[float], times: Sequence[float]) -> list[float]:
-    """Baseline by time, round by round: 1 is as fast as the baseline, 0.5 half as fast."""
+    """Divide baselines by times, round by round: 1 is as fast as the baseline, 0.5 half as fast."""
     return [base / time for base, time in zip(baselines, times, strict=True)]
 
 
 @dataclass
 class Result:
-    """What a run brings, filled part by part.
+    """Results of a run, filled part by part.
 
     Attributes:
-        values: by name; ``FIGURES`` says what they are.
-        spread: least and greatest round of each ratio; of the metrics, ``median_of``.
+        values: figures by name, as described in ``FIGURES``.
+        spread: least and greatest round of each ratio; for the metrics, the interval of
+            ``median_of``.
         asked, kept: blocks of all stores.
-        book_errors: what each daemon's books had to say at its end, if anything.
+        book_errors: books errors that the daemons reported at their end.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +128,7 @@ class Result:
     book_errors: list[str] = field(default_factory=list)
 
     def ratio(self, name: str, ratios: Sequence[float]) -> None:
-        """A median with its spread."""
+        """Record a median with its spread."""
         self.values[name] = round(p50(ratios), 3)
         self.spread[name] = [round(min(ratios), 3), round(max(ratios), 3)]
 
@@ -135,7 +138,7 @@ class Result:
         self.kept += kept
 
     def as_json(self) -> dict[str, Any]:
-        """The object that the verb prints."""
+        """Return the object that the verb prints."""
         books = {"balanced": not self.book_errors, "errors": self.book_errors}
         values = {
             **self.values,
@@ -146,5 +149,5 @@ class Result:
 
 
 def missed(values: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that do not reach their target."""
+    """Return the names of the figures that do not reach their target."""
     return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]

@@ -1,6 +1,6 @@
-"""One client of a crowd, a process of its own: ``python -m kvhearth_server.bench.crowd``.
+"""One load client, run as a process of its own: ``python -m kvhearth_lab.bench.local.load_client``.
 
-It says ``ready``, waits for a line, looks up for a while and says how often.
+It prints ``ready``, waits for a line, runs lookups for a while and prints their rate.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LISTS = 64
 
 
 def crowd(url: str, seed: bytes, blocks: int, seconds: float) -> float:
-    """Lookups per second of all clients together.
+    """Return the lookups per second of all clients together.
 
     Raises:
-        KVHearthError: one of them did not come up, or a lookup of its failed.
+        KVHearthError: a client did not come up, or one of its lookups failed.
     """
     with contextlib.ExitStack() as undo:
         clients = []
@@ -65,7 +65,7 @@ def _end(client: subprocess.Popen[str]) -> None:
 
 
 def main(url: str, seed: str, number: str, blocks: str, seconds: str) -> int:
-    """The client's process; prints its lookups per second, 0 if one failed."""
+    """Run one client; prints its lookups per second, 0 if one failed."""
     random_ = random.Random(int(number))
     starts = [random_.randrange(int(blocks) - CROWD_KEYS + 1) for _ in range(_LISTS)]
     lists = [keys_of(bytes.fromhex(seed), start, CROWD_KEYS) for start in starts]

@@ -1,7 +1,7 @@
-"""Lookups beside empty calls, at ten thousand blocks and at all of them; and what the index takes.
+"""Lookups beside empty calls, at ten thousand blocks and at all of them, and the index's memory.
 
-A lookup leases what it finds. Leases are released behind a series, so that no release shares the
-daemon with a lookup that is measured.
+A lookup leases the blocks that it finds. Leases are released after a series, so that no release
+shares the daemon with a measured lookup.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lookups:
                 raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
 
     def lookup(self, keys: list[bytes]) -> tuple[float, LookupResult]:
-        """Seconds of a lookup that finds and leases every key."""
+        """Return the seconds and the result of a lookup that finds and leases every key."""
         start = time.perf_counter()
         found = self.client.lookup({0: keys})
         seconds = time.perf_counter() - start
@@ -69,7 +69,7 @@ class Lookups:
         return seconds, found
 
     def series(self, what: str, blocks: int, key_count: int, count: int) -> Series:
-        """``count`` lookups of neighbours in a chain, each right after an empty call."""
+        """Run ``count`` lookups of neighbours in a chain, each right after an empty call."""
         places = random.Random(blocks)
         calls, framed, lookups = [], [], []
         rounds = -(-count // _SERIES)
@@ -99,7 +99,7 @@ class Series:
 
 
 def lookup_part(result: Result, sizes: Sizes) -> None:
-    """All figures of lookups through the daemon."""
+    """Measure all figures of lookups through the daemon."""
     slabs = -(-sizes.blocks * SMALL_BYTES // SLAB_BYTES) + 1
     flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
     flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "127.0.0.1:0"]

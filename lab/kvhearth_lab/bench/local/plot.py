@@ -1,4 +1,4 @@
-"""A picture of a run's figures, by matplotlib."""
+"""Plot of the figures of ``kvhearth bench local``, by matplotlib."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RATIOS = (
 
 
 def require_plotter() -> None:
-    """Raise before a run of minutes, not after it.
+    """Check for matplotlib before a run of minutes, not after it.
 
     Raises:
         KVHearthError: ``config_invalid``: matplotlib is not installed.
@@ -43,7 +43,7 @@ def require_plotter() -> None:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: ratios with their spread and targets, and times.
+    """Write the plot: ratios with their spread and targets, and times.
 
     Raises:
         KVHearthError: ``config_invalid``: the file cannot be written.

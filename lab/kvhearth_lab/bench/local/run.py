@@ -1,4 +1,4 @@
-"""The whole run of ``kvhearth bench local``."""
+"""Runs all parts of ``kvhearth bench local``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = (idle_part, copy_part, lookup_part, core_part)
 
 
 def run(sizes: Sizes) -> dict[str, Any]:
-    """Measure everything; the object that the verb prints.
+    """Measure everything and return the object that the verb prints.
 
     Raises:
         KVHearthError: a daemon, a client or a part of the run does not work, so that figures would

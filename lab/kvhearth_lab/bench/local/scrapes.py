@@ -1,10 +1,10 @@
-"""What ``/metrics`` takes, and what lookups lose to it.
+"""Cost of ``/metrics``, and the time that lookups lose to it.
 
-One scrape a second is far below what a machine's speed varies by from second to second. So the
-portions are short, a scrape each or none, in turns: what a scrape costs is then as large as the
-rest of its portion, and the median of many differences says it to a few hundredths of a
-millisecond. The scraper is a process of its own, as a real one is: ``python -m
-kvhearth_server.bench.scrapes``.
+One scrape a second costs far less than a machine's speed varies from second to second. Portions are
+therefore short and contain one scrape or none, in turns. A scrape then costs as much as the rest of
+its portion, and the median of many differences is accurate to a few hundredths of a millisecond.
+The scraper is a process of its own, as a real one is: ``python -m
+kvhearth_lab.bench.local.scrapes``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCRAPE, _REST = "scrape", "rest"
 
 
 class _Scraper:
-    """The other process; ``begin`` does not wait, ``end`` does."""
+    """The scraper's process; ``begin`` does not wait, ``end`` does."""
 
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-m", "kvhearth_lab.bench.local.scrapes", address]
@@ -41,13 +41,13 @@ class _Scraper:
         )
 
     def begin(self, word: str) -> None:
-        """Scrape, or do nothing."""
+        """Start a scrape or a rest."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def end(self) -> float:
-        """Seconds of what was begun.
+        """Return the seconds of the scrape or rest that was begun.
 
         Raises:
             KVHearthError: the page did not come.
@@ -73,7 +73,7 @@ class _Scraper:
 def scrape_part(
     result: Result, sizes: Sizes, daemon: Served, client: KVClient, *, seed: bytes, address: str
 ) -> None:
-    """The figures of ``/metrics`` at all blocks; null without HTTP.
+    """Measure the figures of ``/metrics`` at all blocks; null without HTTP.
 
     Raises:
         KVHearthError: the scraper or a lookup failed.
@@ -98,7 +98,7 @@ def scrape_part(
         pairs = portions.pairs(sizes.scrape_pairs)
     daemon.wait_quiet()
     for name, extra_s in zip(("metrics_overhead", "metrics_delay"), pairs, strict=True):
-        # Seconds for one scrape; at one a second that is the part of a second.
+        # Seconds for one scrape equal the fraction of time at one scrape a second.
         middle, low, high = median_of(extra_s)
         values[name] = round(middle, 5)
         result.spread[name] = [round(low, 5), round(high, 5)]
@@ -106,7 +106,7 @@ def scrape_part(
 
 @dataclass(frozen=True)
 class _Portions:
-    """``count`` lookups of the lists in turn, with a scrape at the same time or without."""
+    """Portions of ``count`` lookups of the lists in turn, with a concurrent scrape or without."""
 
     daemon: Served
     client: KVClient
@@ -115,11 +115,13 @@ class _Portions:
     count: int
 
     def pairs(self, count: int) -> tuple[list[float], list[float]]:
-        """What a scrape adds to a portion: seconds of the daemon's processor time, and of time."""
+        """Return the cost that a scrape adds to a portion: seconds of the daemon's processor time,
+        and of wall time.
+        """
         used, passed = list[float](), list[float]()
         for number in steps(count, "lookups with and without scrapes"):
             found = {}
-            # In turns the one first and the other: a machine that becomes slower harms both.
+            # Alternate the order, so that a machine that becomes slower harms both alike.
             for word in (_SCRAPE, _REST) if number % 2 else (_REST, _SCRAPE):
                 found[word] = self._measured(word)
             used.append(found[_SCRAPE][0] - found[_REST][0])
@@ -127,7 +129,7 @@ class _Portions:
         return used, passed
 
     def _measured(self, word: str) -> tuple[float, float]:
-        """The daemon's processor time for a portion, and how long its lookups took."""
+        """Return the daemon's processor time for a portion, and the wall time of its lookups."""
         used_s, start = self.daemon.cpu_s(), time.perf_counter()
         self.scraper.begin(word)
         for number in range(self.count):
@@ -141,7 +143,7 @@ class _Portions:
 
 
 def _scraped(address: str) -> Iterator[float]:
-    """Seconds of what each line of the standard input asks for."""
+    """Yield the seconds of the action that each line of standard input requests."""
     place = host_and_port(address)
     assert place is not None
     for line in sys.stdin:
@@ -160,7 +162,7 @@ def _scraped(address: str) -> Iterator[float]:
 
 
 def main(address: str) -> int:
-    """The scraper's process."""
+    """Run the scraper's process."""
     for seconds in _scraped(address):
         sys.stdout.write(f"{seconds}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How much a run of ``kvhearth bench local`` measures."""
+"""Sizes of a run of ``kvhearth bench local``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kvhearth_server.config.value_types import format_size
 
 MIB = 1 << 20
 PAGE_BYTES = 2 * MIB
-"""A block of the copies."""
+"""Size of a block in the copies."""
 BATCH = 128
 SMALL_BYTES = 4096
-"""A block of the lookups: the index does not care how long blocks are."""
+"""Size of a block in the lookups; the index does not depend on it."""
 SLAB_BYTES = 64 * MIB
 KEYS = 512
 KEYS_LONG = 4096
 CROWD_KEYS = 128
 CROWD_CLIENTS = 8
 MEMORY_BYTES_MIN = 3 * BATCH * PAGE_BYTES
-"""A batch reserved, one leased, and one more to evict."""
+"""Room for a batch reserved, one leased, and one more to evict."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Sizes:
 
     Attributes:
         memory_bytes: arena of the daemons of the copies and of the idle part.
-        rounds: of batches; each stores twice and loads twice.
+        rounds: rounds of batches; each stores twice and loads twice.
         ones: single blocks stored and loaded.
         first_touches: clients that attach and store their first batch.
-        blocks_small, blocks: how many there are at the first and at the second series of lookups.
-        lookups: of each series.
-        lookups_long: of ``KEYS_LONG`` keys.
-        crowd_s: how long the clients of the crowd look up.
+        blocks_small, blocks: blocks in the index at the first and at the second series of lookups.
+        lookups: lookups of each series.
+        lookups_long: lookups of ``KEYS_LONG`` keys.
+        crowd_s: duration of the lookups of the concurrent clients.
         idle_s: how long the idle daemon is watched.
-        scrapes: of ``/metrics``, at ``blocks`` blocks.
-        scrape_pairs, scrape_lookups: portions of so many lookups, one with a scrape and one
-            without.
+        scrapes: scrapes of ``/metrics``, at ``blocks`` blocks.
+        scrape_pairs, scrape_lookups: pairs of portions, one with a scrape and one without, and the
+            lookups of each portion.
     """
 
     memory_bytes: int
@@ -89,7 +89,7 @@ QUICK = Sizes(
 
 
 def sizes_of(*, quick: bool, memory_bytes: int | None) -> Sizes:
-    """The sizes of a run whose daemons take at most ``memory_bytes`` each.
+    """Return the sizes of a run whose daemons take at most ``memory_bytes`` each.
 
     Raises:
         KVHearthError: ``config_invalid`` if that is too little.

@@ -1,4 +1,4 @@
-"""One peer's process: started by the peer's interpreter, asked by lines of JSON, ended for sure."""
+"""A peer's process: started with the peer's interpreter, driven by lines of JSON, always ended."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _READ_BYTES = 1 << 16
 _REASON_CHARS_MAX = 300
 _KILL_S = 10.0
 _LOOK_S = 0.5
-"""How often to see whether the process is still there."""
+"""Interval at which the process is checked for its end."""
 _HARNESS = Path(__file__).with_name("adapters") / "harness.py"
 _NOT_INSTALLED = "not-installed"
 
 
 class PeerFailed(Exception):
-    """A peer cannot be measured; the text says why, in one line."""
+    """A peer cannot be measured; the text gives the reason in one line."""
 
 
 def parse_answer(line: bytes) -> dict[str, Any]:
-    """The object of one line.
+    """Parse the object of one line.
 
     Raises:
         PeerFailed: it is no JSON object.
@@ -48,10 +48,10 @@ def parse_answer(line: bytes) -> dict[str, Any]:
 
 
 def seconds_of(answer: Mapping[str, Any], name: str = "seconds") -> float:
-    """A time of one measurement.
+    """Return a time of one measurement.
 
     Raises:
-        PeerFailed: there is none, or none that can be.
+        PeerFailed: the time is missing or not positive.
     """
     seconds = answer.get(name)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
@@ -60,10 +60,10 @@ def seconds_of(answer: Mapping[str, Any], name: str = "seconds") -> float:
 
 
 def parse_count(answer: Mapping[str, Any], name: str) -> int:
-    """A field that counts something.
+    """Return a field that counts something.
 
     Raises:
-        PeerFailed: there is none.
+        PeerFailed: the field is missing or no count.
     """
     count = answer.get(name)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -72,18 +72,18 @@ def parse_count(answer: Mapping[str, Any], name: str) -> int:
 
 
 def reason_of(text: str) -> str:
-    """The last line that says something, short enough for a report."""
+    """Return the last non-empty line, short enough for a report."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "nothing was said"
     return last if len(last) <= _REASON_CHARS_MAX else last[: _REASON_CHARS_MAX - 3] + "..."
 
 
 def check_installed(python: Path) -> None:
-    """Raise before anything is started.
+    """Check a peer's environment before anything is started.
 
     Raises:
-        PeerFailed: there is no such interpreter, or who made its environment left a note why it
-            does not work (``not-installed`` beside ``bin``).
+        PeerFailed: there is no such interpreter, or the environment contains a note why it does not
+            work (``not-installed`` beside ``bin``).
     """
     note = python.parent.parent / _NOT_INSTALLED
     if note.exists():
@@ -96,9 +96,9 @@ class Adapter:
     """The process of a peer.
 
     Args:
-        python: its interpreter.
-        peer: whose file in ``adapters/``: ``lmcache`` or ``mooncake``.
-        folder: for logs and sockets; a short path.
+        python: the peer's interpreter.
+        peer: prefix of the peer's file in ``adapters/``, such as ``lmcache`` or ``mooncake``.
+        folder: folder for logs and sockets; a short path.
     """
 
     def __init__(self, python: Path, peer: str, folder: Path) -> None:
@@ -109,7 +109,7 @@ class Adapter:
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
         kept.pop("PYTHONPATH", None)
         with self._log_path.open("wb") as log:
-            # A session of its own: its daemons end with it, whatever happens.
+            # A session of its own, so that its daemons always end with it.
             self._process = subprocess.Popen(
                 [*command, str(folder)],
                 stdin=subprocess.PIPE,
@@ -120,7 +120,7 @@ class Adapter:
             )
 
     def prepare(self, **config: object) -> dict[str, Any]:
-        """Start the peer; what it says of itself.
+        """Start the peer and return its description of itself.
 
         Raises:
             PeerFailed: it does not start.
@@ -130,11 +130,11 @@ class Adapter:
         return answer
 
     def run(self, measure: str, number: int) -> dict[str, Any]:
-        """One measurement. Raises PeerFailed."""
+        """Run one measurement. Raises PeerFailed."""
         return self.ask("run", RUN_S, measure=measure, number=number)
 
     def lookups(self, count: int) -> list[float]:
-        """Seconds of each of so many lookups. Raises PeerFailed."""
+        """Return the seconds of each of ``count`` lookups. Raises PeerFailed."""
         answer = self.ask("lookup", RUN_S, count=count).get("seconds")
         if not isinstance(answer, list) or len(answer) != count:
             raise PeerFailed("its adapter answers no times of lookups")
@@ -156,7 +156,7 @@ class Adapter:
         return parse_answer(self._line(op, time.monotonic() + deadline_s))
 
     def close(self) -> None:
-        """End it and everything that it started."""
+        """End the process and everything that it started."""
         with contextlib.suppress(PeerFailed):
             if self._process.poll() is None:
                 self.ask("close", CLOSE_S)
@@ -181,7 +181,7 @@ class Adapter:
                 raise PeerFailed(f"its adapter does not answer to {op} in time: {self._said()}")
             gone = self._process.poll() is not None
             if not select.select([stdout], [], [], 0 if gone else min(left, _LOOK_S))[0]:
-                if gone:  # its children may hold the pipe open
+                if gone:  # its children may still hold the pipe open
                     raise self._ended()
                 continue
             part = os.read(stdout.fileno(), _READ_BYTES)
@@ -203,7 +203,9 @@ class Adapter:
 
 
 def interpreters(given: Mapping[str, Path | None]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Peers that can be tried, and why the others cannot, by name."""
+    """Return the usable peers' interpreters, and the reasons why the others cannot be used, by
+    name.
+    """
     usable: dict[str, Path] = {}
     skipped: dict[str, str] = {}
     for name, python in given.items():

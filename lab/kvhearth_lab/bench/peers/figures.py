@@ -1,4 +1,4 @@
-"""How the samples of a pair become figures. Pure."""
+"""Computation of a pair's figures from its samples. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from kvhearth_lab.bench.local.figures import p50, p99, ratio_of, us
 
 BATCHES = ("store", "store_bare", "load", "load_bare", "load_unverified", "first_touch")
 ONES = ("store_one", "store_one_bare", "load_one", "load_one_bare", "load_one_unverified")
-"""Measures that a side may have. ``bare``: the peer's protocol with plain copies, without what its
-own client adds. ``unverified``: without the comparison of checksums, which only ours has.
+"""Measures of single blocks that a side may have. ``bare``: the peer's protocol with plain copies,
+without the work that its own client adds. ``unverified``: without the comparison of checksums,
+which only KVHearth has.
 """
 FIRST_STORE = "first_store"
 """The first store into a daemon that was just started: one sample."""
@@ -20,13 +21,13 @@ LOOKUP = "lookup512"
 
 @dataclass
 class Samples:
-    """What was measured of one side.
+    """Measurements of one side.
 
     Attributes:
         baselines, seconds: by measure, round by round: a plain copy of as many bytes right before,
             and the measurement itself.
-        lookups: seconds of each.
-        compared_bytes: how many loaded bytes were compared with what was stored.
+        lookups: seconds of each lookup.
+        compared_bytes: number of loaded bytes that were compared with those stored.
     """
 
     baselines: dict[str, list[float]] = field(default_factory=dict)
@@ -35,13 +36,13 @@ class Samples:
     compared_bytes: int = 0
 
     def add(self, measure: str, baseline: float, seconds: float) -> None:
-        """One measurement."""
+        """Record one measurement."""
         self.baselines.setdefault(measure, []).append(baseline)
         self.seconds.setdefault(measure, []).append(seconds)
 
     def figures(self, batch_bytes: int) -> dict[str, Any]:
-        """By name. ``*_ratio`` of a batch: its speed against memcpy, 1 is as fast. ``*_ratio`` of
-        a single block: its time against memcpy, as in ``kvhearth bench local``.
+        """Return figures by name. ``*_ratio`` of a batch is its speed against memcpy; 1 is as fast.
+        ``*_ratio`` of a single block is its time against memcpy, as in ``kvhearth bench local``.
         """
         made: dict[str, Any] = {"compared_bytes": self.compared_bytes}
         spread: dict[str, list[float]] = {}
@@ -65,13 +66,15 @@ class Samples:
 
 
 def counterpart(measure: str) -> str:
-    """What of ours a peer's measure is compared with: the default way to do the same."""
+    """Return the measure of ours that a peer's measure is compared with: the default way to do the
+    same.
+    """
     return measure.removesuffix("_bare").removesuffix("_unverified")
 
 
 def against(ours: Samples, peer: Samples) -> dict[str, float]:
-    """By measure of the peer: its time over ours, the median over rounds; 2 says that ours takes
-    half as long.
+    """Return, by measure of the peer, its time over ours, as the median over rounds; 2 means that
+    ours takes half as long.
     """
     made: dict[str, float] = {}
     for name, times in peer.seconds.items():
@@ -85,7 +88,7 @@ def against(ours: Samples, peer: Samples) -> dict[str, float]:
 
 
 def figure_names(found: Mapping[str, Any]) -> list[str]:
-    """The figures of a pair that either side has, in the order of the table."""
+    """Return the figures of a pair that either side has, in the order of the table."""
     wanted = [f"{name}_ratio" for name in (*BATCHES, FIRST_STORE)]
     for name in ONES:
         wanted += [f"{name}_p50_us", f"{name}_ratio"]
@@ -94,7 +97,7 @@ def figure_names(found: Mapping[str, Any]) -> list[str]:
 
 
 def baselines_of(sides: Sequence[Samples], measures: Sequence[str]) -> list[float]:
-    """All plain copies beside these measures."""
+    """Return all plain copies beside these measures."""
     return [
         seconds for side in sides for name in measures for seconds in side.baselines.get(name, [])
     ]

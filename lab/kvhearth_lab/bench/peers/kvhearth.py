@@ -1,4 +1,4 @@
-"""Our side of a pair: the daemon and the real client, with the steps that a peer's adapter has."""
+"""KVHearth's side of a pair: the daemon and the real client, with the steps of a peer's adapter."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _STOCK_BLOCKS = 32
 _COMMIT_KEYS = 4096
 SMALL_CONTRACT = contract(SMALL_BYTES)
 _ZEROS_SUM = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
-"""The right one: what is stored with another, the scrub throws out."""
+"""The correct checksum of zeros: the scrub removes blocks stored with another."""
 
 
 class OurCopies:
-    """Stores and loads of ours.
+    """Stores and loads of KVHearth.
 
     Args:
-        bench: its client and pages.
+        bench: client and pages.
         stock: slots for single blocks, reserved ahead.
         pages: kind of the arena's and of the engine's pages.
     """
@@ -65,11 +65,11 @@ class OurCopies:
         }
 
     def run(self, measure: str, number: int) -> tuple[float, float]:
-        """Seconds of a plain copy and of one measurement, with the checks of ``harness.run_one``;
-        the daemon is quiet behind it.
+        """Return the seconds of a plain copy and of one measurement, with the checks of
+        ``harness.run_one``. The daemon is quiet afterwards.
 
         Raises:
-            KVHearthError: it does not work.
+            KVHearthError: the measurement failed.
         """
         bench, index = self.bench, number % BATCH
         page = int(bench.pages[index])
@@ -91,7 +91,7 @@ class OurCopies:
         return baseline, seconds
 
     def _first_touch(self) -> float:
-        """The first store of a client that has just attached."""
+        """Measure the first store of a client that has just attached."""
         self._fresh += 1
         url = self.bench.daemon.url
         with attached(url, CONTRACT, f"bench-fresh-{self._fresh}") as fresh:
@@ -106,7 +106,7 @@ class OurCopies:
 
 @contextlib.contextmanager
 def our_copies(sizes: Sizes, hugepages: bool, books: list[str]) -> Iterator[OurCopies]:
-    """A daemon, a client and pages; ``books`` gets what its books had to say, if anything."""
+    """Provide a daemon, a client and pages; ``books`` receives the daemon's books error, if any."""
     flags = ["--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off"]
     flags += ["--hugepages", "prefer" if hugepages else "off"]
     with served(*flags) as daemon:
@@ -151,11 +151,11 @@ def _bench(daemon: Served, client: KVClient, hugepages: bool) -> Iterator[tuple[
 
 
 class OurLookups:
-    """Lookups of ours, at as many blocks as a peer has.
+    """Lookups of KVHearth, at as many blocks as a peer has.
 
     Args:
         daemon, client: attached with ``SMALL_CONTRACT``.
-        blocks: how many to store; their bytes are zeros, as a new arena's are.
+        blocks: number of blocks to store; their bytes are zeros, as a new arena's are.
 
     Raises:
         KVHearthError: they cannot be stored.
@@ -171,7 +171,9 @@ class OurLookups:
             self._store(start, min(_COMMIT_KEYS, blocks - start))
 
     def lookups(self, count: int) -> list[float]:
-        """Seconds of each, with leases on all keys; releases are behind all of them."""
+        """Return the seconds of each lookup, with leases on all keys; releases follow after all of
+        them.
+        """
         starts = [self._places.randrange(self._last + 1) for _ in range(count)]
         times, leases = [], []
         for keys in [keys_of(self._seed, start, KEYS) for start in starts]:
@@ -200,7 +202,7 @@ class OurLookups:
 
 @contextlib.contextmanager
 def our_lookups(blocks: int, hugepages: bool, books: list[str]) -> Iterator[OurLookups]:
-    """A daemon with so many small blocks."""
+    """Provide a daemon with this many small blocks."""
     slabs = -(-blocks * SMALL_BYTES // SLAB_BYTES) + 1
     flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
     flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "off"]

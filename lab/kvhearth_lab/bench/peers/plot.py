@@ -1,4 +1,4 @@
-"""A picture of a run of ``kvhearth bench peers``, by matplotlib."""
+"""Plot of the figures of ``kvhearth bench peers``, by matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvhearth_lab.bench.peers.figures import BATCHES, FIRST_STORE, LOOKUP, ONES
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: a row a peer, on the left batches against memcpy, on the right times.
+    """Write the plot: a row a peer, on the left batches against memcpy, on the right times.
 
     Raises:
         KVHearthError: ``config_invalid``: there is nothing to draw, or the file cannot be written.

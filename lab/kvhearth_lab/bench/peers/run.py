@@ -1,4 +1,4 @@
-"""The whole run of ``kvhearth bench peers``: for each peer a pair of ours and it, in turns."""
+"""Runs ``kvhearth bench peers``: for each peer a pair of KVHearth and the peer, in turns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WARM_ROUNDS = 2
 _SERIES = 50
 _HUGE_BYTES = 2 << 20
 _HUGE_SPARE = 256
-"""Pages beside arenas and engines' pages: pools are a little larger than what is in them."""
+"""Pages beyond arenas and engines' pages: pools are a little larger than their content."""
 
 Note = Callable[[str], None]
 Measure = Callable[[str, int], tuple[float, float]]
@@ -46,12 +46,12 @@ Measure = Callable[[str, int], tuple[float, float]]
 
 @dataclass
 class Pair:
-    """What a run brings of one peer, filled part by part.
+    """Results of one peer, filled part by part.
 
     Attributes:
         said: versions, settings and pages of the peer.
-        skipped: why a part is missing, by part.
-        books: what our daemons' books had to say, if anything.
+        skipped: reason for each missing part, by part.
+        books: books errors that our daemons reported.
     """
 
     ours: Samples = field(default_factory=Samples)
@@ -61,7 +61,7 @@ class Pair:
     books: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """One value of ``peers``."""
+        """Return one value of ``peers``."""
         batches = baselines_of((self.ours, self.peer), BATCHES)
         ones = baselines_of((self.ours, self.peer), ONES)
         batch_bytes = BATCH * PAGE_BYTES
@@ -79,13 +79,13 @@ class Pair:
 def run(
     sizes: Sizes, pythons: Mapping[str, Path | None], note: Note, *, hugepages: bool = True
 ) -> dict[str, Any]:
-    """Measure all peers that can be measured; the object that the verb prints.
+    """Measure all usable peers and return the object that the verb prints.
 
     Args:
-        sizes: as of ``kvhearth bench local``.
+        sizes: sizes of ``kvhearth bench local``.
         pythons: the interpreter of each peer, or None.
-        note: gets a line for a person at each step.
-        hugepages: everyone uses 2 MiB pages if enough are free for all; otherwise nobody does.
+        note: receives a line for a person at each step.
+        hugepages: all sides use 2 MiB pages if enough are free for all; otherwise none does.
 
     Raises:
         KVHearthError: our side does not work.
@@ -130,7 +130,7 @@ def run(
 
 
 def hugepages_free() -> int:
-    """2 MiB pages that nobody has; 0 where the kernel has none of that size."""
+    """Count the unused 2 MiB pages; 0 where the kernel has none of that size."""
     path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     try:
         free, reserved = (
@@ -142,8 +142,8 @@ def hugepages_free() -> int:
 
 
 def _needed_bytes(sizes: Sizes) -> int:
-    """Arena and peer's memory; source and target of both and of the peer's plain copies; a fresh
-    client's pages.
+    """Return the bytes for the arena and the peer's memory; for source and target of both and of
+    the peer's plain copies; and for a fresh client's pages.
     """
     return 2 * sizes.memory_bytes + 7 * BATCH * PAGE_BYTES + _HUGE_SPARE * _HUGE_BYTES
 
@@ -202,7 +202,9 @@ def _copies(pair: Pair, adapter: Adapter, said: dict[str, Any], sizes: Sizes, hu
 
 
 def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
-    """Each measure of a batch, ours and the peer's in turns; who begins changes each round."""
+    """Run each measure of a batch, ours and the peer's in turns; the order alternates each
+    round.
+    """
     counts = dict.fromkeys(BATCHES, sizes.rounds + _WARM_ROUNDS)
     counts["first_touch"] = sizes.first_touches
     for number in steps(max(counts.values()), "batches of 128 x 2 MiB"):
@@ -220,7 +222,7 @@ def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> N
 
 
 def _ones(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
-    """Single blocks, in turns."""
+    """Run the measures of single blocks, in turns."""
     for number in steps(sizes.ones, "single blocks of 2 MiB"):
         for name in ONES:
             for samples, measure, known in sides[:: -1 if number % 2 else 1]:

@@ -1,1 +1,1 @@
-"""The SSD tier against its own drive: what ``kvhearth bench ssd`` measures."""
+"""``kvhearth bench ssd``: the SSD tier measured against its own drive."""

@@ -24,7 +24,9 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 _IDLE_S = 1.0
 _DRAIN_S = 30.0
 _PASSES = {"write": 4}
-"""Rounds in a turn, if not one: of a short turn of writes a tenth is its beginning and its end."""
+"""Rounds in a turn, if not one. In a short turn of writes, a tenth would be its beginning and its
+end.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,21 @@ class Turns:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """The block is a turn."""
+        """Time the block as a turn."""
         start, cpu = time.perf_counter(), time.process_time()
         yield
         took = Took(time.perf_counter() - start, time.process_time() - cpu)
         self.took.setdefault(name, []).append(took)
 
     def seconds(self, name: str) -> list[float]:
-        """Of each turn."""
+        """Return the seconds of each turn."""
         return [each.seconds for each in self.took[name]]
 
 
 class Course:
-    """The tier in ``folder`` against a raw file beside it; both are removed at the end."""
+    """Measures the tier in ``folder`` against raw requests to the same places. The tier's folder is
+    removed at the end.
+    """
 
     def __init__(self, folder: Path, sizes: Sizes, interface: str, result: Result) -> None:
         self._folder, self._sizes, self._result = folder, sizes, result
@@ -67,7 +71,7 @@ class Course:
         self._next_number = 0
 
     async def run(self) -> None:
-        """Everything; raises OSError if the drive or the tier fails."""
+        """Measure everything; raises OSError if the drive or the tier fails."""
         sizes, values = self._sizes, self._result.values
         values["pages"] = self._slots.pages
         raw = Raw(self._slots, sizes, self._interface)
@@ -101,9 +105,9 @@ class Course:
 
     async def _measure(self, raw: Raw, driven: Driven) -> None:
         mover, tier = Mover(driven, self._slots), driven.tier
-        # Filled once, so that rounds overwrite: what a drive gives for good.
+        # Fill once, so that rounds overwrite: this is a drive's sustained speed.
         await mover.store(self._fresh(self._sizes.tier_bytes))
-        # Nothing was loaded yet, so that room is made without carrying anything over.
+        # Nothing was loaded yet, so that making room carries no block over.
         stored, written = tier.counts["stored_bytes"], tier.counts["written_bytes"]
         for _ in steps(self._sizes.rounds, "writes"):
             await self._write(raw, mover)
@@ -129,8 +133,8 @@ class Course:
         return numbers
 
     def _aim(self, raw: Raw, mover: Mover, size: int) -> None:
-        """Let raw go where the tier's youngest blocks lie. The loop stands still in a raw turn, so
-        that they stay there.
+        """Direct raw requests to the places of the tier's youngest blocks. The loop is blocked
+        during a raw turn, so the blocks stay there.
         """
         end = self._next_number
         raw.use(mover.spots(range(max(0, end - size // BLOCK_BYTES), end)))
@@ -143,7 +147,7 @@ class Course:
         fresh = self._fresh(passes * self._sizes.round_bytes)
         with self._turns.timed("write"):
             await mover.store(fresh)
-        # Once more with the timer: 200 wakings a second cost as much as a third of the loop's work.
+        # Repeat with the timer: its 200 wakeups a second cost a third as much as the loop's work.
         self._last = self._fresh(self._sizes.round_bytes)
         async with self._ticker.running():
             await mover.store(self._last)

@@ -1,4 +1,6 @@
-"""A tier on an asyncio loop, driven as the daemon does it, and how long that loop stands still."""
+"""Drives a tier on an asyncio loop as the daemon does, and measures how long that loop is
+blocked.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,20 @@ _HOLD_S = 0.002
 _DEADLINE_S = 300.0
 _TICK_S = 0.005
 _RECENT = 64
-"""Of so many blocks that were stored last the oldest is read among stores."""
+"""How far behind the newest store the reads in the mixed phase lag, in blocks."""
 
 _T = TypeVar("_T")
 
 
 class Ticker:
-    """A timer that looks how late it is: what it waited for, everybody on the loop waits for."""
+    """A timer that measures its own lateness, which every task on the loop shares."""
 
     def __init__(self) -> None:
         self.late_s = 0.0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Looks while the block runs."""
+        """Measure during the block."""
         task = asyncio.create_task(self._run())
         try:
             yield
@@ -54,9 +56,9 @@ class Driven:
     """A tier and the task that takes its turns; use it as a context manager.
 
     Attributes:
-        call_s, call_cpu_s: the longest single call of the tier, and the one that took most of the
-            processor.
-        closely: look at the processor too; that clock costs as much as some calls.
+        call_s, call_cpu_s: wall time of the tier's longest call, and greatest processor time of a
+            call.
+        closely: also measure processor time; that clock costs as much as some calls.
     """
 
     def __init__(self, tier: SsdTier) -> None:
@@ -89,7 +91,7 @@ class Driven:
                 for each in self._timed(self.tier.poll):
                     if each.final:
                         waiting = self._out.pop(each.ticket)
-                        if not waiting.done():  # who waited was called off, as by Ctrl-C
+                        if not waiting.done():  # the waiter may be cancelled, as by Ctrl-C
                             waiting.set_result(each)
                         self._wake_one()
                 await asyncio.sleep(0)
@@ -104,8 +106,8 @@ class Driven:
                 return
 
     async def put_off(self, most_s: float) -> None:
-        """Wait until a batch has ended, but no longer than ``most_s``: as the daemon does where
-        the tier has no place for now.
+        """Wait until a batch has ended, at most ``most_s``, as the daemon does when the tier has no
+        place.
         """
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._put_off.append(waiting)
@@ -123,13 +125,13 @@ class Driven:
         return found
 
     async def settled(self) -> None:
-        """Until the log is read back."""
+        """Wait until the log is recovered."""
         async with asyncio.timeout(_DEADLINE_S):
             while self.tier.status.recovering:
                 await asyncio.sleep(_HOLD_S)
 
     async def _through(self, submit: Callable[[], int | Throttled]) -> Completion:
-        """A batch, offered until it is taken."""
+        """Submit a batch until it is accepted, and wait for its completion."""
         while isinstance(ticket := self._timed(submit), Throttled):
             await asyncio.sleep(max(_HOLD_S, ticket.retry_after_s))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -137,11 +139,11 @@ class Driven:
         return await future
 
     async def store_batch(self, batch: StoreBatch) -> Completion:
-        """Store, once."""
+        """Store a batch once."""
         return await self._through(lambda: self.tier.submit_store(batch))
 
     async def load_batch(self, batch: LoadBatch) -> Completion:
-        """Load, once."""
+        """Load a batch once."""
         return await self._through(lambda: self.tier.submit_load(batch))
 
 
@@ -158,7 +160,7 @@ class Mover:
         self._stored: deque[int] = deque(maxlen=_RECENT)
 
     async def store(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
-        """Store all, each until it is; what finds no place for now is offered again."""
+        """Store all blocks; those without a place are offered again."""
         left = _cut(numbers)
         async with asyncio.timeout(_DEADLINE_S):
             await asyncio.gather(*(self._store_some(left) for _ in range(batches)))
@@ -178,7 +180,7 @@ class Mover:
                     await self._driven.put_off(max(each.retry_after_s for each in told))
 
     async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
-        """Load all."""
+        """Load all blocks."""
         left = _cut(numbers)
         async with asyncio.timeout(_DEADLINE_S):
             await asyncio.gather(*(self._load_some(left, place) for place in range(batches)))
@@ -196,7 +198,7 @@ class Mover:
         return there
 
     def spots(self, numbers: Iterable[int]) -> list[Spot]:
-        """Where the tier has those blocks that are there."""
+        """Return the places of those blocks that the tier has."""
         names = list(numbers)
         found = self._driven.tier.status.places(FAMILY, keys_of(names))
         return [
@@ -204,12 +206,14 @@ class Mover:
         ]
 
     async def loads_among_stores(self, fresh: Iterable[int], count: int) -> list[float]:
-        """Seconds of each of so many loads of one block, while ``fresh`` ones are stored."""
+        """Return the seconds of each of ``count`` loads of one block, while ``fresh`` ones are
+        stored.
+        """
         stores = asyncio.create_task(self.store(fresh))
         times = []
         try:
             for _ in range(count):
-                number = self._stored[0]  # not so old that it is evicted meanwhile
+                number = self._stored[0]  # recent enough not to be evicted meanwhile
                 start = time.perf_counter()
                 await self._load(keys_of([number]), BATCHES_OUT)
                 times.append(time.perf_counter() - start)
@@ -220,7 +224,7 @@ class Mover:
         return times
 
     async def walk(self) -> int:
-        """Load everything that is stored, as a scrub does; how many blocks it was."""
+        """Load everything that is stored, as a scrub does; returns the number of blocks."""
         left = self._portions()
         found = (self._load_portions(left, place) for place in range(BATCHES_OUT))
         return sum(await asyncio.gather(*found))

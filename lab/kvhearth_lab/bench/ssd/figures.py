@@ -1,4 +1,4 @@
-"""The figures of ``kvhearth bench ssd``: what each is, and what it must reach. Pure."""
+"""Figures of ``kvhearth bench ssd`` and their targets. Pure."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ FIGURES = (
 
 @dataclass
 class Result:
-    """What a run brings, filled part by part; ``spread`` has least and greatest round."""
+    """Results of a run, filled part by part; ``spread`` has least and greatest round."""
 
     values: dict[str, Any] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
 
     def put(self, name: str, samples: Sequence[float], digits: int = 3) -> None:
-        """A median with its spread."""
+        """Record a median with its spread."""
         self.values[name] = round(p50(samples), digits)
         self.spread[name] = [round(min(samples), digits), round(max(samples), digits)]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that the verb prints."""
+        """Return the object that the verb prints."""
         return {**self.values, "spread": self.spread, "missed": missed(self.values)}
 
 
 def missed(values: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that do not reach their target."""
+    """Return the names of the figures that do not reach their target."""
     return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]

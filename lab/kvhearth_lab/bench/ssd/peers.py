@@ -29,7 +29,7 @@ _WARM_ROUNDS = 1
 def peers_part(
     folder: Path, sizes: Sizes, interface: str, given: Mapping[str, Path | None]
 ) -> dict[str, Any]:
-    """``peers`` by name, and why others were ``skipped``."""
+    """Return ``peers`` by name, and the reasons why others were ``skipped``."""
     usable, skipped = interpreters(given)
     found: dict[str, Any] = {}
     for name, python in usable.items():
@@ -43,11 +43,11 @@ def peers_part(
 
 
 def _beside(name: str, python: Path, folder: Path, sizes: Sizes, interface: str) -> dict[str, Any]:
-    """One peer's figures. Raises PeerFailed."""
+    """Return one peer's figures. Raises PeerFailed."""
     slots = Slots()
     raw = Raw(slots, sizes, interface)
     with contextlib.closing(raw), _adapter(name, python, folder) as adapter:
-        # Two of the peer's, two of the copies that its harness compares with.
+        # Two buffers of the peer, two of the plain copies that its harness compares with.
         huge = hugepages_free() >= 4 * SLOTS + _SPARE_PAGES
         said = adapter.prepare(
             part="files",
@@ -73,7 +73,7 @@ def _beside(name: str, python: Path, folder: Path, sizes: Sizes, interface: str)
 
 
 def _round(adapter: Adapter, measure: str, number: int, move: Any) -> tuple[float, float, float]:
-    """Seconds raw, of the peer, and its processor time."""
+    """Return the seconds of the raw requests and of the peer, and the peer's processor time."""
     start = time.perf_counter()
     move()
     raw = time.perf_counter() - start
@@ -83,7 +83,7 @@ def _round(adapter: Adapter, measure: str, number: int, move: Any) -> tuple[floa
 
 def _put(result: Result, kind: str, rounds: list[tuple[float, float, float]], sizes: Sizes) -> None:
     size = SLOTS * BLOCK_BYTES / GB
-    # Of as many bytes as the peer moves.
+    # Scale to as many bytes as the peer moves.
     raw = [each[0] * SLOTS * BLOCK_BYTES / sizes.round_bytes for each in rounds]
     seconds = [each[1] for each in rounds]
     result.put(f"raw_{kind}_gbs", [size / each for each in raw])

@@ -1,4 +1,4 @@
-"""A picture of a run of ``kvhearth bench ssd``, by matplotlib."""
+"""Plot of a run of ``kvhearth bench ssd``, by matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"raw": "tab:grey", "kvhearth": "tab:orange", "lmcache": "tab:blue", 
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: GB/s and processor time, raw, ours, and peers' if there are any.
+    """Write the plot: GB/s and processor time, raw, ours, and peers' if there are any.
 
     Raises:
         KVHearthError: ``config_invalid``: the file cannot be written.

@@ -1,6 +1,7 @@
-"""The drive's own ceiling: requests of 2 MiB through the same kernel interface as the tier's, with
-nothing around them, to where the tier's blocks lie: another file lies elsewhere on the drive, and
-that alone makes a difference of a third.
+"""The drive's own ceiling: bare 2 MiB requests through the tier's kernel interface.
+
+They go to the places of the tier's blocks: another file lies elsewhere on the drive, and that alone
+makes a difference of a third.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from kvhearth_server.tiers.ssd.disk.base import Op, Request
 from kvhearth_server.tiers.ssd.disk.probe import open_queue
 
 _Asked = tuple[Op, int]
-"""What to do, and with which of the spots."""
+"""Operation, and the index of its spot."""
 
 Spot = tuple[Path, int, int]
-"""A file, an offset in it, and the number of the block that lies there."""
+"""A file, an offset in it, and the number of the block there."""
 
 _WAIT_S = 1.0
 
 
 class Raw:
-    """Requests to ``spots``: what is written to one is what lies there already.
+    """Requests to ``spots``; a write repeats the bytes that are already there.
 
     Raises:
         OSError: the drive fails.
@@ -41,11 +42,11 @@ class Raw:
         self._queue = open_queue(interface, sizes.depth)
 
     def use(self, spots: Iterable[Spot]) -> None:
-        """Go to these from now on."""
+        """Use these spots from now on."""
         self._spots = [(self._open(path), offset, number) for path, offset, number in spots]
 
     def use_file(self, path: Path) -> None:
-        """Go to a file that is made here and written once; it is gone with its descriptor."""
+        """Use a new file, written once here; it is deleted when its descriptor is closed."""
         descriptor = self._open(path, os.O_CREAT)
         path.unlink()
         os.posix_fallocate(descriptor, 0, self._round * BLOCK_BYTES)
@@ -58,17 +59,17 @@ class Raw:
         return self._files[path]
 
     def write(self, passes: int = 1) -> None:
-        """So many rounds' bytes, at the full depth."""
+        """Write the bytes of ``passes`` rounds at the full depth."""
         count = len(self._spots)
         self._drive((Op.WRITE, index % count) for index in range(passes * self._round))
 
     def read(self) -> None:
-        """A round's bytes, at the full depth."""
+        """Read a round's bytes at the full depth."""
         count = len(self._spots)
         self._drive((Op.READ, index % count) for index in range(self._round))
 
     def mix(self) -> None:
-        """One half of a round read and the other written, in turns."""
+        """Read one half of a round and write the other, in turns."""
         half = len(self._spots) // 2
         pairs = (
             ((Op.READ, index % half), (Op.WRITE, half + index % half))
@@ -77,7 +78,9 @@ class Raw:
         self._drive(itertools.chain.from_iterable(pairs))
 
     def reads_among_writes(self, count: int) -> list[float]:
-        """Seconds of each of so many reads, one at a time, all other requests being writes."""
+        """Return the seconds of each of ``count`` reads, one at a time, while all other requests
+        are writes.
+        """
         times: list[float] = []
         half = len(self._spots) // 2
         writes = itertools.count()
@@ -101,7 +104,7 @@ class Raw:
         return times
 
     def _drive(self, asked: Iterable[_Asked], ended: Callable[[Op], None] | None = None) -> None:
-        """Keep the queue full until there is nothing more to ask for."""
+        """Keep the queue full until all requests are done."""
         queue, left = self._queue, iter(asked)
         out: dict[int, Op] = {}
         tags = itertools.count()
@@ -132,7 +135,7 @@ class Raw:
         return Request(op, descriptor, offset, ((where, BLOCK_BYTES),), tag)
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the queue and the files."""
         self._queue.close()
         for descriptor in self._files.values():
             os.close(descriptor)

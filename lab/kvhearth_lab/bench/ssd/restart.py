@@ -1,4 +1,6 @@
-"""What a restart takes: the tier's index from footers, and the arena's from its journal."""
+"""Cost of a restart: recovery of the tier's index from footers, and of the arena's from its
+journal.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ _PAGE_ROUND = 2 << 20
 
 
 async def recovery_part(folder: Path, sizes: Sizes, interface: str, result: Result) -> None:
-    """Fill a tier with small blocks, so that most of what is read back is footers; close it, and
-    open it again and again.
+    """Fill a tier with small blocks, so that recovery reads mostly footers; close it, and reopen it
+    repeatedly.
     """
     folder.mkdir()
     memory = np.frombuffer(mmap.mmap(-1, SMALL_BYTES), np.uint8)
@@ -88,7 +90,7 @@ async def _fill(settings: SsdSettings, memory: U8, count: int) -> None:
             names = np.arange(number * _BATCH, (number + 1) * _BATCH, dtype=np.uint64)
             keys = [hashlib.sha256(b"%d" % name).digest() for name in names.tolist()]
             batch = StoreBatch(_FAMILY, keys, places, sums, names, names)
-            # What found no place for now is offered again, with all others: those are there.
+            # Blocks without a place are offered again with all others, which the tier has already.
             while tier.status.blocks < (number + 1) * _BATCH:
                 await driven.store_batch(batch)
     tier.drain(_DRAIN_S)
@@ -96,7 +98,7 @@ async def _fill(settings: SsdSettings, memory: U8, count: int) -> None:
 
 
 def drop_caches(folder: Path) -> str:
-    """Have nothing of ``folder`` in the page cache; how."""
+    """Drop ``folder`` from the page cache; returns the method."""
     os.sync()
     try:
         _DROP_CACHES.write_text("3")
@@ -115,7 +117,7 @@ def drop_caches(folder: Path) -> str:
 
 
 def adoption_part(sizes: Sizes, result: Result) -> None:
-    """Read the journal of a full arena, and make the core's index of what it says."""
+    """Read the journal of a full arena, and build the core's index from it."""
     geometry = Geometry.of([("bench", sizes.slots * SMALL_BYTES)], _SLAB_BYTES, SMALL_BYTES)
     namespaces = Namespaces(8)
     number = namespaces.obtain("bench", contract(SMALL_BYTES)).number

@@ -1,4 +1,4 @@
-"""The whole run of ``kvhearth bench ssd``."""
+"""Runs all parts of ``kvhearth bench ssd``."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kvhearth_lab.harness.daemon import broken
 from kvhearth_server.tiers.ssd.disk.probe import choose
 
 _SWITCH_S = 0.0005
-"""As the daemon sets it."""
+"""Interpreter's switch interval, as the daemon sets it."""
 
 
 def run(
     folder: Path, sizes: Sizes, interface: str, peers: Mapping[str, Path | None]
 ) -> dict[str, Any]:
-    """Measure everything on the drive that ``folder`` is on; the object that the verb prints.
+    """Measure everything on the drive of ``folder`` and return the object that the verb prints.
 
     Args:
         interface: auto, io_uring, libaio or threads.
-        peers: interpreters of environments that have them, by name.
+        peers: interpreters of the peers' environments, by name.
 
     Raises:
         KVHearthError: ``config_invalid``: no room in ``folder``, or the interface does not work
@@ -67,7 +67,7 @@ async def _measure(own: Path, sizes: Sizes, interface: str, result: Result) -> N
 
 
 def machine() -> dict[str, Any]:
-    """Where this is."""
+    """Describe this machine."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),

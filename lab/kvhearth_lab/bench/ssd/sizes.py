@@ -1,4 +1,4 @@
-"""How much a run of ``kvhearth bench ssd`` measures, and what it takes of the drive."""
+"""Sizes of a run of ``kvhearth bench ssd``, and its need of room on the drive."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
 SLOTS = 160
-"""Blocks that are stored from, and as many that are loaded into."""
+"""Number of blocks that are stored from, and of blocks that are loaded into."""
 BATCH = 64
 BATCHES_OUT = 2
-"""So many batches are under way, and room is left for half of one: 128 MiB each and 256 MiB in all,
-as the daemon's portions are.
+"""Number of batches under way, with room left for half of one: 128 MiB each and 256 MiB in all, as
+the daemon's portions are.
 """
 SMALL_BYTES = PAGE_BYTES
-"""A block of the restarts: how long a block is makes no difference to a footer."""
+"""Size of a block in the restarts; the length of a block makes no difference to a footer."""
 _SPARE_BYTES = 256 * MIB
 
 
@@ -30,13 +30,13 @@ class Sizes:
 
     Attributes:
         tier_bytes, segment_bytes: capacity of the tier and size of its files.
-        round_bytes: written, read or both in each turn; also the size of the raw file.
+        round_bytes: bytes written, read or both in each turn; also the size of the raw file.
         rounds: turns of each kind.
-        depth: requests in the kernel at once, of the tier and raw.
+        depth: concurrent requests in the kernel, of the tier and raw.
         reads: single blocks that are read while the drive is full of writes.
-        small_blocks, small_segment_bytes: what is read back at a restart.
-        restarts: how often.
-        slots: of the arena whose journal is read.
+        small_blocks, small_segment_bytes: blocks recovered at a restart, and size of their files.
+        restarts: number of restarts.
+        slots: slots of the arena whose journal is read.
         peer_rounds: stores and loads of each peer.
     """
 
@@ -59,7 +59,7 @@ class Sizes:
 
     @property
     def needed_bytes(self) -> int:
-        """Most that is on the drive at once; peers store as much as the slots hold."""
+        """Upper bound on the bytes on the drive at once; peers store as much as the slots hold."""
         first = self.tier_bytes + SLOTS * BLOCK_BYTES
         return max(first, self.small_tier_bytes) + _SPARE_BYTES
 
@@ -80,7 +80,7 @@ QUICK = Sizes(
 
 
 def check_room(folder: Path, sizes: Sizes) -> None:
-    """Raise before anything is written.
+    """Check the folder before anything is written.
 
     Raises:
         KVHearthError: ``config_invalid``: no such folder, or too little room.

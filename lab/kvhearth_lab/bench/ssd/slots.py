@@ -1,4 +1,4 @@
-"""Slots as the arena has them, in huge pages if there are any: to store from, and to load into."""
+"""Slots as in the arena, in huge pages if there are any: half to store from, half to load into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILY = BlockSpec(bytes(32), 0, 1, BLOCK_BYTES)
 
 
 class Slots:
-    """Memory for blocks of 2 MiB; what is stored differs from slot to slot."""
+    """Memory for blocks of 2 MiB; the stored bytes differ from slot to slot."""
 
     def __init__(self) -> None:
         size, flags = 2 * SLOTS * BLOCK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -37,30 +37,30 @@ class Slots:
         self._sums: Records = np.frombuffer(b"".join(digests), "V16")
 
     def source(self, number: int) -> int:
-        """Address of what block ``number`` is stored from."""
+        """Return the address that block ``number`` is stored from."""
         return self.address + number % SLOTS * BLOCK_BYTES
 
     def target(self, number: int) -> int:
-        """Address of what it is loaded into."""
+        """Return the address that block ``number`` is loaded into."""
         return self.address + (SLOTS + number % SLOTS) * BLOCK_BYTES
 
     def store_batch(self, numbers: Iterable[int]) -> StoreBatch:
-        """Blocks by their numbers."""
+        """Return a batch that stores blocks by their numbers."""
         names = np.array(list(numbers), np.uint64)
         slots = (names % SLOTS).astype(np.int64)
         sums = self._sums[slots].reshape(-1, 1)
         return StoreBatch(FAMILY, keys_of(names.tolist()), _places(slots), sums, names, names)
 
     def load_batch(self, keys: list[bytes], place: int, *, use: bool = True) -> LoadBatch:
-        """A batch of any blocks, into its own place of ``SLOTS // BATCH``: two that are under way
-        must not have the same.
+        """Return a batch that loads any blocks into its own place of ``SLOTS // BATCH``: two
+        batches under way must not share one.
         """
         slots = SLOTS + place * BATCH + np.arange(len(keys))
         return LoadBatch(FAMILY, keys, _places(slots), is_use=use)
 
 
 def keys_of(numbers: Iterable[int]) -> list[bytes]:
-    """Keys of 32 bytes."""
+    """Return keys of 32 bytes."""
     return [b"bench-%026d" % number for number in numbers]
 
 

@@ -1,1 +1,1 @@
-"""``kvhearth bench stalls``: how long the daemon's loop stands still."""
+"""``kvhearth bench stalls``: how long the daemon's loop is blocked."""

@@ -1,4 +1,4 @@
-"""The figures of ``kvhearth bench stalls``, and what they must reach."""
+"""Figures of ``kvhearth bench stalls`` and their targets."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ PARTS = tuple(each.name for each in FIGURES[:6])
 
 
 def missed(values: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that do not reach their target."""
+    """Return the names of the figures that do not reach their target."""
     return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]

@@ -1,4 +1,4 @@
-"""The longest call of an event loop, and how late a timer of 1 ms fires on it.
+"""Measurement of an event loop's longest call, and of the lateness of a 1 ms timer on it.
 
 The loop's process writes both into a small shared file; the bench reads it from another process.
 """
@@ -23,7 +23,7 @@ _FORM = struct.Struct("<dd96s")
 
 @dataclass(frozen=True)
 class Longest:
-    """Extremes since they were last taken, in milliseconds, and the name of the longest call."""
+    """Maxima since the last ``take``, in milliseconds, and the name of the longest call."""
 
     call_cpu_ms: float
     timer_late_ms: float
@@ -34,26 +34,26 @@ class WatchFile:
     """The file that a watched process and the bench share."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``; the file is made if it is not there."""
+        """Open ``path``; create the file if it is missing."""
         with path.open("a+b") as file:
             file.truncate(_FORM.size)
             self._map = mmap.mmap(file.fileno(), _FORM.size)
 
     def take(self) -> Longest:
-        """Return what was written since the last call, and begin anew."""
+        """Return the maxima since the last call, and reset them."""
         call_s, late_s, name = _FORM.unpack(self._map[:])
         self._map[:] = bytes(_FORM.size)
         shown = name.rstrip(b"\0").decode(errors="replace")
         return Longest(round(call_s * 1e3, 3), round(late_s * 1e3, 3), shown)
 
     def note_call(self, seconds: float, name: Callable[[], str]) -> None:
-        """Keep the call if it is the longest."""
+        """Record the call if it is the longest."""
         longest, late, _ = _FORM.unpack(self._map[:])
         if seconds > longest:
             self._map[:] = _FORM.pack(seconds, late, name().encode()[:96])
 
     def note_late(self, seconds: float) -> None:
-        """Keep the timer's lateness if it is the greatest."""
+        """Record the timer's lateness if it is the greatest."""
         longest, late, name = _FORM.unpack(self._map[:])
         if seconds > late:
             self._map[:] = _FORM.pack(longest, seconds, name)
@@ -72,7 +72,7 @@ class LoopWatch:
         self._collections = 0
 
     def install(self) -> None:
-        """Put the clock around ``Handle._run``, through which asyncio runs every callback."""
+        """Wrap ``Handle._run``, through which asyncio runs every callback, in a clock."""
         run = asyncio.Handle._run
         note, clock = self._file.note_call, time.thread_time
 
@@ -105,13 +105,13 @@ class LoopWatch:
 
 
 def _coroutine_of(handle: asyncio.Handle) -> Any:
-    """The coroutine of the task whose step this is; None for a plain callback."""
+    """Return the coroutine of the task whose step this is; None for a plain callback."""
     owner = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return owner.get_coro() if isinstance(owner, asyncio.Task) else None
 
 
 def _name_of(found: Any) -> str:
-    """A name for people: the callback, or the task's coroutine that waits for no other one."""
+    """Return a name for people: the callback, or the task's innermost coroutine."""
     while isinstance(inner := getattr(found, "cr_await", None), CoroutineType):
         found = inner
     return str(getattr(found, "__qualname__", found))

@@ -1,4 +1,4 @@
-"""A picture of a run of ``kvhearth bench stalls``, by matplotlib."""
+"""Plot of a run of ``kvhearth bench stalls``, by matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvhearth_lab.bench.stalls.figures import CALL_MS_MAX, PARTS
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: the longest call and the timer's lateness of each part.
+    """Write the plot: the longest call and the timer's lateness of each part.
 
     Raises:
         KVHearthError: ``config_invalid``: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The whole run of ``kvhearth bench stalls``: real clients, and a real daemon that is watched."""
+"""Runs ``kvhearth bench stalls``: real clients, and a real daemon with a watched loop."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from kvhearth_lab.harness.daemon import ATTACH_S, DEADLINE_S, Served, broken, co
 
 WATCHED = "kvhearth_lab.bench.stalls.watched_daemon"
 _ASKED = 128
-"""Keys of a lookup, and the blocks of a reservation, of one of many clients."""
+"""Number of keys in a lookup and of blocks in a reservation, for each of many clients."""
 
 
 @dataclass
 class Course:
-    """What a run has found so far.
+    """Results of a run so far.
 
     Attributes:
-        module: whose main is the watched daemon.
-        longest: by figure; of several daemons the longest call and the greatest lateness.
-        book_errors: what each daemon's books had to say at its end, if anything.
+        module: module whose main is the watched daemon.
+        longest: by figure, the longest call and the greatest lateness over all daemons.
+        book_errors: books errors that the daemons reported at their end.
     """
 
     module: str
@@ -51,20 +51,20 @@ class Course:
 
     @contextlib.contextmanager
     def daemon(self, slabs: int) -> Iterator[Watched]:
-        """A daemon with an arena of so many slabs, its books counted at the end."""
+        """Run a daemon with an arena of ``slabs`` slabs; its books are checked at the end."""
         with tempfile.TemporaryDirectory(prefix="kvh-") as name:
             path = Path(name) / "watch"
             flags = ["--sessions-max", "1024", "--hugepages", "off", "--http", "off"]
             file = WatchFile(path)
             with served(*flags, start=(self.module, str(path), str(slabs))) as daemon:
                 daemon.ready()
-                file.take()  # nobody waits while a daemon starts
+                file.take()  # startup does not count: no client waits for it
                 yield Watched(self, daemon, file, slabs * SLAB_SLOTS)
                 file.take()
                 self.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
 
     def as_json(self) -> dict[str, Any]:
-        """The object that the verb prints."""
+        """Return the object that the verb prints."""
         values: dict[str, Any] = {name: self.longest[name].call_cpu_ms for name in PARTS}
         values["longest_call_cpu_ms"] = max(values.values())
         values["timer_late_max_ms"] = max(each.timer_late_ms for each in self.longest.values())
@@ -79,7 +79,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Watched:
-    """A daemon, the file that its loop's times go to, and its slots."""
+    """A daemon, the file with its loop's times, and its number of slots."""
 
     course: Course
     daemon: Served
@@ -87,7 +87,7 @@ class Watched:
     slots: int
 
     def take(self, figure: str) -> None:
-        """Count all that was since the last call for a figure."""
+        """Count the maxima since the last call for a figure."""
         found, before = self.file.take(), self.course.longest.get(figure)
         if before is not None:
             longer = max(found, before, key=lambda each: each.call_cpu_ms)
@@ -97,7 +97,7 @@ class Watched:
 
     @contextlib.contextmanager
     def engine(self, number: int = 0) -> Iterator[Engine]:
-        """A client with a namespace of its own by ``number``.
+        """Provide a client with its own namespace, chosen by ``number``.
 
         Raises:
             KVHearthError: it cannot attach.
@@ -121,8 +121,8 @@ class Engine:
     seed: bytes
 
     def store(self, first: int, end: int, *, reserved: int = RESERVED, good: bool = True) -> None:
-        """Reserve ``reserved`` blocks at once, and commit them in an engine's portions; their bytes
-        are zeros, and ``good`` says whether their checksums are those of zeros.
+        """Reserve ``reserved`` blocks at once, and commit them in an engine's portions. Their bytes
+        are zeros; ``good`` determines whether their checksums match.
         """
         sums = _sums(good=good)
         for start in range(first, end, reserved):
@@ -141,7 +141,7 @@ class Engine:
                     raise broken(f"a commit fell short: {answer.reason or 'known key'}")
 
     def look(self, first: int, count: int) -> int:
-        """Look up neighbours in a chain and release them; returns how many were there."""
+        """Look up neighbours in a chain and release them; returns the number of hits."""
         found = self.client.lookup({0: keys_of(self.seed, first, count)})
         if found.reason:
             raise broken(f"a lookup failed: {found.reason}")
@@ -151,11 +151,11 @@ class Engine:
 
 
 def run(sizes: Sizes, module: str = WATCHED) -> dict[str, Any]:
-    """Measure everything; the object that the verb prints.
+    """Measure everything and return the object that the verb prints.
 
     Args:
-        sizes: how much.
-        module: whose main is the watched daemon.
+        sizes: sizes of the run.
+        module: module whose main is the watched daemon.
 
     Raises:
         KVHearthError: a daemon, a client or a part of the run does not work, so that figures would
@@ -178,14 +178,16 @@ def run(sizes: Sizes, module: str = WATCHED) -> dict[str, Any]:
 
 
 def _growth(course: Course, sizes: Sizes) -> None:
-    """One engine fills an empty daemon."""
+    """Fill an empty daemon from one engine."""
     with course.daemon(_slabs(sizes.growth)) as watched, watched.engine() as engine:
         _fill(engine, sizes.growth, f"growth to {sizes.growth:,} blocks")
         watched.take("growth_ms")
 
 
 def _namespaces(course: Course, sizes: Sizes) -> None:
-    """Many namespaces fill the arena one after another; then the last engine stores on."""
+    """Fill the arena from many namespaces, one after another; then store more from another
+    engine.
+    """
     for count in sizes.namespaces:
         with course.daemon(sizes.full_slabs) as watched:
             each = -(-watched.slots // count)
@@ -198,11 +200,11 @@ def _namespaces(course: Course, sizes: Sizes) -> None:
 
 
 def _many(course: Course, sizes: Sizes) -> None:
-    """Bad blocks, a bump, and an operator's eviction in a daemon with many blocks."""
+    """Report bad blocks, bump the epoch, and evict as an operator, in a daemon with many blocks."""
     with course.daemon(_slabs(sizes.many + RESERVED + BAD)) as watched:
         with watched.engine() as engine:
             _fill(engine, sizes.many, f"{sizes.many:,} blocks")
-            watched.file.take()  # growth has a figure of its own
+            watched.file.take()  # growth has its own figure
             for _ in steps(1, "bad blocks"):
                 _bad_blocks(watched, engine, sizes.many)
                 watched.take("bad_blocks_ms")
@@ -233,12 +235,12 @@ def _bad_blocks(watched: Watched, engine: Engine, first: int) -> None:
 
 
 def _clients(course: Course, sizes: Sizes) -> None:
-    """Many engines store and look up at once in a full arena."""
+    """Store and look up from many engines at once in a full arena."""
     with course.daemon(sizes.full_slabs) as watched, contextlib.ExitStack() as undo:
         engines = [undo.enter_context(watched.engine(n)) for n in range(sizes.clients)]
         stop = threading.Event()
         pool = undo.enter_context(ThreadPoolExecutor(sizes.clients))
-        undo.callback(stop.set)  # before the pool is waited for
+        undo.callback(stop.set)  # runs before the wait for the pool
         works = [pool.submit(_work, engine, stop) for engine in engines]
         for _ in steps(10, f"{sizes.clients} clients"):
             time.sleep(sizes.clients_s / 10)
@@ -250,7 +252,7 @@ def _clients(course: Course, sizes: Sizes) -> None:
 
 
 def _work(engine: Engine, stop: threading.Event) -> int:
-    """Store and look up until told to stop; returns how many blocks were stored."""
+    """Store and look up until stopped; returns the number of blocks stored."""
     first = 0
     while not stop.is_set():
         engine.store(first, first + _ASKED, reserved=_ASKED)

@@ -1,17 +1,17 @@
-"""How much a run of ``kvhearth bench stalls`` measures."""
+"""Sizes of a run of ``kvhearth bench stalls``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SLOT_BYTES = 64
-"""The loop does not care how long blocks are, and five million of these take 0.3 GB."""
+"""Size of a slot. The loop's work does not depend on it, and five million slots take 0.3 GB."""
 SLAB_BYTES = 2 << 20
 SLAB_SLOTS = SLAB_BYTES // SLOT_BYTES
 RESERVED = 2048
-"""Blocks of a reservation: a prompt of 32,768 tokens."""
+"""Number of blocks in a reservation: a prompt of 32,768 tokens."""
 COMMITTED = 512
-"""Blocks of a commit: an engine's step of 8,192 tokens."""
+"""Number of blocks in a commit: an engine's step of 8,192 tokens."""
 BAD = 1024
 
 
@@ -20,12 +20,12 @@ class Sizes:
     """Counts and seconds of one run.
 
     Attributes:
-        growth: blocks that are committed into an empty daemon.
-        namespaces: how many of them fill the arena, run by run.
-        full_slabs: of the arena that they fill.
+        growth: blocks committed into an empty daemon.
+        namespaces: number of namespaces that fill the arena, run by run.
+        full_slabs: slabs of the arena that they fill.
         rounds: reservations of ``RESERVED`` blocks from a full arena, each followed by its commits.
         many: blocks of the namespace that is bumped and evicted.
-        clients, clients_s: how many engines work at once, and for how long.
+        clients, clients_s: number of engines that work at once, and their duration.
     """
 
     growth: int

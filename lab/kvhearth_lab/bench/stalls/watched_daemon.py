@@ -1,7 +1,7 @@
-"""A daemon whose loop is watched: ``python -m kvhearth_lab.bench.stalls.watched_daemon``.
+"""A daemon with a watched loop: ``python -m kvhearth_lab.bench.stalls.watched_daemon``.
 
-It is the real daemon, but its slots are smaller than a page, so that millions of them fit into
-this machine's memory.
+It is the real daemon, except that its slots are smaller than a page, so that millions of them fit
+into this machine's memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main(watch: str, slabs: str, *flags: str) -> int:
     """Serve until SIGTERM.
 
     Args:
-        watch: the file that the loop's times go to.
-        slabs: the size of the arena.
-        flags: of ``kvhearth serve``, each followed by its value.
+        watch: file for the loop's times.
+        slabs: size of the arena.
+        flags: flags of ``kvhearth serve``, each followed by its value.
     """
     names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
     settings = load_settings(dict(zip(names, flags[1::2], strict=True)))
@@ -33,7 +33,7 @@ def main(watch: str, slabs: str, *flags: str) -> int:
     tenant = settings.effective_tenants(os.getuid())[0].name
     geometry = Geometry.of([(tenant, int(slabs) * SLAB_BYTES)], SLAB_BYTES, SLOT_BYTES)
     LoopWatch(WatchFile(Path(watch))).install()
-    # After the settings and the watch, as the command does it: this loads gRPC.
+    # Imported after the settings and the watch, as in the command: this loads gRPC.
     from kvhearth_server import daemon
 
     return daemon.run(settings, ArenaPlan(geometry, None, HugepagePolicy.OFF))

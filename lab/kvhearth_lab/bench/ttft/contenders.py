@@ -1,4 +1,4 @@
-"""Who is measured: an engine alone, one on our daemon, one on LMCache's."""
+"""Sides of the measurement: an engine alone, one on KVHearth's daemon, one on LMCache's."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _IDLE_S = 20.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What all engines of a run have in common.
+    """Settings shared by all engines of a run.
 
     Attributes:
-        python: of the engines' environment.
-        model: a folder.
-        threads: each engine computes with.
-        folder: for logs and sockets; a short path.
-        sizes: of the run.
+        python: interpreter of the engines' environment.
+        model: folder of the model.
+        threads: compute threads of each engine.
+        folder: folder for logs and sockets; a short path.
+        sizes: sizes of the run.
     """
 
     python: Path
@@ -52,19 +52,19 @@ class Setup:
     sizes: Sizes
 
     def launch(self, **over: Any) -> Launch:
-        """How an engine is started, with other values of ``Launch`` in ``over``."""
+        """Return the launch of an engine; ``over`` replaces fields of ``Launch``."""
         shared = Launch(self.python, self.model, self.sizes.dtype, self.threads)
         return replace(shared, **over)
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """What a run needs of a side's daemon.
+    """Operations that a run needs of a side's daemon.
 
     Attributes:
-        cpu_s: its processor seconds.
-        wait_ready: waits until the engine is known to it.
-        wait_quiet: waits until it is done with what it was given.
+        cpu_s: returns its processor seconds.
+        wait_ready: waits until the engine is attached to it.
+        wait_quiet: waits until it has finished its work.
     """
 
     cpu_s: Callable[[], float] = lambda: 0.0
@@ -73,13 +73,13 @@ class Daemon:
 
 
 class Side:
-    """An engine that can be started again, and the daemon that it uses, if any.
+    """A restartable engine, and the daemon that it uses, if any.
 
     Args:
-        name: of the side.
-        setup: of the run.
-        launch: how its engine is started.
-        daemon: the engine's.
+        name: name of the side.
+        setup: settings of the run.
+        launch: launch of its engine.
+        daemon: the engine's daemon.
     """
 
     def __init__(self, name: str, setup: Setup, launch: Launch, daemon: Daemon | None) -> None:
@@ -94,13 +94,13 @@ class Side:
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs."""
+        """The running engine."""
         if self._engine is None:
             raise EngineFailed("the engine was not started")
         return self._engine
 
     def launch(self) -> None:
-        """Start an engine; ``wait_up`` waits for it."""
+        """Start an engine without waiting; ``wait_up`` waits for it."""
         self._starts += 1
         log_path = self._setup.folder / f"{self.name}-{self._starts}.log"
         self._engine = Engine(self._launch, log_path)
@@ -109,7 +109,7 @@ class Side:
         """Wait until the engine answers and its daemon knows it.
 
         Raises:
-            EngineFailed: that does not come.
+            EngineFailed: it does not come up.
         """
         self.engine.wait_up()
         self._daemon.wait_ready()
@@ -121,18 +121,18 @@ class Side:
             self._engine = None
 
     def complete(self, prompt: Sequence[int]) -> Answer:
-        """An answer, and then quiet.
+        """Return an answer after engine and daemon have become idle.
 
         Raises:
-            EngineFailed: there is none.
+            EngineFailed: there is no answer.
         """
         answer = self.engine.complete(prompt, self._setup.sizes.output_tokens)
         self.settle()
         return answer
 
     def settle(self) -> None:
-        """Wait until engine and daemon do nothing any more, so that whoever is measured next has
-        the machine to itself. What never gets quiet is counted.
+        """Wait until engine and daemon are idle, so that the next side has the machine to itself.
+        Waits that time out are counted.
         """
         end = time.monotonic() + _IDLE_S
         while time.monotonic() < end:
@@ -145,23 +145,23 @@ class Side:
         self._daemon.wait_quiet()
 
     def cpu_s(self) -> tuple[float, float]:
-        """Processor seconds of the engine and of the daemon."""
+        """Return the processor seconds of the engine and of the daemon."""
         return self.engine.family.cpu_s(), self._daemon.cpu_s()
 
 
 def served_tokens(prompt_tokens: int) -> int:
-    """Tokens in the whole blocks of a prompt: what a cache may serve."""
+    """Return the tokens in the whole blocks of a prompt, which a cache may serve."""
     return (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def alone(setup: Setup) -> Side:
-    """An engine without a connector."""
+    """Return an engine without a connector."""
     return Side(ALONE, setup, setup.launch(), None)
 
 
 @contextlib.contextmanager
 def ours(setup: Setup) -> Iterator[Side]:
-    """A daemon of ours, and an engine with the flag of the README."""
+    """Provide a daemon of ours, and an engine with the flag of the README."""
     folder = setup.folder / "ours"
     folder.mkdir()
     daemon = Served(folder, "--memory", str(setup.sizes.memory_bytes), "--http", "off")
@@ -196,11 +196,11 @@ def _wait_quiet(daemon: Served) -> None:
 
 @contextlib.contextmanager
 def lmcache(setup: Setup, python: Path) -> Iterator[Side]:
-    """LMCache's daemon, and an engine whose workers do the transfers; a chunk is a block.
+    """Provide LMCache's daemon, and an engine whose workers do the transfers; a chunk is a block.
 
     Args:
-        setup: of the run.
-        python: of an environment with vLLM and LMCache.
+        setup: settings of the run.
+        python: interpreter of an environment with vLLM and LMCache.
 
     Raises:
         EngineFailed: the daemon does not come up.

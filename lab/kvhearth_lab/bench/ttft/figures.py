@@ -1,4 +1,4 @@
-"""How samples of ``kvhearth bench ttft`` become figures, and what those must reach. Pure."""
+"""Figures of ``kvhearth bench ttft``: their targets, and their computation from samples. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from kvhearth_lab.bench.local.figures import Figure, p50
 
 COLD, OWN, WARM, RESTART = "cold", "engine_warm", "warm", "restart"
 STATES = (COLD, OWN, WARM, RESTART)
-"""Computed; in the engine's own memory; from the daemon, the engine's own memory empty; from the
-daemon after a restart of the engine, which has answered two short prompts since."""
+"""States of a prompt: computed; in the engine's own memory; from the daemon, with the engine's own
+memory empty; from the daemon after a restart of the engine, which has answered two short prompts
+since.
+"""
 ALONE, OURS, LMCACHE = "none", "kvhearth", "lmcache"
 ZERO_HIT = "zero_hit_overhead"
 _RESAMPLES = 2000
@@ -24,12 +26,12 @@ class Sample:
     """One request for one prompt.
 
     Attributes:
-        side, state: whose, and what the caches had.
-        label, number: which prompt: of which length, and of which round.
+        side, state: the engine asked, and the state of the caches.
+        label, number: the prompt, by its length and its round.
         ttft_s: time to the first token.
-        tokens: of the answer.
+        tokens: tokens of the answer.
         cached: prompt tokens that were not computed.
-        expected: how many of them that should be.
+        expected: number of prompt tokens that should be cached.
     """
 
     side: str
@@ -47,10 +49,10 @@ class Cost:
     """One run of the zero-hit part; a side has two of the same number.
 
     Attributes:
-        side: whose.
+        side: the engine measured.
         start, number: before or after the restarts, and which block of runs.
         engine_s, daemon_s: processor seconds until both were idle again.
-        tokens: of its prompts and answers.
+        tokens: tokens of its prompts and answers.
     """
 
     side: str
@@ -62,7 +64,7 @@ class Cost:
 
 
 def figure_list(labels: Iterable[str]) -> tuple[Figure, ...]:
-    """Rows of the table. Only 4k has targets: shorter prompts are cheap to compute."""
+    """Return the rows of the table. Only 4k has targets: shorter prompts are cheap to compute."""
     rows: list[Figure] = []
     for label in labels:
         aim = label == "4k"
@@ -99,8 +101,8 @@ class Report:
     """Figures with their spread, from samples and costs.
 
     Args:
-        labels: of the lengths.
-        samples, costs: what was measured.
+        labels: labels of the lengths.
+        samples, costs: measurements.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Report:
         self._spread: dict[str, list[float]] = {}
 
     def as_json(self) -> dict[str, Any]:
-        """The object that the verb prints, less what it says of the machine."""
+        """Return the object that the verb prints, without the description of the machine."""
         for label in self._labels:
             self._of_length(label)
         self._zero_hit(OURS, "")
@@ -167,7 +169,7 @@ class Report:
             ]
 
     def _by_side(self) -> dict[str, Any]:
-        """Medians in seconds, by side, state and length."""
+        """Return median, minimum and maximum in seconds, by side, state and length."""
         made: dict[str, Any] = {}
         for side in dict.fromkeys(each.side for each in self._samples):
             for state in STATES:
@@ -179,7 +181,7 @@ class Report:
         return made
 
     def _times(self, side: str, state: str, label: str) -> dict[int, float]:
-        """By prompt; of what was repeated, the median."""
+        """Return the seconds by prompt; the median of repeated requests."""
         found: dict[int, list[float]] = {}
         for each in self._samples:
             if (each.side, each.state, each.label) == (side, state, label):
@@ -193,13 +195,13 @@ class Report:
 
 
 def by_prompt(over: Mapping[int, float], under: Mapping[int, float]) -> list[float]:
-    """Ratios of what both have."""
+    """Return the ratios for prompts that both have."""
     return [time / under[number] for number, time in over.items() if number in under]
 
 
 def overheads(costs: Sequence[Cost], side: str, *, with_daemon: bool) -> list[float]:
-    """For each block of runs the side's processor time per token against the engine alone's, less
-    1.
+    """Return, for each block of runs, the side's processor time per token divided by that of the
+    engine alone, minus 1.
     """
     found: dict[str, dict[tuple[int, int], tuple[float, int]]] = {}
     for each in costs:
@@ -216,7 +218,7 @@ def overheads(costs: Sequence[Cost], side: str, *, with_daemon: bool) -> list[fl
 
 
 def interval(samples: Sequence[float]) -> list[float]:
-    """Where the median lies with 95 % of resamples; the same for the same samples."""
+    """Return the 95 % interval of the median by resampling; deterministic for the same samples."""
     source = random.Random(len(samples))
     medians = sorted(p50(source.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
     cut = int(_TAIL * _RESAMPLES)
@@ -224,7 +226,7 @@ def interval(samples: Sequence[float]) -> list[float]:
 
 
 def differences(samples: Sequence[Sample]) -> list[str]:
-    """Which answers are not what the engine alone computes for the same prompt."""
+    """Return the answers that differ from those of the engine alone for the same prompt."""
     expected = {
         (each.label, each.number): each.tokens
         for each in samples
@@ -238,7 +240,7 @@ def differences(samples: Sequence[Sample]) -> list[str]:
 
 
 def not_served(samples: Iterable[Sample]) -> list[str]:
-    """Requests whose caches had another number of tokens than they should; they stay among the
+    """Return requests with another number of cached tokens than expected; they stay among the
     samples.
     """
     return [
@@ -249,6 +251,6 @@ def not_served(samples: Iterable[Sample]) -> list[str]:
 
 
 def missed(values: Mapping[str, Any], rows: Iterable[Figure]) -> list[str]:
-    """Names of the figures that do not reach their target."""
+    """Return the names of the figures that do not reach their target."""
     names = [each.name for each in rows if each.good(values.get(each.name)) is False]
     return names if values.get("identical_tokens") else [*names, "identical_tokens"]

@@ -1,4 +1,4 @@
-"""A picture of a run of ``kvhearth bench ttft``, by matplotlib."""
+"""Plot of a run of ``kvhearth bench ttft``, by matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ZERO_HIT = "zero_hit_overhead"
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: TTFT by prompt length, and the overhead where there is no hit.
+    """Write the plot: TTFT by prompt length, and the overhead without a hit.
 
     Raises:
         KVHearthError: ``config_invalid``: the file cannot be written.

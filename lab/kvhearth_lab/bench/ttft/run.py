@@ -1,4 +1,4 @@
-"""The whole course of ``kvhearth bench ttft``."""
+"""Runs all parts of ``kvhearth bench ttft``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvhearth_lab.bench.ttft.vllm_server import EngineFailed
 from kvhearth_lab.harness.daemon import broken
 
 ENGINE_BYTES = 5 << 29
-"""About what one takes of memory that nobody else has."""
+"""Approximate private memory of one engine."""
 _PROOFS = 3
 _BYTE_VALUES = 256
 
@@ -44,13 +44,13 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Given:
-    """What the operator names.
+    """Paths and settings that the operator gives.
 
     Attributes:
-        engine_python: of an environment with vLLM and kvhearth.
-        models: the folder that the model is in.
-        lmcache_python: of an environment with vLLM and LMCache, or None.
-        threads: that each engine computes with.
+        engine_python: interpreter of an environment with vLLM and kvhearth.
+        models: folder that contains the model.
+        lmcache_python: interpreter of an environment with vLLM and LMCache, or None.
+        threads: compute threads of each engine.
     """
 
     engine_python: Path
@@ -60,10 +60,10 @@ class Given:
 
 
 def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
-    """Measure all sides; the object that the verb prints.
+    """Measure all sides and return the object that the verb prints.
 
     Raises:
-        KVHearthError: an engine alone or on our daemon does not work.
+        KVHearthError: the engine alone or on our daemon does not work.
     """
     start = time.monotonic()
     found: dict[str, Any] = {
@@ -95,7 +95,7 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
         course = Course(sizes, note)
         try:
             course.begin(setup, given, stack)
-            course.zero_hit(0)  # first: it may evict
+            course.zero_hit(0)  # first, because it may evict
             course.rounds()
             for number in range(sizes.restarts):
                 course.restart()
@@ -113,11 +113,11 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
 
 
 class Course:
-    """The parts of a run, and what they bring.
+    """The parts of a run, and their results.
 
     Args:
-        sizes: of the run.
-        note: gets a line for a person at each part.
+        sizes: sizes of the run.
+        note: receives a line for a person at each part.
     """
 
     def __init__(self, sizes: Sizes, note: Note) -> None:
@@ -130,10 +130,10 @@ class Course:
         self._note = note
 
     def begin(self, setup: Setup, given: Given, stack: contextlib.ExitStack) -> None:
-        """Start all engines and see that the caches serve.
+        """Start all engines and check that the caches serve.
 
         Raises:
-            EngineFailed: one that must work does not.
+            EngineFailed: a required one does not work.
         """
         if free_bytes() < 2 * ENGINE_BYTES + self._sizes.memory_bytes:
             self._note("there is little free memory: two engines may not fit")
@@ -151,7 +151,7 @@ class Course:
         self._start(self._prove)
 
     def rounds(self) -> None:
-        """Each prompt cold, from the engine's own memory and from the daemon; side by side."""
+        """Send each prompt cold, from the engine's own memory and from the daemon; side by side."""
         sizes = self._sizes
         self._note(f"TTFT: {sizes.rounds} prompts of {', '.join(sizes.lengths)} tokens")
         for number in steps(sizes.rounds, "cold and warm"):
@@ -172,8 +172,8 @@ class Course:
             self._sample(side, WARM, label, number, prompt)
 
     def restart(self) -> None:
-        """New engines on the same daemons, each asked for two short prompts that are of no use to
-        what follows, as a readiness probe would.
+        """Restart the engines on the same daemons. Each answers two short prompts that do not help
+        later ones, as for a readiness probe.
         """
         self._note("the engines are restarted")
         for side in list(self.sides.values()):
@@ -182,7 +182,7 @@ class Course:
         self._start(self._probe)
 
     def after_restart(self, restart: int) -> None:
-        """All prompts once more, on engines that have seen none of them. Another prompt is first
+        """Send all prompts again, on engines that have seen none of them. The first prompt changes
         each time.
         """
         sizes = self._sizes
@@ -196,11 +196,11 @@ class Course:
                             self._sample(side, RESTART, label, number, prompt)
 
     def zero_hit(self, start: int) -> None:
-        """Prompts that nobody has seen, side by side: what they cost, stores included."""
+        """Measure the cost of new prompts, side by side, stores included."""
         sizes = self._sizes
         self._note(f"zero-hit overhead: {2 * sizes.pairs} prompts of {sizes.pair_tokens} tokens")
         for side in list(self.sides.values()):
-            with self._attempt(side):  # memory that a prompt of this length needs is there then
+            with self._attempt(side):  # allocates the memory that a prompt of this length needs
                 side.complete(_prompt(f"zero {start}", sizes.pair_tokens))
         for number in steps(sizes.pairs, "zero-hit overhead"):
             there = self._turns(number)
@@ -226,8 +226,8 @@ class Course:
         stack.callback(side.stop)
 
     def first_requests(self) -> dict[str, list[float]]:
-        """By side: seconds to the first token of the first and of the second short prompt after a
-        restart; their difference is the engine's own cold start.
+        """Return, by side, the seconds to the first token of the first and of the second short
+        prompt after a restart; their difference is the engine's own cold start.
         """
         return {
             name: [round(p50(times), 4) for times in zip(*pairs, strict=True)]
@@ -246,7 +246,7 @@ class Course:
                 self._note(f"{side.name}: up")
 
     def _prove(self, side: Side) -> None:
-        """Warm all paths up, and see that the daemon's hits are served."""
+        """Warm all paths up, and check that the daemon's hits are served."""
         length = self._sizes.lengths[LONGEST]
         seed = f"proof {side.name} {time.monotonic()}"
         for attempt in range(_PROOFS):
@@ -274,14 +274,14 @@ class Course:
         self.samples.append(Sample(side.name, state, label, number, *found))
 
     def _turns(self, number: int) -> list[Side]:
-        """Another side begins each time."""
+        """Return the sides, beginning with another one each time."""
         sides = list(self.sides.values())
         first = number % len(sides)
         return sides[first:] + sides[:first]
 
     @contextlib.contextmanager
     def _attempt(self, side: Side) -> Iterator[None]:
-        """A peer that fails is left out from here on; we and the engine alone must work."""
+        """Leave out a peer that fails from here on; our engine and the engine alone must work."""
         try:
             yield
         except EngineFailed as failed:
@@ -298,7 +298,7 @@ class Course:
 
 
 def free_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the memory available without swapping."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return int(found["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""How much a run of ``kvhearth bench ttft`` measures."""
+"""Sizes of a run of ``kvhearth bench ttft``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 BLOCK_TOKENS = 128
 PROBE_TOKENS = 64
-"""Less than a block: what a readiness probe asks for leaves nothing in a cache."""
+"""Prompt of a readiness probe: less than a block, so that it leaves nothing in a cache."""
 TAIL_TOKENS = 32
-"""Of a prompt behind its whole blocks: computed by everyone, also warm."""
+"""Tokens of a prompt after its whole blocks; every side computes them, even when warm."""
 MODEL = "mid"
 KV_BYTES_PER_TOKEN = {"float32": 16 << 10, "bfloat16": 8 << 10}
 LONGEST = "4k"
 
 
 def prompt_tokens(label: str) -> int:
-    """Tokens of a prompt that the table calls ``1k``, ``2k``, ..."""
+    """Return the tokens of a prompt that the table calls ``1k``, ``2k``, ..."""
     return int(label.removesuffix("k")) * 1024 + TAIL_TOKENS
 
 
@@ -27,14 +27,14 @@ class Sizes:
     Attributes:
         lengths: prompt tokens by label; ``4k`` is among them.
         rounds: prompts of each length.
-        repeats: of what is warm, for each prompt.
-        restarts: of the engines; each prompt is asked for once after each.
+        repeats: warm requests for each prompt.
+        restarts: restarts of the engines; each prompt is sent once after each.
         pairs: blocks of the zero-hit part, before and after the restarts each. All sides run twice
-            in a block, there and back, so that a drift of the machine hits all alike.
-        pair_tokens: of a run's prompt. vLLM's worker spins for a second behind its last step, so
-            that a run of a short prompt would measure that.
-        output_tokens: of each answer.
-        dtype: of weights and KV.
+            in a block, in both orders, so that a drift of the machine hits all alike.
+        pair_tokens: tokens of a run's prompt. vLLM's worker spins for a second after its last step,
+            which would dominate the run of a short prompt.
+        output_tokens: tokens of each answer.
+        dtype: dtype of weights and KV.
     """
 
     lengths: Mapping[str, int]
@@ -48,8 +48,8 @@ class Sizes:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a daemon: all prompts that are asked for again, twice. Those of the zero-hit part may
-        be evicted.
+        """Memory of a daemon: room for all repeated prompts, twice. Prompts of the zero-hit part
+        may be evicted.
         """
         prompts = self.rounds * sum(self.lengths.values())
         proof = 4 * self.lengths[LONGEST]
@@ -57,10 +57,10 @@ class Sizes:
 
 
 def sizes_of(*, quick: bool, dtype: str) -> Sizes:
-    """The sizes of a run.
+    """Return the sizes of a run.
 
     Args:
-        quick: a smoke test.
+        quick: True for a smoke test.
         dtype: a key of ``KV_BYTES_PER_TOKEN``.
     """
     labels = (LONGEST,) if quick else ("1k", "2k", LONGEST)

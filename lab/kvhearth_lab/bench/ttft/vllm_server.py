@@ -1,4 +1,4 @@
-"""One ``vllm serve``, and the questions that are put to it."""
+"""A ``vllm serve`` process, and HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvhearth_server.config.load import ENV_PREFIX
 _END_S = 30.0
 _KILL_S = 15.0
 _SESSION_FIELD = 3
-"""Of /proc/PID/stat, counted from behind the name."""
+"""Index of the session in /proc/PID/stat, counted after the name."""
 
 
 def parse_session(stat: str) -> int | None:
-    """The session of ``/proc/PID/stat``, None for a process that has ended and only waits to be
-    reaped. A process may have any name, brackets included.
+    """Return the session from ``/proc/PID/stat``; None for a process that has ended and only waits
+    to be reaped. A process may have any name, brackets included.
     """
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[_SESSION_FIELD])
 
 
 def session_pids(session: int) -> list[int]:
-    """All processes of a session that live."""
+    """Return all live processes of a session."""
     found = []
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
@@ -45,7 +45,7 @@ def session_pids(session: int) -> list[int]:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Processor time of all threads that live."""
+    """Return the processor time of all live threads."""
     nanoseconds = 0
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -56,10 +56,10 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 class BlockSpec:
-    """A process in a session of its own, so that all of it is found and ended.
+    """A process in a session of its own, so that all its descendants are found and ended.
 
     Args:
-        log_path: for its output.
+        log_path: file for its output.
         command, environment: as for Popen.
     """
 
@@ -83,15 +83,15 @@ class BlockSpec:
         return self._process.poll()
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads that live."""
+        """Return the processor time of all its live threads."""
         return cpu_s(session_pids(self._process.pid))
 
     def said(self) -> str:
-        """Its output."""
+        """Return its output."""
         return self._log_path.read_text(errors="replace")
 
     def end(self) -> None:
-        """Stop it; kill what is left after a while."""
+        """Stop it; kill remaining processes after a while."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,11 +110,11 @@ _SHOWN_CHARS = 200
 
 
 class EngineFailed(Exception):
-    """An engine or a peer's daemon cannot be measured; the text says why, in one line."""
+    """An engine or a peer's daemon cannot be measured; the text gives the reason in one line."""
 
 
 class EventStream:
-    """Cuts bytes, as they come from a socket, into events."""
+    """Splits bytes from a socket into events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -122,7 +122,7 @@ class EventStream:
         self._held_bytes = 0
 
     def feed(self, part: bytes) -> Iterator[str]:
-        """The data of each event that ``part`` completes.
+        """Yield the data of each event that ``part`` completes.
 
         Raises:
             EngineFailed: an event has more than 1 MiB, or is no UTF-8.
@@ -149,7 +149,7 @@ class Answer:
     """A completion.
 
     Attributes:
-        ttft_s: from the request to the first token.
+        ttft_s: time from the request to the first token.
         tokens: ids of all tokens.
         cached: prompt tokens that the engine did not compute.
     """
@@ -163,7 +163,7 @@ class Completion:
     """Gathers the events of one streamed completion.
 
     Args:
-        started: when the request was sent, seconds of any clock.
+        started: time at which the request was sent, seconds of any clock.
     """
 
     def __init__(self, started: float) -> None:
@@ -174,10 +174,10 @@ class Completion:
         self.done = False
 
     def take(self, data: str, now: float) -> None:
-        """One event that came at ``now``.
+        """Add one event that arrived at ``now``.
 
         Raises:
-            EngineFailed: it is none of a completion's.
+            EngineFailed: it is no event of a completion.
         """
         if data == _DONE:
             self.done = True
@@ -196,10 +196,10 @@ class Completion:
             self._cached = int(details.get("cached_tokens") or 0)
 
     def answer(self, tokens: int) -> Answer:
-        """The whole, after its end.
+        """Return the whole completion after its end.
 
         Raises:
-            EngineFailed: it is not whole; ``tokens`` were asked for.
+            EngineFailed: it is incomplete; ``tokens`` were requested.
         """
         if self._ttft_s is None or len(self._tokens) != tokens or not self.done:
             raise EngineFailed(f"the engine sent {len(self._tokens)} tokens instead of {tokens}")
@@ -256,8 +256,8 @@ SWITCHES = (
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Variables of every engine. vLLM leaves a core free by itself, and another one with a
-    connector: all get the same number of threads, and no thread is tied to a core.
+    """Return the variables of every engine. vLLM leaves a core free by itself, and another one with
+    a connector; here all get the same number of threads, and no thread is pinned to a core.
     """
     dropped = ("PYTHONPATH", "PYTHONHASHSEED")
     kept = {
@@ -279,7 +279,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at the moment."""
+    """Return a port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         return int(door.getsockname()[1])
@@ -287,15 +287,15 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started.
+    """Command line of an engine.
 
     Attributes:
-        python: of its environment.
-        model: a folder.
-        dtype: of the weights and of the KV.
-        threads: it computes with.
-        transfer: its ``--kv-transfer-config``, None for none.
-        switches: more flags without a value.
+        python: interpreter of its environment.
+        model: folder of the model.
+        dtype: dtype of weights and KV.
+        threads: compute threads.
+        transfer: its ``--kv-transfer-config``, or None.
+        switches: additional flags without a value.
     """
 
     python: Path
@@ -306,7 +306,7 @@ class Launch:
     switches: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
-        """The words of its command line."""
+        """Return the words of its command line."""
         words = [str(self.python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
         words += ["--host", "127.0.0.1", "--port", str(port)]
         words += ["--served-model-name", _NAME, "--dtype", self.dtype]
@@ -319,11 +319,11 @@ class Launch:
 
 
 class Engine:
-    """A server that was started; ``wait_up`` waits for it.
+    """A started server; ``wait_up`` waits for it.
 
     Args:
-        launch: how.
-        log_path: for its output.
+        launch: its command line.
+        log_path: file for its output.
     """
 
     def __init__(self, launch: Launch, log_path: Path) -> None:
@@ -348,7 +348,7 @@ class Engine:
             time.sleep(0.2)
 
     def complete(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """A greedy completion of ``tokens``, streamed.
+        """Return a greedy, streamed completion of ``tokens``.
 
         Raises:
             EngineFailed: there is none.
@@ -387,7 +387,7 @@ class Engine:
             raise EngineFailed(f"the engine does not answer: {error!r}") from None
 
     def counters(self, prefix: str) -> dict[str, float]:
-        """Totals of ``/metrics`` whose names begin with ``prefix``, summed over labels."""
+        """Return totals of ``/metrics`` whose names begin with ``prefix``, summed over labels."""
         try:
             text = self._call("GET", "/metrics")[1]
         except (OSError, http.client.HTTPException) as error:
@@ -402,14 +402,16 @@ class Engine:
             return answer.status, answer.read().decode(errors="replace")
 
     def _complaint(self) -> str:
-        """The last error that it named; its last line names only who noticed."""
+        """Return the last line with an error; the very last line names only the process that
+        noticed it.
+        """
         lines = [line for line in self.family.said().splitlines() if "Error" in line]
         return reason_of("\n".join(lines) or self.family.said())
 
 
 def parse_counters(text: str, prefix: str) -> dict[str, float]:
-    """Samples of Prometheus' text format whose names begin with ``prefix`` and end with
-    ``_total``, summed over labels; names without both.
+    """Return samples of Prometheus' text format whose names begin with ``prefix`` and end with
+    ``_total``, summed over labels, with both parts removed from the names.
     """
     found: dict[str, float] = {}
     for line in text.splitlines():

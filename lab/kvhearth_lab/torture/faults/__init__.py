@@ -1,4 +1,4 @@
-"""All faults, by name."""
+"""Table of all faults, by name."""
 
 from __future__ import annotations
 

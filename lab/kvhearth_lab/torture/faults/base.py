@@ -1,4 +1,4 @@
-"""What a fault of the kit is."""
+"""Base class of the kit's faults."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ Parameters = dict[str, Any]
 
 
 class Fault:
-    """One kind of fault. ``plan`` fixes its parameters from dice, ``deal`` those that come round
-    evenly over a run, ``run`` does it.
+    """One kind of fault. ``plan`` fixes its random parameters, ``deal`` those that are spread
+    evenly over a run, and ``run`` executes it.
 
-    ``run`` begins and ends with a daemon that takes clients and with clients at work. Choices that
-    depend on what is there then come from the parameter ``seed``.
+    ``run`` begins and ends with a daemon that accepts clients and with clients at work. Choices
+    that depend on the state at that time are made with the parameter ``seed``.
     """
 
     name: ClassVar[str] = ""
     help: ClassVar[str] = ""
     weight: ClassVar[int] = 1
     in_each_world: ClassVar[bool] = False
-    """It happens once for sure where it fits: what it aims at is to come round in some minutes."""
+    """Whether it happens once in every world that it fits, so that its aims are covered within
+    minutes.
+    """
 
     def fits(self, shape: Shape) -> bool:
         """Whether it can happen in such a world."""
         return True
 
     def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        """Its parameters, as JSON knows them."""
+        """Return its parameters as JSON values."""
         return {}
 
     def deal(self, decks: Decks, shape: Shape) -> Parameters:
-        """More parameters, from the decks of the run."""
+        """Return further parameters, from the decks of the run."""
         return {}
 
     def aims(self, shape: Shape) -> Iterable[Mark]:
-        """What it can hit in such a world, for ``Coverage``."""
+        """Return the marks that it can hit in such a world, for ``Coverage``."""
         return ()
 
     def run(self, world: World, parameters: Parameters) -> None:
-        """Do it."""
+        """Execute the fault."""
         raise NotImplementedError

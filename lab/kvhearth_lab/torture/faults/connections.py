@@ -1,4 +1,4 @@
-"""Connections and descriptors that get lost, and clocks that jump."""
+"""Faults of connections, descriptors and clocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = ("silent", "half", "whole", "received")
 
 
 class CutHandshake(Fault):
-    """Peers that go away in the middle of an attach."""
+    """Peers that disconnect in the middle of an attach."""
 
     name = "cut_handshake"
     help = "attaches that break off: before, in and after the hello, with descriptors on their way"
@@ -63,7 +63,7 @@ class CutHandshake(Fault):
 
 
 class Disconnect(Fault):
-    """Connections of a client that end under it."""
+    """Connections of a client that are shut down while it uses them."""
 
     name = "disconnect"
     help = "a client's life line or its calls' connections are shut down while it works"
@@ -84,7 +84,7 @@ class Disconnect(Fault):
 
 
 class LoseDescriptors(Fault):
-    """A client that has no room for the descriptors that the daemon sends."""
+    """A client without room for the descriptors that the daemon sends."""
 
     name = "lose_descriptors"
     help = "a client attaches while it can have no descriptor: those it is sent get lost"
@@ -102,7 +102,7 @@ class LoseDescriptors(Fault):
 
 
 class FewDescriptors(Fault):
-    """A daemon that can open nothing more for a while."""
+    """A daemon that can open no descriptor for a while."""
 
     name = "few_descriptors"
     help = "the daemon runs out of descriptors while clients come and go"
@@ -127,7 +127,7 @@ class FewDescriptors(Fault):
 
 
 class ClockJump(Fault):
-    """The daemon's clocks jump, under it or between two of its lives."""
+    """Jumps of the daemon's clocks while it runs or between two runs."""
 
     name = "clock_jump"
     help = "the daemon's wall clock jumps by up to 100 days, its monotonic clock ahead by minutes"
@@ -146,7 +146,7 @@ class ClockJump(Fault):
     def run(self, world: World, parameters: Parameters) -> None:
         if parameters["restart"]:
             world.kill_daemon()
-        # Calls under way see their deadlines pass, as after a pause of the whole machine.
+        # Deadlines of calls under way expire, as after a pause of the whole machine.
         with world.window("clock jump"):
             world.monotonic_s += parameters["monotonic_s"]
             set_offsets(world.clock_file, parameters["wall_s"], world.monotonic_s)

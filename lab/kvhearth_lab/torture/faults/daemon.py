@@ -1,4 +1,6 @@
-"""Deaths at fault points: each point of the sources comes up before any comes up again."""
+"""Faults that kill, stop or restart daemons and clients, also at each fault point of the
+sources.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ _MORE = 3
 _POINTS_A_STEP = 2
 _PASSAGES = (1, 1, 2, 3, 5, 8)
 _SHORT_SEGMENT = "99999999.segment"
-"""Too short and empty: such a file is removed."""
+"""Name of a segment file that is too short and empty, so that the daemon removes it."""
 _HIT = re.compile(r'\bhit\("([a-z_.]+)"\)')
 _OF_ARENAS = ("journal.", "catalogue.", "durable.")
 _OF_DRIVES = ("ssd.", "demote.", "promote.")
 _OF_CLIMBS = ("promote.", "ssd.before_read", "ssd.after_read")
 _OF_RESIZES = "resize."
-"""No world's memory changes; tests/integration/test_arena_resize.py dies at these points."""
+"""Prefix of points that no world reaches, since its memory does not change;
+tests/integration/test_arena_resize.py dies at these points.
+"""
 _SELDOM = (
     *("attach.", "catalogue.", "durable.", "journal.slab"),
     *("ssd.before_sync", "ssd.after_sync", "ssd.head_written", "ssd.segment_"),
@@ -48,11 +52,11 @@ _SELDOM = (
 
 @functools.cache
 def daemon_points() -> tuple[str, ...]:
-    """Every fault point of the daemon's sources that a world can come by."""
+    """Return every fault point of the daemon's sources that a world can reach."""
     folder = Path(kvhearth_server.__path__[0])
     texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     found = {name for text in texts for name in _HIT.findall(text)}
-    # The driver of the disk makes the names of these; flushes are not among its jobs.
+    # The disk driver composes these names; flushes are not among its jobs.
     jobs = (Op.READ, Op.WRITE)
     found |= {f"ssd.{when}_{op.name.lower()}" for when in ("before", "after") for op in jobs}
     return tuple(sorted(name for name in found if not name.startswith(_OF_RESIZES)))
@@ -60,14 +64,14 @@ def daemon_points() -> tuple[str, ...]:
 
 @functools.cache
 def client_points() -> tuple[str, ...]:
-    """Every fault point of the host copier."""
+    """Return every fault point of the host copier."""
     path = Path(kvhearth.__path__[0]) / "copiers" / "host.py"
     return tuple(sorted(set(_HIT.findall(path.read_text(encoding="utf-8")))))
 
 
 def in_reach(point: str, shape: Shape) -> bool:
-    """Whether the daemon of such a world comes by. Blocks climb where memory is too small for
-    them, or ended with the daemon, for sure.
+    """Whether the daemon of such a world reaches the point. Promotions are certain only where
+    memory is too small for the blocks or ended with the daemon.
     """
     return (
         (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
@@ -78,7 +82,7 @@ def in_reach(point: str, shape: Shape) -> bool:
 
 
 class KillDaemonAtPoint(Fault):
-    """At fault points of its sources, one after the other."""
+    """SIGKILL of the daemon at fault points of its sources, one after the other."""
 
     name = "kill_daemon_at_point"
     help = "kill -9 of the daemon at a fault point, such as between a write and its acknowledgement"
@@ -98,7 +102,7 @@ class KillDaemonAtPoint(Fault):
     def run(self, world: World, parameters: Parameters) -> None:
         for point, passages in zip(parameters["points"], parameters["passages"], strict=False):
             seldom = point.startswith(_SELDOM)
-            # A second time, where it did not come by so often: at its first passage.
+            # Try again at the first passage if the daemon did not pass often enough.
             tries = (min(passages, 2) if seldom else passages, 1)
             reached = any(_dies_at(world, f"{point}:{count}") for count in tries)
             world.report.coverage.point(point, reached=reached)
@@ -107,8 +111,8 @@ class KillDaemonAtPoint(Fault):
 
 
 def _dies_at(world: World, fault: str) -> bool:
-    """Start a daemon that is to die there and let clients do what leads there; false if it did
-    not come by.
+    """Start a daemon that is to die at the fault and make clients work towards it; False if the
+    daemon did not reach it.
     """
     world.kill_daemon()
     _lead_to(world, fault.partition(":")[0])
@@ -117,7 +121,7 @@ def _dies_at(world: World, fault: str) -> bool:
     world.store_more(_MORE)
     world.traffic(_PUSH_S)
     if world.daemon.alive:
-        # A client that attaches, stores and loads: it is told of, and new slabs are cut.
+        # A new client attaches, stores and loads, so that a group joins and new slabs are cut.
         world.replace(world.clients[0], kill=True)
         world.store_more(_MORE)
     world.traffic(_WAIT_S)
@@ -129,7 +133,7 @@ def _dies_at(world: World, fault: str) -> bool:
 
 
 def _lead_to(world: World, point: str) -> None:
-    """Give a daemon that is to start what it comes by a point for; no block is lost by it."""
+    """Prepare files so that a starting daemon reaches the point; no block is lost by it."""
     if point == "ssd.head_written":
         (world.ssd_dir / HEAD_NAME).unlink(missing_ok=True)
     elif point == "ssd.segment_removed":
@@ -137,7 +141,7 @@ def _lead_to(world: World, point: str) -> None:
 
 
 class KillClientAtPoint(Fault):
-    """At a fault point of its copier."""
+    """SIGKILL of a client at a fault point of its copier."""
 
     name = "kill_client_at_point"
     help = "kill -9 of a client at a fault point: in the middle of a copy, right after it"
@@ -170,7 +174,7 @@ POINTS: tuple[Fault, ...] = (KillDaemonAtPoint(), KillClientAtPoint())
 
 
 _MORE_PROCESSES = 80
-"""Stores of each client beyond the usual."""
+"""Additional stores of each client."""
 _MORE_COPIES = 16
 _WAIT_S_PROCESSES = 1.5
 _OTHERS_S = 1.0
@@ -178,7 +182,7 @@ _COPYING = "copier.store_copying"
 
 
 class KillDaemon(Fault):
-    """At a random moment."""
+    """SIGKILL of the daemon at a random moment."""
 
     name = "kill_daemon"
     help = "kill -9 of the daemon at a random moment of its work"
@@ -195,7 +199,7 @@ class KillDaemon(Fault):
 
 
 class KillDaemonStarting(Fault):
-    """While it starts."""
+    """SIGKILL of the daemon while it starts."""
 
     name = "kill_daemon_starting"
     help = "kill -9 of the daemon while it starts, reads the arena or the log back"
@@ -213,7 +217,7 @@ class KillDaemonStarting(Fault):
 
 
 class RestartDaemon(Fault):
-    """In good order."""
+    """Orderly restart of the daemon."""
 
     name = "restart_daemon"
     help = "SIGTERM and a new start: an orderly restart under traffic"
@@ -224,7 +228,7 @@ class RestartDaemon(Fault):
 
     def run(self, world: World, parameters: Parameters) -> None:
         if parameters["late_drive"]:
-            # Much is yet to be written when the end begins; the drive is well again by then.
+            # Much is still unwritten when the shutdown begins; the drive has recovered by then.
             world.orders(held=["write"])
             world.store_more(_MORE_PROCESSES)
         world.traffic(parameters["after_s"])
@@ -234,7 +238,7 @@ class RestartDaemon(Fault):
 
 
 class StopDaemon(Fault):
-    """SIGSTOP, then it goes on or is killed."""
+    """SIGSTOP of the daemon, followed by SIGCONT or SIGKILL."""
 
     name = "stop_daemon"
     help = "SIGSTOP of the daemon, then SIGCONT or kill -9"
@@ -256,7 +260,7 @@ class StopDaemon(Fault):
 
 
 class KillClient(Fault):
-    """At a random moment."""
+    """SIGKILL of a client at a random moment."""
 
     name = "kill_client"
     help = "kill -9 of a client at a random moment of its work"
@@ -272,7 +276,7 @@ class KillClient(Fault):
 
 
 class StopClient(Fault):
-    """SIGSTOP of a client, perhaps over the daemon's death."""
+    """SIGSTOP of a client, perhaps across the daemon's death."""
 
     name = "stop_client"
     help = "SIGSTOP of a client for a while, perhaps while the daemon is killed and comes back"
@@ -300,9 +304,9 @@ class StopClient(Fault):
 
 
 class StopClientCopying(Fault):
-    """SIGSTOP of a client that is about to write into its slots, over the daemon's death.
+    """SIGSTOP of a client that is about to write into its slots, across the daemon's death.
 
-    Nobody else may get these slots before it has gone on, however many blocks others store.
+    No other client may get these slots before it has continued, however many blocks others store.
     """
 
     name = "stop_client_copying"
@@ -317,7 +321,7 @@ class StopClientCopying(Fault):
         return {"client": dice.randrange(99), "passages": dice.randint(1, 4)}
 
     def run(self, world: World, parameters: Parameters) -> None:
-        # Its slots are of use to another client of its model.
+        # Prefer a client whose model has another client that could take its slots.
         shared = [each for each in world.clients if self._others(world, each)] or world.clients
         victim = shared[parameters["client"] % len(shared)]
         with world.window("client stopped in a copy"):
@@ -345,7 +349,7 @@ class StopClientCopying(Fault):
 
     @staticmethod
     def _go_on(victim: Client) -> None:
-        """Also if it stops only now."""
+        """Continue the client, also if it stops only now."""
         victim.signal(signal.SIGCONT)
         number = victim.say("arm", fault=None)
         end = time.monotonic() + ANSWER_S
@@ -354,7 +358,7 @@ class StopClientCopying(Fault):
 
 
 class BumpWeights(Fault):
-    """New weights: all old blocks are void from now on, in memory and on drives."""
+    """New weights: all old blocks become void, in memory and on drives."""
 
     name = "bump_weights"
     help = "an engine gets new weights: no block of the old ones may ever be served again"

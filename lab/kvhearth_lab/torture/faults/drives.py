@@ -1,4 +1,4 @@
-"""Drives that fail, fill up, hang or are slow, on command (``tiers/ssd/disk/commanded``)."""
+"""Drives that fail, fill up, hang or are slow, on command (``harness/disk_faults``)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 
 _HEARD_S = 0.05
 _MORE = 8
-"""Stores of each client that meet the fault, even if nearly all that may be stored was."""
+"""Stores of each client that meet the fault, even if the world's limit of stores is nearly
+reached.
+"""
 _BURST, _BURST_S = 60, 1.0
-"""The same where memory is to fill up faster than a drive writes, and for how long."""
+"""Number and duration of stores where memory is to fill up faster than a drive writes."""
 _UNWRITTEN_S = 0.5
 """Duration of the stores that are not written yet when the daemon is killed."""
 _READS_A_FILE = 3
-"""Reads of a segment file at the start, at least."""
+"""Lower bound on the reads of a segment file at the start."""
 _DELAY_S = 0.5
-"""Of a drive so slow that blocks wait, but not so slow that the daemon gives them up."""
+"""Delay of a drive so slow that blocks wait, yet fast enough that the daemon does not give them
+up.
+"""
 
 
 class _Drive(Fault):
-    """For a while the drive does as ``orders`` say; perhaps the daemon dies then."""
+    """Makes the drive follow ``orders`` for a while; the daemon may be killed afterwards."""
 
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
@@ -43,7 +47,7 @@ class _Drive(Fault):
         }
 
     def orders(self, dice: random.Random) -> Parameters:
-        """What the drive does."""
+        """Return the orders for the drive."""
         raise NotImplementedError
 
     def run(self, world: World, parameters: Parameters) -> None:
@@ -85,7 +89,7 @@ class WriteErrors(_Drive):
     help = "writes to the drive end with EIO or EROFS, or move fewer bytes; flushes fail"
 
     def orders(self, dice: random.Random) -> Parameters:
-        rate = dice.choice([0.4, 1.0])  # of a handful of requests
+        rate = dice.choice([0.4, 1.0])  # high, because there are only a few requests
         if dice.random() < 0.3:
             return {"short": ["write"], "rate": rate}
         errors = {dice.choice(["write", "write", "sync"]): dice.choice([errno.EIO, errno.EROFS])}
@@ -104,7 +108,7 @@ class NoSpace(_Drive):
 
 
 class SlowDrive(_Drive):
-    """Each request takes long."""
+    """Long delays of each request."""
 
     name = "slow_drive"
     help = "each request of the drive takes up to 1.5 s"
@@ -116,7 +120,7 @@ class SlowDrive(_Drive):
         if world.shape.kind != SINKING:
             super().run(world, parameters)
             return
-        # It fails nothing, and each request ends soon: stores wait for room, and nothing is lost.
+        # No request fails, and each ends soon: stores wait for room, and nothing is lost.
         world.drive_is_good = False
         world.orders(delay_s=min(parameters["orders"]["delay_s"], _DELAY_S))
         time.sleep(_HEARD_S)
@@ -134,7 +138,7 @@ class SlowDrive(_Drive):
 
 
 class HangingDrive(_Drive):
-    """Requests do not come back for longer than the tier waits for them."""
+    """Requests that hang for longer than the tier waits for them."""
 
     name = "hanging_drive"
     help = "requests of the drive do not come back for 6 s"
@@ -147,9 +151,9 @@ class HangingDrive(_Drive):
 
 
 class SlowReadBack(Fault):
-    """The log is read back slowly after a kill -9, while clients want more room than there is.
+    """Slow recovery of the log after SIGKILL, while clients want more room than there is.
 
-    A tier that is still being read back is neither stuck nor slow: nothing may be lost by it.
+    A tier that is still recovering is neither stuck nor slow: nothing may be lost.
     """
 
     name = "slow_read_back"

@@ -1,5 +1,5 @@
-"""Bits that flip in the files that name the blocks: the arena's catalogue, the namespaces beside
-the SSD tier's blocks.
+"""Bit flips and damage in the daemon's files: catalogues, journal, arena blocks and log
+directory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 _SPAN_BYTES = 256
-"""From a half's beginning: its header, and no more than the shortest content."""
+"""Flipped range from a half's beginning: its header, and no more than the shortest content."""
 
 
 class FlipCatalogue(Fault):
-    """While the daemon is dead. One half of the arena's catalogue costs nothing, both cost the
-    arena, and the namespaces beside the SSD tier's blocks cost these only without the arena.
+    """Bit flips in catalogues while the daemon is dead. Damage to one half of the arena's catalogue
+    costs nothing; damage to both costs the arena. Damage to the namespaces beside the SSD tier's
+    blocks costs these blocks only if the arena is gone.
     """
 
     name = "flip_catalogue"
@@ -84,7 +85,7 @@ _QUIET_S = 0.2
 _HEARD_S = 0.05
 _HELD_S = 0.8
 _DEALT = 64
-"""Boundaries a step, of each size of records."""
+"""Boundaries dealt in a step, for each size of records."""
 T = TypeVar("T")
 
 
@@ -100,7 +101,7 @@ _LATER_S = 0.2
 
 
 class _Flip(Fault):
-    """Flips bits while the daemon is dead, or under it while clients pause."""
+    """Flips bits while the daemon is dead, or while it runs and clients pause."""
 
     dead_only = False
 
@@ -118,12 +119,12 @@ class _Flip(Fault):
         world.traffic(0.3)
 
     def flip(self, world: World, dice: random.Random, bits: int) -> None:
-        """Flip so many bits, and say whose blocks may be gone."""
+        """Flip ``bits`` bits, and excuse the blocks that may be gone."""
         raise NotImplementedError
 
 
 class FlipArena(_Flip):
-    """In the bytes of blocks in memory."""
+    """Bit flips in the bytes of blocks in memory."""
 
     name = "flip_arena"
     help = "bits flip in blocks in memory: served never; from a drive's copy they come back"
@@ -138,7 +139,7 @@ class FlipArena(_Flip):
         for each in hit:
             damage.flip_bit(each.path, each.offset + dice.randrange(each.length), dice.randrange(8))
             world.excuse_unless_on_disk([each.key], self.name, spoilt=True)
-        # Since the journal was read, another block may have come into a slot.
+        # Another block may have been stored in a slot since the journal was read.
         time.sleep(_LATER_S)
         slots = {each.header_at for each in hit}
         later = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
@@ -147,7 +148,7 @@ class FlipArena(_Flip):
 
 
 class FlipJournal(_Flip):
-    """In headers of the journal."""
+    """Bit flips in headers of the journal."""
 
     name = "flip_journal"
     help = "bits flip in the arena's journal while the daemon is dead"
@@ -165,7 +166,7 @@ class FlipJournal(_Flip):
 
 
 class FlipRecord(_Flip):
-    """In records on a drive: header or payload."""
+    """Bit flips in records on a drive, in header or payload."""
 
     name = "flip_record"
     help = "bits flip in records on a drive, in headers and payloads"
@@ -181,12 +182,12 @@ class FlipRecord(_Flip):
             start = each.offset if in_head else each.offset + PAGE_BYTES
             damage.flip_bit(each.path, start + dice.randrange(span), dice.randrange(8))
             if world.shape.kind != ROOMY:
-                # Stored once more it is not written, but evicted: this record counts as its copy.
+                # A block stored again is evicted without a write: this record counts as its copy.
                 world.excuse([each.key], self.name, spoilt=True)
 
 
 class FlipFooter(_Flip):
-    """In footers and first pages of segments; nothing may be lost by it."""
+    """Bit flips in footers and first pages of segments; nothing may be lost."""
 
     name = "flip_footer"
     help = "bits flip in footers and first pages of segment files: records are found without them"
@@ -196,7 +197,7 @@ class FlipFooter(_Flip):
         return bool(shape.ssd_bytes)
 
     def flip(self, world: World, dice: random.Random, bits: int) -> None:
-        # (file, first byte, bytes): the footer's page, its lines, the first page.
+        # (file, first byte, bytes) of the footer's page, its lines and the first page.
         spans = [(path, 0, 64) for path in damage.segment_files(world.ssd_dir)]
         for path in damage.footers(world.ssd_dir):
             last = path.stat().st_size - PAGE_BYTES
@@ -206,8 +207,8 @@ class FlipFooter(_Flip):
 
 
 class DamageLog(Fault):
-    """To the directory's own file, and to a first page; nothing may be lost by it: segment files
-    say what was in the one, footers and records what was in the other.
+    """Damage to the log directory's own file, and to a first page. Nothing may be lost: segment
+    files repeat the content of the former, footers and records that of the latter.
     """
 
     name = "damage_log"
@@ -241,10 +242,11 @@ class DamageLog(Fault):
 
 
 class TornRecords(Fault):
-    """Records whose writes were not acknowledged end at a sector boundary.
+    """Unacknowledged records that end at a sector boundary.
 
-    The drive keeps back that it has written (``disk/commanded``), the daemon is killed, and each of
-    the records that came in that time is cut at the next boundary that was dealt for its size.
+    The drive holds back the completions of its writes (``harness/disk_faults``), the daemon is
+    killed, and each record written in that time is cut at the next boundary that was dealt for its
+    size.
     """
 
     name = "torn_records"
@@ -273,7 +275,7 @@ class TornRecords(Fault):
             held_at = time.monotonic()
             world.orders(held=["write"])
             time.sleep(_HEARD_S)
-            # What is there now may have been acknowledged before the drive heard of it.
+            # Present records may have been acknowledged before the drive read its orders.
             before = {(r.path, r.page, r.key) for r in damage.on_disk(world.ssd_dir)}
             given_up_before = given_up(world)
         world.store_more(_DEALT)
@@ -282,7 +284,7 @@ class TornRecords(Fault):
             claims = claimed(world)
             held_s = time.monotonic() - held_at
             if held_s > PATIENCE_S and given_up(world) != given_up_before:
-                world.drive_faulted()  # a machine so slow that the drive was held for too long
+                world.drive_faulted()  # the machine is so slow that the drive was held for too long
             world.kill_daemon(settled=False)
             world.orders()
             torn = [
@@ -305,7 +307,7 @@ class TornRecords(Fault):
 
 
 def _record_sectors(shape: Shape) -> list[int]:
-    """Sizes of the records of such a world."""
+    """Return the sizes of the records of such a world, in sectors."""
     if not shape.ssd_bytes:
         return []
     return sorted({record_pages(p) * PAGE_BYTES // SECTOR_BYTES for p, _ in shape.models})

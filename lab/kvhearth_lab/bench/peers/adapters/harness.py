@@ -2,12 +2,12 @@
 
     python harness.py lmcache_peer.py FOLDER
 
-Runs in the peer's own interpreter, so it imports only numpy and the standard library. FOLDER is
-for logs and sockets. What goes wrong ends the process: the last line of stderr says why.
+Runs in the peer's own interpreter, so it imports only numpy and the standard library. FOLDER holds
+logs and sockets. An error ends the process; the last line of stderr gives the reason.
 
 Requests have an ``op``: ``prepare`` starts the peer, ``run`` is one measurement, ``lookup`` a
-series of lookups, ``close`` the end; so is the end of stdin. ``run`` compares every byte that was
-loaded with what was stored and ends the process where they differ.
+series of lookups. ``close`` ends the process, as does the end of stdin. ``run`` compares every
+loaded byte with the stored one and ends the process where they differ.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _LOG_SHOWN_CHARS = 2000
 
 @dataclass(frozen=True)
 class Config:
-    """What ``prepare`` asks for.
+    """Parameters of ``prepare``.
 
     Attributes:
         part: ``copies``, ``lookups``, or ``files`` (blocks in files under ``folder``).
-        memory_bytes: how much the peer may keep.
+        memory_bytes: upper bound on the peer's memory.
         batch, page_bytes: blocks of a batch, and bytes of one.
-        small_bytes, blocks: bytes of a block to look up, and how many there are.
-        keys: of a lookup.
-        hugepages: whether 2 MiB pages are free for everyone.
-        folder: for logs and sockets.
+        small_bytes, blocks: bytes of a block to look up, and the number of such blocks.
+        keys: keys of a lookup.
+        hugepages: whether 2 MiB pages are free for all sides.
+        folder: folder for logs and sockets.
     """
 
     part: str
@@ -64,11 +64,11 @@ class Config:
 
 
 class Peer(Protocol):
-    """One peer, as its file's ``Peer`` class must be; it is made before it is started.
+    """Interface of the ``Peer`` class in a peer's file; it is constructed before it is started.
 
     Attributes:
-        source, target: pages that an engine would have, shape (batch, page_bytes); set by
-            ``start`` for the parts ``copies`` and ``files``.
+        source, target: pages that an engine would have, shape (batch, page_bytes); set by ``start``
+            for the parts ``copies`` and ``files``.
         pages: order of the pages in a batch.
     """
 
@@ -77,28 +77,29 @@ class Peer(Protocol):
     pages: Sequence[int]
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """Start its daemons and connect; what ``prepare`` answers: ``versions``, ``settings``,
-        ``pages``, ``leftovers`` (files that a killed daemon would leave).
+        """Start its daemons and connect. Returns the answer of ``prepare``: ``versions``,
+        ``settings``, ``pages``, ``leftovers`` (files that a killed daemon would leave).
         """
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """By name: seconds of one measurement. ``store*`` stores pages of ``source`` until the
-        peer says that it has them, ``load*`` brings what was stored last into the same pages of
-        ``target``. The argument is the place in ``pages`` for single blocks.
+        """Return, by name, functions that run one measurement and return its seconds. ``store*``
+        stores pages of ``source`` until the peer acknowledges them; ``load*`` brings the blocks
+        stored last into the same pages of ``target``. The argument is the place in ``pages`` for
+        single blocks.
         """
 
     def drop(self) -> None:
-        """Forget what is stored, so that the next store finds room."""
+        """Drop stored blocks, so that the next store finds room."""
 
     def lookups(self, count: int) -> list[float]:
-        """Seconds of each of ``count`` lookups that find every key; releases are not in them."""
+        """Return the seconds of each of ``count`` lookups that find every key, without releases."""
 
     def close(self) -> None:
-        """End its daemons; also after a start that failed."""
+        """End its daemons; also called after a failed start."""
 
 
 def huge_or_not(count: int, block_bytes: int, hugepages: bool) -> tuple[U8, str]:
-    """Zeroed blocks, shape (count, block_bytes), and the kind of their pages."""
+    """Return zeroed blocks, shape (count, block_bytes), and the kind of their pages."""
     size, kind = count * block_bytes, "2MiB"
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
     try:
@@ -114,28 +115,30 @@ def huge_or_not(count: int, block_bytes: int, hugepages: bool) -> tuple[U8, str]
 
 
 def fill(source: U8) -> None:
-    """Random bytes, each block distinct."""
+    """Fill with random bytes, each block distinct."""
     source[:] = np.random.default_rng(1).integers(0, 256, source.shape[1], np.uint8)
     source[:, 0] = np.arange(len(source))
 
 
 def order(count: int) -> list[int]:
-    """All pages in random order, as a busy engine's are."""
+    """Return all pages in random order, as a busy engine's are."""
     return [int(page) for page in np.random.default_rng(2).permutation(count)]
 
 
 def stamp(source: U8, number: int) -> None:
-    """Make the blocks differ from those of the last measurement: old bytes must not pass."""
+    """Make the blocks differ from those of the last measurement, so that old bytes fail the
+    comparison.
+    """
     source[:, 8::_STAMP_EVERY] = number % _STAMPS
 
 
 def wipe(target: U8) -> None:
-    """Make sure that the blocks are not yet what a load should bring."""
+    """Make the blocks differ from the content that a load should bring."""
     target[:, 8::_STAMP_EVERY] = 255
 
 
 def compare(source: U8, target: U8) -> int:
-    """How many bytes were compared.
+    """Return the number of bytes compared.
 
     Raises:
         RuntimeError: they differ.
@@ -146,15 +149,15 @@ def compare(source: U8, target: U8) -> int:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listened on just now."""
+    """Return a port of 127.0.0.1 that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class FilePeer:
-    """What peers that keep a file a block have in common; starting, closing and the two measures
-    are each one's own.
+    """Base of peers that keep one file a block; each subclass starts, closes and implements the two
+    measures.
     """
 
     source: U8
@@ -165,7 +168,7 @@ class FilePeer:
         self.folder = Path()
 
     def prepare(self, config: Config) -> str:
-        """Make the folder and the blocks; the kind of pages they lie in."""
+        """Make the folder and the blocks, and return the kind of their pages."""
         self.folder = config.folder / "blocks"
         self.folder.mkdir()
         self.source, kind = huge_or_not(config.batch, config.page_bytes, config.hugepages)
@@ -176,25 +179,25 @@ class FilePeer:
         return kind
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """As ``Peer`` says."""
+        """See ``Peer``."""
         return {"store": lambda _: self.store(), "load": lambda _: self.load()}
 
     def store(self) -> float:
-        """Store the source as blocks of new names; the seconds."""
+        """Store the source as blocks of new names and return the seconds."""
         raise NotImplementedError
 
     def load(self) -> float:
-        """Load what was stored last into the target; the seconds."""
+        """Load the blocks stored last into the target and return the seconds."""
         raise NotImplementedError
 
     def drop(self) -> None:
-        """As ``Peer`` says."""
+        """See ``Peer``."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 path.unlink()
 
     def lookups(self, count: int) -> list[float]:
-        """As ``Peer`` says; there is no such part."""
+        """Fail: such peers have no lookups."""
         raise RuntimeError("no lookups are measured")
 
 
@@ -202,8 +205,8 @@ class Child:
     """A process of the peer, its output in a file.
 
     Args:
-        folder: where its log goes.
-        name: of the log.
+        folder: folder of its log.
+        name: name of the log.
         command, env: as for Popen.
     """
 
@@ -218,7 +221,7 @@ class Child:
             )
 
     def check(self) -> None:
-        """Raise RuntimeError if it ended."""
+        """Raise RuntimeError if the process ended."""
         if self._process.poll() is not None:
             said = self._log_path.read_text(errors="replace")[-_LOG_SHOWN_CHARS:]
             sys.stderr.write(said)
@@ -229,7 +232,7 @@ class Child:
         """Wait until ``ready()``.
 
         Raises:
-            RuntimeError: it ended, or it takes too long.
+            RuntimeError: the process ended, or it takes too long.
         """
         end = time.monotonic() + _START_S
         while not ready():
@@ -239,7 +242,7 @@ class Child:
             time.sleep(0.02)
 
     def wait_port(self, port: int) -> None:
-        """Wait until it listens on 127.0.0.1; errors as of ``wait_until``."""
+        """Wait until the process listens on 127.0.0.1; raises as ``wait_until``."""
 
         def listens() -> bool:
             with socket.socket() as probe:
@@ -248,7 +251,7 @@ class Child:
         self.wait_until(listens)
 
     def end(self) -> None:
-        """Stop it."""
+        """Stop the process."""
         self._process.terminate()
         try:
             self._process.wait(_END_S)
@@ -258,9 +261,11 @@ class Child:
 
 
 class Plain:
-    """The copy that everything is compared with: block by block, one thread, between pages of its
-    own. It runs in the process that is measured, right before: on a machine that is not idle a
-    process that slept would be served before one that did not.
+    """The plain copy that everything is compared with: block by block, one thread, between its own
+    pages.
+
+    It runs in the measured process, right before the measurement: on a busy machine a process that
+    slept would be scheduled before one that did not.
 
     Args:
         source, target: shape (batch, page_bytes).
@@ -271,25 +276,25 @@ class Plain:
         self._target = target
 
     def batch(self) -> float:
-        """Seconds for all blocks."""
+        """Return the seconds for all blocks."""
         start = time.perf_counter()
         for index in range(len(self._source)):
             np.copyto(self._target[index], self._source[index])
         return time.perf_counter() - start
 
     def one(self, index: int) -> float:
-        """Seconds for one block."""
+        """Return the seconds for one block."""
         start = time.perf_counter()
         np.copyto(self._target[index], self._source[index])
         return time.perf_counter() - start
 
     def beside(self, measure: str, number: int) -> float:
-        """Seconds for as many bytes as the measure moves, of other blocks."""
+        """Return the seconds for as many bytes as the measure moves, of other blocks."""
         return self.one((number + 7) % len(self._source)) if "_one" in measure else self.batch()
 
 
 def run_one(peer: Peer, plain: Plain, measure: str, number: int) -> dict[str, Any]:
-    """One measurement with its check; what ``run`` answers."""
+    """Run one measurement with its check and return the answer of ``run``."""
     index = number % len(peer.pages)
     page = peer.pages[index]
     rows = slice(page, page + 1) if "_one" in measure else slice(None)
@@ -315,7 +320,7 @@ def run_one(peer: Peer, plain: Plain, measure: str, number: int) -> dict[str, An
 
 
 def serve(peer: Peer, folder: Path, requests: Any, answer: Callable[[Any], None]) -> None:
-    """Answer until ``close`` or the end of the requests."""
+    """Answer requests until ``close`` or their end."""
     config: Config | None = None
     plain: Plain | None = None
     for line in requests:
@@ -349,7 +354,7 @@ def _load(path: Path) -> Peer:
     if spec is None or spec.loader is None:
         raise RuntimeError(f"cannot load {path}")
     module = importlib.util.module_from_spec(spec)
-    # The peer's file finds this module although nothing of KVHearth is installed here.
+    # Lets the peer's file import this module although KVHearth is not installed here.
     sys.modules["kvhearth_lab.bench.peers.adapters.harness"] = sys.modules["__main__"]
     sys.modules[path.stem] = module  # dataclasses look it up
     spec.loader.exec_module(module)
@@ -358,7 +363,7 @@ def _load(path: Path) -> Peer:
 
 
 def main() -> None:
-    """Command line: the peer's file and a folder."""
+    """Run with the peer's file and a folder from the command line."""
     # Libraries print to stdout; the answers must be alone there.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,7 +1,7 @@
-"""LMCache's ``fs_native`` adapter of its second level: a file a block, written and read by threads
-in C++, directly (``use_odirect``: off by default, and what it reads then is the page cache's).
+"""Adapter of LMCache's second-level ``fs_native`` store, which keeps one file a block.
 
-Nothing is verified when it loads; nothing is flushed, by it or by us.
+C++ threads write and read directly (``use_odirect``, off by default; without it the page cache
+serves reads). Nothing is verified on load; neither it nor the bench flushes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from kvhearth_lab.bench.peers.adapters.harness import U8, Config, FilePeer
 
 _WORKERS = 4
-"""Its default."""
+"""LMCache's default."""
 _DEADLINE_S = 60.0
 
 
 class Peer(FilePeer):
-    """As ``harness.Peer`` says."""
+    """See ``harness.Peer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Peer(FilePeer):
         self._stores = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
         import torch
@@ -57,12 +57,12 @@ class Peer(FilePeer):
         }
 
     def close(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._adapter is not None:
             self._adapter.close()
 
     def store(self) -> float:
-        """As ``FilePeer`` says."""
+        """See ``FilePeer``."""
         from lmcache.v1.distributed.api import ObjectKey
 
         self._stores += 1
@@ -82,7 +82,7 @@ class Peer(FilePeer):
         return self._adapter.pop_completed_store_tasks().get(task)
 
     def load(self) -> float:
-        """As ``FilePeer`` says."""
+        """See ``FilePeer``."""
         start = time.perf_counter()
         task = self._adapter.submit_load_task(self._keys, self._objects["target"])
         fd = self._adapter.get_load_event_fd()

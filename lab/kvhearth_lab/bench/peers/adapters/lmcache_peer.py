@@ -1,11 +1,11 @@
-"""LMCache's daemon ("MP server") with its shared-memory pool, transfers driven by the engine.
+"""Adapter of LMCache's daemon ("MP server") with its shared-memory pool, transfers by the engine.
 
-A chunk is one block: of 256 tokens, its default, for copies; of 16, as in our bench's contract, for
+A chunk is one block: 256 tokens, the default, for copies; 16, as in our bench's contract, for
 lookups, because a lookup ships every token of the prompt and the daemon hashes it.
 
-``store`` and ``load`` go through the transfer context that its engine connectors use. ``*_bare``
-replaces that context's gathering of pages by one plain copy for each block and leaves the release
-out: the best that its protocol allows.
+``store`` and ``load`` go through the transfer context that LMCache's engine connectors use.
+``*_bare`` replaces that context's gathering of pages by one plain copy for each block and leaves
+the release out: the best that its protocol allows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Server:
     """The daemon, and the connection of all workers here to it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -77,7 +77,7 @@ class _Server:
         self._child = Child(config.folder, "lmcache_server", command)
 
     def connect(self) -> None:
-        """Wait until it answers.
+        """Wait until the daemon answers.
 
         Raises:
             RuntimeError: it does not.
@@ -94,7 +94,7 @@ class _Server:
             raise RuntimeError("the server has chunks of another length")
 
     def register(self, source: U8, target: U8) -> _Worker:
-        """A worker whose pages these are, with a mapping of the pool of its own.
+        """Register a worker with these pages and its own mapping of the pool.
 
         Raises:
             RuntimeError: there is no shared memory.
@@ -134,11 +134,11 @@ class _Server:
 
     @staticmethod
     def answer(asked: Any) -> Any:
-        """Of a call; raises TimeoutError."""
+        """Return the result of a call; raises TimeoutError."""
         return asked.result(timeout=_DEADLINE_S)
 
     def key(self, tokens: tuple[int, ...], worker_id: int | None) -> Any:
-        """Of a whole prompt, in a request of its own."""
+        """Return the key of a whole prompt, in a request of its own."""
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
         return IPCCacheServerKey(
@@ -153,7 +153,7 @@ class _Server:
         )
 
     def new_key(self, blocks: int) -> Any:
-        """Of a prompt that nobody asked for before, as long as so many blocks."""
+        """Return the key of a new prompt of this many blocks."""
         rest = [_TOKEN] * (blocks * self.chunk_tokens - 1)
         return self.key((next(self._first_tokens), *rest), 0)
 
@@ -161,7 +161,7 @@ class _Server:
         """Find and lock every block of a prompt, as an engine's scheduler does.
 
         Raises:
-            RuntimeError: some are not there.
+            RuntimeError: some are missing.
         """
         self.answer(self.client.lookup(key, 1))
         found = self.answer(self.client.wait_prefetch_status(key.request_id, _DEADLINE_S))
@@ -170,11 +170,11 @@ class _Server:
             raise RuntimeError(f"a lookup found {found} of {wanted} blocks")
 
     def end_request(self, key: Any) -> None:
-        """Forget what the daemon keeps of the request; the blocks stay."""
+        """End the request in the daemon; the blocks stay."""
         self.answer(self.client.end_session(key.request_id))
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection and end the daemon."""
         if self.client is not None:
             self.client.close()
         if self._zmq is not None:
@@ -185,7 +185,7 @@ class _Server:
 
 
 def _tensors(blocks: U8, tokens: int) -> dict[str, Any]:
-    """One layer whose block is one page: a page in one piece."""
+    """Return one layer whose block is one contiguous page."""
     import torch
 
     shape = (len(blocks), tokens, blocks.shape[1] // tokens // 2)
@@ -193,7 +193,7 @@ def _tensors(blocks: U8, tokens: int) -> dict[str, Any]:
 
 
 class Peer:
-    """As ``harness.Peer`` says."""
+    """See ``harness.Peer``."""
 
     source: U8
     target: U8
@@ -207,7 +207,7 @@ class Peer:
         self._prompts: list[tuple[int, ...]] = []
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
         self._daemon = _Server(config)
@@ -239,7 +239,7 @@ class Peer:
         }
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if not self._copies:
             return {}
         every = list(self.pages)
@@ -256,14 +256,14 @@ class Peer:
         }
 
     def drop(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._kept is not None:
             self._server.end_request(self._kept)
         self._kept = None
         self._server.answer(self._server.client.clear())
 
     def lookups(self, count: int) -> list[float]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         server, times = self._server, []
         for _ in range(count):
             key = server.key(random.choice(self._prompts), None)
@@ -275,9 +275,9 @@ class Peer:
         return times
 
     def close(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._registered is not None:
-            self._registered.transfer.close()  # no call: the daemon ends, too
+            self._registered.transfer.close()  # without a call, since the daemon ends, too
         if self._daemon is not None:
             self._daemon.close()
 
@@ -352,7 +352,7 @@ class Peer:
             self._server.unregister(fresh)
 
     def _fill_prompts(self, config: Config) -> None:
-        """As many whole prompts as hold the blocks; a lookup asks for one of them."""
+        """Store as many whole prompts as hold the blocks; a lookup asks for one of them."""
         for _ in range(-(-config.blocks // config.keys)):
             self._store(self._worker, list(self.pages))
             self._prompts.append(self._kept.token_ids)

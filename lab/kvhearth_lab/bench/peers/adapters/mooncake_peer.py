@@ -1,8 +1,8 @@
-"""Mooncake Store, shared-memory mode: its master, its store process with the memory ("real
-client"), and a client ("dummy") whose pages lie in memory that it shares with the store process.
+"""Adapter of Mooncake Store in shared-memory mode.
 
-Its huge pages (``MC_STORE_USE_HUGEPAGE``) are on where enough are free: they are off by default,
-and on they are its best case.
+It starts a master, a store process with the memory ("real client"), and a client ("dummy") whose
+pages lie in memory that it shares with the store process. Huge pages (``MC_STORE_USE_HUGEPAGE``)
+are on where enough are free: they are off by default, and they are Mooncake's best case.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Client:
 
 
 class Peer:
-    """As ``harness.Peer`` says."""
+    """See ``harness.Peer``."""
 
     source: U8
     target: U8
@@ -69,7 +69,7 @@ class Peer:
         self._keys: list[str] = []
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         self._config = config
         if config.hugepages:
             os.environ["MC_STORE_USE_HUGEPAGE"] = "1"
@@ -96,7 +96,7 @@ class Peer:
         }
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._config is None or self._config.part != "copies":
             return {}
         return {
@@ -108,13 +108,13 @@ class Peer:
         }
 
     def drop(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._kept:
             self._stored(self._made.store.batch_remove(self._kept, True), 0)
             self._kept = []
 
     def lookups(self, count: int) -> list[float]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         made, config = self._made, self._config
         assert config is not None
         times = []
@@ -128,7 +128,7 @@ class Peer:
         return times
 
     def close(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         if self._client is not None:
             self._client.store.close()
         for child in reversed(self._children):
@@ -141,8 +141,8 @@ class Peer:
         return self._client
 
     def _preload(self) -> None:
-        """Libraries that its wheel wants from the system; install.sh puts them into the
-        environment where the system has none.
+        """Load the system libraries that its wheel needs; install.sh puts them into the environment
+        where the system has none.
         """
         beside = Path(sys.prefix) / "syslibs"
         found = {path.name: path for path in beside.rglob("*.so.*")}

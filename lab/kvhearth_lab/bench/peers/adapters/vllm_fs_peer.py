@@ -1,7 +1,8 @@
-"""vLLM's filesystem tier (``kv_offload/tiering/fs``): a file a block, written aside and renamed;
-threads read and write directly, and the loop over a job's blocks is in C where its wheel has it.
+"""Adapter of vLLM's filesystem tier (``kv_offload/tiering/fs``), which keeps one file a block.
 
-Nothing is verified when it loads; nothing is flushed, by it or by us.
+It writes a file under another name and renames it. Its threads use direct I/O, and the loop over a
+job's blocks is in C where its wheel has it. Nothing is verified on load; neither it nor the bench
+flushes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import numpy as np
 from kvhearth_lab.bench.peers.adapters.harness import Config, FilePeer
 
 _JOB_BLOCKS = 16
-"""As many as ours has in a batch; a job is one thread's."""
+"""Blocks of a job, as many as ours has in a batch; one thread executes a job."""
 _DEADLINE_S = 60.0
 _POLL_S = 0.0002
 
 
 class Peer(FilePeer):
-    """As ``harness.Peer`` says."""
+    """See ``harness.Peer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Peer(FilePeer):
         self._stores = self._jobs = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.v1.kv_offload.tiering.fs import io
@@ -57,12 +58,12 @@ class Peer(FilePeer):
         }
 
     def close(self) -> None:
-        """As ``harness.Peer`` says."""
+        """See ``harness.Peer``."""
         for tier in self._tiers.values():
             tier.shutdown()
 
     def store(self) -> float:
-        """As ``FilePeer`` says."""
+        """See ``FilePeer``."""
         from vllm.v1.kv_offload.base import make_offload_key
 
         self._stores += 1
@@ -71,7 +72,7 @@ class Peer(FilePeer):
         return self._move("source", promotion=False)
 
     def load(self) -> float:
-        """As ``FilePeer`` says."""
+        """See ``FilePeer``."""
         return self._move("target", promotion=True)
 
     def _move(self, name: str, *, promotion: bool) -> float:
@@ -101,7 +102,7 @@ class Peer(FilePeer):
 
 
 def _spec() -> Any:
-    """What the tier asks of an engine's settings."""
+    """Return the part of an engine's settings that the tier reads."""
     parallel = SimpleNamespace(
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
     )
