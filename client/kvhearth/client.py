@@ -48,8 +48,7 @@ class Returns:
         self._contract = contract
 
     def release_id(self, link: Link, lease_id: int, *, promotions: bool = False) -> None:
-        """Release a lease of which only the id is known; optionally cancel its lookup's promotions.
-        """
+        """Release a lease of which only the id is known; with ``promotions``, cancel these too."""
         request = pb.ReleaseRequest(lease_ids=[lease_id])
         if promotions:
             request.cancelled_ids.append(lease_id)
@@ -132,8 +131,7 @@ _SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Rea
 
 
 class Decisions:
-    """The calls of ``KVClient`` that ask the daemon; its docstring says what holds for all methods.
-    """
+    """The calls of ``KVClient`` that ask the daemon; its docstring holds for all methods."""
 
     def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
         self._contract = contract

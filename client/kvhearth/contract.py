@@ -165,8 +165,7 @@ def namespace_digest(tenant: str, contract: Contract) -> bytes:
 
 
 def differences(asked: Contract, stored: Contract) -> list[tuple[str, str, str]]:
-    """Return the fields in which two contracts differ, by name: (field, asked value, stored value).
-    """
+    """Return the differing fields of two contracts, by name: (field, asked value, stored value)."""
     left, right = _flat(asked), _flat(stored)
     return [
         (name, left.get(name, "absent"), right.get(name, "absent"))

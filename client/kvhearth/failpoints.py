@@ -14,7 +14,9 @@ import threading
 
 ENVIRONMENT_NAME = "KVHEARTH_FAULT"
 DISK_ENVIRONMENT_NAME = "KVHEARTH_DISK_FAULTS"
-"""Names the file that defines the faults of the daemon's drives (``tiers/ssd/disk/commanded``)."""
+"""Names the file that defines the faults of the daemon's drives
+(``kvhearth_lab.harness.disk_faults``).
+"""
 
 
 def _parse(text: str | None) -> tuple[str, int, bool] | None:
