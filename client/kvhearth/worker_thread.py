@@ -52,7 +52,9 @@ class Worker:
         self._thread.start()
 
     def stop(self, deadline_s: float) -> bool:
-        """End the thread after its step; False if that took longer than ``deadline_s``. Idempotent.
+        """End the thread after its step; False if that took longer than ``deadline_s``.
+
+        Idempotent.
         """
         with self.changed:
             self.stopping = True

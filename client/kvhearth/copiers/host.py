@@ -328,8 +328,7 @@ class _Mover:
                 _move(fragments, pages)
 
     def _pairs(self, page: int, count: int, slots: U8) -> list[tuple[U8, U8]]:
-        """Return pairs of equally shaped views, one of pages and one of slots (count, page_bytes).
-        """
+        """Return pairs of equally shaped views, one of pages, one of slots (count, page_bytes)."""
         if self._stack is not None:
             layers, _, run_bytes = self._stack.shape
             fragments = slots.reshape(count, layers, run_bytes).transpose(1, 0, 2)

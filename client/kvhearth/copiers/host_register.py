@@ -170,8 +170,7 @@ class ArenaRegistration:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Prepare this thread for one call, which may overlap with a graph capture of the engine.
-        """
+        """Prepare this thread for one call, which may overlap a graph capture of the engine."""
         code = self._runtime.set_device(self._device_index)
         checked(self._runtime, "cudaSetDevice", code)
         with beside_captures(self._runtime):

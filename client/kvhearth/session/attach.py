@@ -66,8 +66,7 @@ class Session:
         self._retired = True
 
     def goodbye(self) -> None:
-        """Announce a deliberate end of the session, then ``close``; only after copies have drained.
-        """
+        """Announce a deliberate end of the session, then ``close``. Drain copies first."""
         _close_all(self.take_descriptors())
         if os.getpid() == self._pid:
             with self._lock:

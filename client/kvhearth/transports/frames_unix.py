@@ -107,8 +107,7 @@ class FramesUnixTransport:
             connection.end()
 
     def _take(self, end: float) -> _Connection | None:
-        """Take a place, and an idle connection if there is one; pairs with ``_give`` or ``_drop``.
-        """
+        """Take a place, and an idle connection if there is one; ends by ``_give`` or ``_drop``."""
         with self._lock:
             if self._busy >= _OPEN_MAX:
                 self._wait_for_place(end)
@@ -279,7 +278,7 @@ class _Connection:
             left_ms = _left_ms(end)
 
     def _read(self, left_ms: int) -> memoryview:
-        """Wait up to ``left_ms`` milliseconds for some bytes, which are valid until the next read.
+        """Wait up to ``left_ms`` milliseconds for some bytes; they are valid until the next read.
         """
         if not self._answers.poll(left_ms):
             raise TimeoutError
