@@ -255,8 +255,7 @@ class CopierPool:
         return True
 
     def _end(self, leaving: _Mapped, until: float) -> bool:
-        """Wait for copies to end, then unregister the arena from CUDA; no lock is held meanwhile.
-        """
+        """Wait for copies to end, then unregister the arena from CUDA; no lock is held."""
         for copier in leaving.copiers.values():
             if not copier.close(max(until - time.monotonic(), 0.0)):
                 return False

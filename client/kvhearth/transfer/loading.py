@@ -57,8 +57,7 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class Climb:
-    """Promotion options of a load: whether to start promotions, and the seconds to wait for them.
-    """
+    """Promotion options of a load: whether to start promotions, and the seconds to wait."""
 
     prefetch: bool = False
     seconds: float = 0.0
@@ -115,8 +114,7 @@ def missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
 def own_load(
     copier_pool: CopierPool, groups: KeysAndPages, blocks_max: int
 ) -> tuple[dict[int, tuple[tuple[bytes, ...], I64]], int, str]:
-    """Return copies of a caller's arguments, the number of their blocks, and the problem with them.
-    """
+    """Return copies of a caller's arguments, their number of blocks, and the problem or ""."""
     own = {}
     problem = ""
     for kv_group, (keys, pages) in groups.items():

@@ -178,8 +178,7 @@ class Stock:
         self._note_silence(Reason.DAEMON_AWAY if refusal is None else refusal.reason)
 
     def _wanted(self) -> dict[int, int]:
-        """Return the blocks to request by group; while a caller waits, none for the other groups.
-        """
+        """Return the blocks to request by group; while a caller waits, only those of its group."""
         waiting = self._anybody_waits()
         room = RESERVE_BLOCKS_MAX
         want = {}

@@ -278,8 +278,7 @@ class _Connection:
             left_ms = _left_ms(end)
 
     def _read(self, left_ms: int) -> memoryview:
-        """Wait up to ``left_ms`` milliseconds for some bytes; they are valid until the next read.
-        """
+        """Wait up to ``left_ms`` milliseconds for bytes, which are valid until the next read."""
         if not self._answers.poll(left_ms):
             raise TimeoutError
         size = self._socket.recv_into(self._buffer)
