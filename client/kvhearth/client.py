@@ -48,7 +48,7 @@ class Returns:
         self._contract = contract
 
     def release_id(self, link: Link, lease_id: int, *, promotions: bool = False) -> None:
-        """Release a lease of which only the id is known; with ``promotions``, cancel these too."""
+        """Release a lease by its id; with ``promotions``, cancel its lookup's promotions too."""
         request = pb.ReleaseRequest(lease_ids=[lease_id])
         if promotions:
             request.cancelled_ids.append(lease_id)
@@ -73,7 +73,7 @@ class Returns:
             if some.size:
                 request.bad.append(codec.pack_slots(self._contract, group, some))
                 reported += int(some.size)
-        # Kept apart from the other releases: somebody else's unknown lease must not lose a report.
+        # Kept apart from the other releases: an unknown lease among them must not lose a report.
         kind = f"{base.RELEASE.name}:bad" if request.bad else base.RELEASE.name
         self._caller.post(
             link,
@@ -215,8 +215,7 @@ class Decisions:
         )
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
-        """Reserve empty slots to write: ``groups`` gives a number of blocks by group; fewer may be
-        granted.
+        """Reserve empty slots: ``groups`` gives a number of blocks by group; fewer may be granted.
         """
         reservation_id = self._ids.draw()
         own = understood(codec.own_counts, groups)
@@ -433,8 +432,7 @@ class Decisions:
         return int(reply.epoch)
 
     def use_epoch(self, epoch: int) -> None:
-        """Declare that this engine now has the weights of ``epoch``, to which another engine
-        bumped.
+        """Declare that this engine now has the weights of ``epoch``, as bumped by another engine.
         """
         self._session_manager.epochs.use(epoch)
 
@@ -598,8 +596,8 @@ class KVClient(Decisions):
     def cancel(self, found: LookupResult) -> None:
         """Release the lease of an abandoned request and cancel its promotions, in the background.
 
-        Promotions that another request also wants go on. Lookups of another boot are ignored. A
-        lookup that was made without a lease has no id: its promotions go on.
+        Promotions that another request also wants continue. Lookups of another boot are ignored. A
+        lookup that was made without a lease has no id: its promotions continue.
         """
 
         def work() -> None:

@@ -78,22 +78,8 @@ class GroupSpec:
 class Contract:
     """The properties of an engine's KV bytes that decide whether another engine can use them.
 
-    The module's docstring says what is left to keys and epochs.
-
-    Attributes:
-        model: model id; for a local directory any name (its identity is ``revision``).
-        revision: hub revision, or the digest of a local directory's files.
-        quantization: weight quantization, or ``"none"``.
-        model_dtype: dtype in which the model computes.
-        kv_dtype: dtype of the cache, a key of ``DTYPE_BYTES``.
-        layout: order of dimensions inside a block plus the attention backend's packing.
-        hash_bytes: bytes in a key.
-        hash_algorithm: algorithm with which the engine chains its keys.
-        hash_seed: seed of the chain.
-        tensor_parallel, pipeline_parallel, decode_context_parallel: geometry.
-        groups: the KV cache groups in the engine's order.
-        rope_digest: digest of RoPE scaling and other overrides that change KV.
-        draft_model: identity of the speculative draft whose KV is stored too, or ``""``.
+    Content that changes per block and weights reloaded live are excluded (see the module's
+    docstring).
     """
 
     model: str

@@ -195,7 +195,7 @@ class Caller:
     def link_to_ask(self) -> Link:
         """Return the link for an immediate ``call``; like ``link`` otherwise.
 
-        The check for a dead daemon is skipped where the call itself notices one as soon.
+        Skips the check for a dead daemon where the call itself notices one as soon.
         """
         link = self.held_link()
         if not link.transport.warm() and self._died(link):

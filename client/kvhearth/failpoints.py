@@ -36,8 +36,7 @@ def arm(text: str | None) -> None:
 
 
 def hit(name: str) -> None:
-    """Pass the fault point ``name``; kill or stop the process if it is armed and its count is
-    reached.
+    """Pass the fault point ``name``; an armed point whose count is reached kills or stops here.
 
     A stopped process returns from here after SIGCONT.
     """

@@ -307,9 +307,7 @@ def _run_bytes(extents: list[int], strides: list[int], item_bytes: int, index: i
 
 
 def _append_merged(parts: list[Part], part: Part, page_count: int) -> None:
-    """Append the shard's next part, merged with the last one if it directly follows it in each
-    page.
-    """
+    """Append the shard's next part, merged with the last if it directly follows it in each page."""
     if not parts:
         parts.append(part)
         return

@@ -67,7 +67,7 @@ class Worker:
         while not self.stopping:
             try:
                 self._step()
-            except Exception:  # noqa: BLE001 - thread main: it goes on whatever happens
+            except Exception:  # noqa: BLE001 - thread main: it survives any failure
                 LOGGER.exception("a step of %s failed, going on", self._thread.name)
                 self._recover_quietly()
 

@@ -265,7 +265,7 @@ class Batch:
         return Runs(chosen, bounds, step_bytes, (segments[first], offsets[first], pages[first]))
 
     def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
-        """Clear in ``joined`` the pairs of blocks that lie at another distance, and return the
+        """Clear in ``joined`` all pairs of blocks except those at one distance; return the
         distance.
 
         One distance per batch suffices: slots of one group are cut from slabs of one slot size,

@@ -43,7 +43,7 @@ class QuiesceHooks:
             try:
                 if not drain(max(end - time.monotonic(), 0.0)):
                     return False
-            except Exception:  # noqa: BLE001 - foreign code: what it did not say is not drained
+            except Exception:  # noqa: BLE001 - foreign code: a failed drain is not drained
                 LOGGER.exception("a drain failed")
                 return False
         return True
@@ -172,9 +172,7 @@ class SessionManager:
             self._thread.join(timeout_s)
 
     def finish(self, deadline_s: float) -> bool:
-        """Drain, deliver queued requests and say goodbye, after ``stop``. False if copies did not
-        drain.
-        """
+        """Drain, deliver and say goodbye, after ``stop``. False if copies did not drain."""
         end = time.monotonic() + deadline_s
         link = self._held
         if link is None:
@@ -197,7 +195,7 @@ class SessionManager:
         while not self._stopped.is_set():
             try:
                 pause_s = self._step()
-            except Exception:  # noqa: BLE001 - the thread's main goes on whatever happens
+            except Exception:  # noqa: BLE001 - thread main: it survives any failure
                 self._counters.add("keeper_failures")
                 LOGGER.exception("the KVHearth keeper failed, going on in %.0f s", _CRASH_PAUSE_S)
                 self._stopped.wait(_CRASH_PAUSE_S)

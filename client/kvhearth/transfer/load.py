@@ -268,7 +268,7 @@ class LoadPipeline:
         keys = {kv_group: names for kv_group, (names, _) in job.groups.items()}
         found, before = self._client.lookup(keys, prefetch=job.promotion.prefetch), job.found
         if before is not None and found.reason:
-            job.wait = PromotionWait(until=0.0)  # go on with what is leased
+            job.wait = PromotionWait(until=0.0)  # continue with the leased blocks
             return
         job.found = found
         if before is not None:

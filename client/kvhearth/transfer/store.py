@@ -206,7 +206,7 @@ class StorePipeline:
         return len(self._flights) < FLIGHTS_MAX and blocks <= self._batch_blocks
 
     def _begin(self, job: StoreJob) -> bool:
-        """Begin the job's next copies, or drop it; return False if nothing could be done yet."""
+        """Begin the job's next copies, or drop it; False if nothing could be done yet."""
         self._beginning = (job, None)
         begun = self._try_begin(job)
         self._beginning = None
@@ -243,8 +243,7 @@ class StorePipeline:
         return self._reserve_wait_s + min(max(job.submitted_at, self._progress_at), silent_since)
 
     def _copy(self, job: StoreJob, slots: Slots) -> bool:
-        """Begin to copy the job's next blocks into ``slots``; return False if no arena is mapped
-        for it.
+        """Begin to copy the job's next blocks into ``slots``; False if no arena is mapped for it.
         """
         copier = self._copier_pool.copier(job.ticket.kv_group, slots.boot_id)
         if copier is None:

@@ -206,9 +206,7 @@ class Demo:
         return report.Run(json.loads(result.read_text()), logits), engine
 
     def damage(self, extent: dict[str, int]) -> None:
-        """Flip bytes in the middle of one block, in the arena's file, without the daemon's
-        knowledge.
-        """
+        """Flip bytes in the middle of one block, in the arena's file, unknown to the daemon."""
         path = segment_file(self._arena_dir, extent["segment"])
         # Mapped, because files on hugetlbfs cannot be written.
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
