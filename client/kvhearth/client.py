@@ -215,8 +215,7 @@ class Decisions:
         )
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
-        """Reserve empty slots: ``groups`` gives a number of blocks by group; fewer may be granted.
-        """
+        """Reserve empty slots for the given number of blocks by group; fewer may be granted."""
         reservation_id = self._ids.draw()
         own = understood(codec.own_counts, groups)
 
@@ -432,8 +431,7 @@ class Decisions:
         return int(reply.epoch)
 
     def use_epoch(self, epoch: int) -> None:
-        """Declare that this engine now has the weights of ``epoch``, as bumped by another engine.
-        """
+        """Declare that this engine now has the weights of ``epoch``, which another engine set."""
         self._session_manager.epochs.use(epoch)
 
     def _own_epoch(self) -> int:

@@ -194,9 +194,7 @@ class KVHearthError(Exception):
 
 
 def reason_of(word: str) -> Reason:
-    """Return the reason named ``word``; an unknown word, as from a newer peer, becomes
-    ``INTERNAL``.
-    """
+    """Return the reason named ``word``; an unknown one, from a newer peer, becomes ``INTERNAL``."""
     try:
         return Reason(word)
     except ValueError:

@@ -30,8 +30,7 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Opens after ``failures_max`` counted failures in a row, then lets through one probe at a
-    time.
+    """Opens after ``failures_max`` counted failures in a row, then lets probes through singly.
 
     While it is open, a call is answered at once without asking the daemon. Pure: the caller passes
     the time and the jitter. Not thread-safe; the caller holds a lock.

@@ -95,7 +95,8 @@ def chain_keys(
 
 
 def fold_key(key: bytes, content: bytes) -> bytes:
-    """Return a key of the same length that also stands for ``content`` (digest of an adapter or
-    image).
+    """Return a key of the same length that also stands for ``content``.
+
+    The content is, for example, the digest of an adapter or an image.
     """
     return hashlib.shake_256(len(key).to_bytes(2, "little") + key + content).digest(len(key))

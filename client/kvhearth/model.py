@@ -21,9 +21,7 @@ class Ids:
         self._drawn: list[int] = []
 
     def draw(self) -> int:
-        """Return a random id: not 0, and below 2^63 - 1, so that it fits a signed integer
-        everywhere.
-        """
+        """Return a random id: not 0, and below 2^63 - 1, so that it fits any signed integer."""
         try:
             return self._drawn.pop()
         except IndexError:

@@ -132,8 +132,7 @@ class PagedKV:
         ]
 
     def host_stack(self) -> U8 | None:
-        """Return a zero-copy uint8 view of shape (parts, page_count, run_bytes); None unless
-        stacked.
+        """Return a zero-copy uint8 view (parts, page_count, run_bytes); None unless stacked.
 
         Tensors of separate allocations that happen to lie at equal distances count too: every byte
         that the view reaches belongs to a registered tensor.

@@ -56,8 +56,7 @@ class Stage:
         return [one for one in self.instructions if one.name == name]
 
     def words(self, name: str) -> list[str]:
-        """Return the words of the last instruction of that name, in either form; empty if there is
-        none.
+        """Return the words of the last instruction of that name, in either form; empty if none.
 
         ``HEALTHCHECK`` gives its command.
         """

@@ -70,8 +70,9 @@ class ArenaView(Protocol):
         """Return the address of a segment's first byte in this process."""
 
     def alive(self) -> bool:
-        """Return whether the daemon of that boot still runs. Once False, stays False. Does not
-        block.
+        """Return whether the daemon of that boot still runs. Does not block.
+
+        Once False, it stays False.
         """
 
 

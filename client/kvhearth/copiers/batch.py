@@ -209,8 +209,7 @@ class Batch:
         return Done(ticket, self.ok, checksums, copied_bytes, seconds, dict(self.reasons))
 
     def expected(self, chosen: Bools) -> dict[int, bytes]:
-        """Return the checksums to compare, by position: those of ``chosen`` and due blocks that
-        have one.
+        """Return the checksums of ``chosen`` and due blocks that have one, by position, to compare.
 
         A block is due if it carries ``FLAG_VERIFY``; a due block without a checksum is failed.
         """
@@ -265,8 +264,7 @@ class Batch:
         return Runs(chosen, bounds, step_bytes, (segments[first], offsets[first], pages[first]))
 
     def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
-        """Clear in ``joined`` all pairs of blocks except those at one distance; return the
-        distance.
+        """Clear in ``joined`` all pairs of blocks except those at one distance, which is returned.
 
         One distance per batch suffices: slots of one group are cut from slabs of one slot size,
         which may be a little larger than the page.
@@ -354,9 +352,7 @@ class Single:
             self.failure = BlockFailure.STALE_GENERATION
 
     def expected(self, *, chosen: bool) -> bytes | None:
-        """Return the checksum to compare, if the block is ``chosen`` or due; see
-        ``Batch.expected``.
-        """
+        """Return the checksum to compare if the block is chosen or due; see ``Batch.expected``."""
         summed = self._flags & FLAG_SUMMED
         due = self._flags & FLAG_VERIFY
         if due and not summed and self.failure is None:
@@ -373,9 +369,7 @@ class Single:
             self.failure = BlockFailure.STALE_GENERATION
 
     def done(self, ticket: Ticket, checksum: bytes | None, seconds: float) -> Done:
-        """Return the outcome; the checksum of a failed block is zeros, None means none was
-        computed.
-        """
+        """Return the outcome; a failed block's checksum is zeros, None means none was computed."""
         ok = self.failure is None
         sums: U8 | None = None
         if checksum is not None:

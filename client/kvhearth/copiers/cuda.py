@@ -378,9 +378,7 @@ class _Mover:
             done += count
 
     def _word_dtype(self) -> Any:
-        """Return the widest word in which fragments can be gathered: single bytes are slow on a
-        GPU.
-        """
+        """Return the widest word that fits the fragments: single bytes are slow on a GPU."""
         first, second = self._kv.parts[:2]
         spacing_bytes = second.address - first.address
         numbers = (first.address, first.run_bytes, first.stride_bytes, spacing_bytes)

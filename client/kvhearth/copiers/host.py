@@ -223,9 +223,7 @@ class _Mover:
         self._bytes = {segment: view.data for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
-        """Copy pages into slots; return the checksums, uint8 of shape (n, 16), or None if turned
-        off.
-        """
+        """Copy pages into slots; return the checksums, uint8 of shape (n, 16), or None if off."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for run in batch.runs(self._blocks_max(self._sums)):
             # Checked per run and not per batch: a slot that was reassigned must not be written.

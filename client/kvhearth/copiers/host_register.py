@@ -93,9 +93,7 @@ class ArenaRegistration:
         return self._error
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait up to ``deadline_s`` seconds until registration has ended; True if the arena is
-        ready.
-        """
+        """Wait up to ``deadline_s`` seconds until registration has ended; True if it succeeded."""
         if self._worker.foreign:
             return False
         with self._changed:

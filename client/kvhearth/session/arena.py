@@ -137,9 +137,7 @@ class ArenaMapping:
         return int(self.view(segment).ctypes.data)
 
     def alive(self) -> bool:
-        """Return whether the daemon of this boot lives; if not, generations are no longer
-        meaningful.
-        """
+        """Return whether the daemon of this boot lives; if not, generations mean nothing."""
         return self._generations is not None and self._alive()
 
     def close(self) -> None:

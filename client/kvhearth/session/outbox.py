@@ -127,8 +127,9 @@ Call = Callable[[Link, Rpc[Any, Any], Any], Any]
 
 
 class Courier:
-    """The request queue and its delivery. Any thread may ``put``; the rest is the manager's
-    thread's.
+    """The request queue and its delivery.
+
+    Any thread may call ``put``, only the session manager's thread the rest.
 
     Args:
         call: makes one call with a deadline and raises ``KVHearthError``.

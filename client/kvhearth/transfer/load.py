@@ -1,4 +1,4 @@
-"""Loads: from a request's keys to the engine's pages, and how much of the prompt that spares."""
+"""Loads: copy a request's cached blocks into the engine's pages and report the usable prefix."""
 
 from __future__ import annotations
 

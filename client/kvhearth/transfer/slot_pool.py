@@ -85,9 +85,7 @@ class Stock:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the daemon stopped answering reservations, or went away; 0 while it
-        answers.
-        """
+        """Seconds since the daemon stopped answering reservations or went away; 0 if it answers."""
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 

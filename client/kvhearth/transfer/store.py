@@ -163,8 +163,7 @@ class StorePipeline:
         return self._worker.foreign or self._door.wait_empty(deadline_s)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Take no more stores, fail those that have not begun, finish the rest, give the stock
-        back.
+        """Take no more stores, fail those not begun, finish the rest, give the stock back.
 
         Call it before ``client.close``; drain first to keep queued blocks. Idempotent.
 
@@ -221,7 +220,7 @@ class StorePipeline:
             return True
         kv_group = job.ticket.kv_group
         left_s = self._patience_end(job) - time.monotonic()
-        # With copies under way, ending them is the better use of the time.
+        # With copies under way, finishing them is the better use of the time.
         wait_s = 0.0 if self._flights else max(min(left_s, _SLICE_S), 0.0)
         slots = self._stock.take(kv_group, min(self._batch_blocks, job.left), wait_s=wait_s)
         if len(slots):
@@ -243,8 +242,7 @@ class StorePipeline:
         return self._reserve_wait_s + min(max(job.submitted_at, self._progress_at), silent_since)
 
     def _copy(self, job: StoreJob, slots: Slots) -> bool:
-        """Begin to copy the job's next blocks into ``slots``; False if no arena is mapped for it.
-        """
+        """Begin to copy the job's next blocks into ``slots``; False if no arena is mapped."""
         copier = self._copier_pool.copier(job.ticket.kv_group, slots.boot_id)
         if copier is None:
             return False

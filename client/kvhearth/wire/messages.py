@@ -252,9 +252,7 @@ def _whole(
 
 @lru_cache(maxsize=64)
 def _of_whole(count: int) -> tuple[bytes, bytes, Bools, U8]:
-    """Return the bitmap and tiers of ``count`` keys that are all ready, as in a reply and as
-    arrays.
-    """
+    """Return bitmap and tiers of ``count`` keys that are all ready, as in a reply and as arrays."""
     bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
     return bits, _DRAM * count, np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
 

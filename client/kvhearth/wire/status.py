@@ -61,9 +61,7 @@ def encode_status(error: KVHearthError) -> bytes:
 
 
 def decode_status(data: bytes) -> KVHearthError:
-    """Return the error in a value of ``STATUS_DETAILS_KEY``; an unreadable one becomes
-    ``internal``.
-    """
+    """Return the error in a value of ``STATUS_DETAILS_KEY``, ``internal`` if it is unreadable."""
     try:
         status = types_pb2.RpcStatus.FromString(data)
         for detail in status.details:

@@ -167,7 +167,7 @@ class Hearth:
             self._commit(self._batches.pop(done.ticket.number), done)
 
     def _commit(self, batch: _Batch, done: Done) -> None:
-        # Only the part before the first failed copy: a chain with a hole is of no use.
+        # Commit only the part before the first failed copy: a chain with a hole is of no use.
         count = len(done.ok) if done.ok.all() else int(done.ok.argmin())
         if count < len(done.ok):
             self._client.abort({GROUP: batch.extents[count:]}, boot_id=batch.boot_id)

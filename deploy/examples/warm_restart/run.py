@@ -290,9 +290,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def directories(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Make a directory for sockets, logs and results, and one for the arena; remove both at the
-    end.
-    """
+    """Make directories for sockets, logs and results, and for the arena; remove them at the end."""
     directory = Path(tempfile.mkdtemp(prefix="kvhearth-demo-"))
     parent, kind = arena_parent(args)
     arena_dir = Path(tempfile.mkdtemp(prefix="kvhearth-demo-", dir=parent))
