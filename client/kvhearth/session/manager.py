@@ -43,7 +43,7 @@ class QuiesceHooks:
             try:
                 if not drain(max(end - time.monotonic(), 0.0)):
                     return False
-            except Exception:  # noqa: BLE001 - foreign code: a failed drain is not drained
+            except Exception:  # noqa: BLE001 - foreign code: a failure means not drained
                 LOGGER.exception("a drain failed")
                 return False
         return True
