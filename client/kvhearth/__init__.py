@@ -1,7 +1,6 @@
-"""KVHearth's in-engine client: decisions by gRPC, bytes by shared memory, and a miss whenever
-anything is wrong.
+"""In-engine client of KVHearth: decisions by call, bytes by shared memory, a miss on any failure.
 
-``connect`` and ``KVClient`` are loaded on first use, so that what only needs the shared leaves
+``connect`` and ``KVClient`` are loaded on first use, so that code that needs only the shared leaves
 (errors, contract, model) does not pay for gRPC.
 """
 

@@ -1,4 +1,4 @@
-"""Checksums over slots, for threads beside the loop: xxh3_128 releases the GIL while it runs."""
+"""Checksums over slots, for background threads: xxh3_128 releases the GIL while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvhearth.model import CHECKSUM_BYTES, U8, Records
 
 
 def sum_extents(views: list[U8], extents: Records) -> U8:
-    """xxh3_128 of each extent, shape (n, 16); ``views`` are the segments' bytes."""
+    """Return the xxh3_128 of each extent, shape (n, 16); ``views`` are the segments' bytes."""
     digests = [
         xxhash.xxh3_128_digest(memoryview(views[segment])[offset : offset + length])
         for segment, offset, length in zip(

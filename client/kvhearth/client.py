@@ -1,4 +1,4 @@
-"""``KVClient``: what an engine holds of KVHearth. It fails open and never raises to it."""
+"""``KVClient``, an engine's interface to KVHearth. It fails open and never raises to the engine."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ BadExtents = Mapping[int, Records] | Records | None
 
 
 class Returns:
-    """Puts errands of a link into the keeper's queue.
+    """Puts requests that return leases, slots and pins into the session manager's queue.
 
-    Errors of its methods are ``codec``'s: ``bad_group``, ``bad_extents``.
+    Its methods raise the errors of ``codec``: ``bad_group``, ``bad_extents``.
     """
 
     def __init__(self, caller: Caller, contract: Contract) -> None:
@@ -48,20 +48,20 @@ class Returns:
         self._contract = contract
 
     def release_id(self, link: Link, lease_id: int, *, promotions: bool = False) -> None:
-        """End a lease of which only the id is known, and what may climb for its lookup."""
+        """Release a lease by its id; with ``promotions``, cancel its lookup's promotions too."""
         request = pb.ReleaseRequest(lease_ids=[lease_id])
         if promotions:
             request.cancelled_ids.append(lease_id)
         self._caller.post(link, base.RELEASE, request)
 
     def cancel(self, link: Link, lookup_id: int) -> None:
-        """Nobody waits any more for what climbs for a lookup."""
+        """Cancel the promotions of a lookup."""
         self._caller.post(link, base.RELEASE, pb.ReleaseRequest(cancelled_ids=[lookup_id]))
 
     def release(self, link: Link, lease: Lease, bad: BadExtents) -> None:
-        """End a lease and report extents of it whose bytes were wrong, as many as one call takes.
+        """Release a lease and report its bad extents, as many as one call takes.
 
-        What is left out the next load finds.
+        Bad extents that do not fit are found by the next load.
         """
         if bad is None:
             self.release_id(link, lease.id)
@@ -73,7 +73,7 @@ class Returns:
             if some.size:
                 request.bad.append(codec.pack_slots(self._contract, group, some))
                 reported += int(some.size)
-        # Apart from the others: a report must not be lost with somebody else's unknown lease.
+        # Kept apart from the other releases: an unknown lease among them must not lose a report.
         kind = f"{base.RELEASE.name}:bad" if request.bad else base.RELEASE.name
         self._caller.post(
             link,
@@ -95,7 +95,7 @@ class Returns:
         self._caller.post(link, base.ABORT, request, kind=kind, weight=weight, parts=len(slots))
 
     def abort_reservation(self, link: Link, reservation_id: int) -> None:
-        """Give back a reservation whose answer was lost."""
+        """Give back a reservation whose reply was lost."""
         request = pb.AbortRequest(reservation_ids=[reservation_id])
         self._caller.post(link, base.ABORT, request)
 
@@ -119,7 +119,7 @@ class Returns:
 
 
 def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, Records]:
-    """Bad extents by group; plain records are assigned by the slots of the lease."""
+    """Return bad extents by group; plain records are assigned by the slots of the lease."""
     if isinstance(bad, Mapping):
         return dict(bad)
     flat = np.asarray(bad).reshape(-1)
@@ -127,11 +127,11 @@ def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, R
 
 
 _SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
-"""Bounds that leave nothing to reserve: an answer of a full cache, not a failure."""
+"""Bounds that leave nothing to reserve: the answer of a full cache, not a failure."""
 
 
 class Decisions:
-    """The half of ``KVClient`` that asks the daemon; see there for what holds for all methods."""
+    """The calls of ``KVClient`` that ask the daemon; its docstring holds for all methods."""
 
     def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
         self._contract = contract
@@ -145,25 +145,26 @@ class Decisions:
 
     @property
     def epoch(self) -> int:
-        """The weights epoch that this engine runs with; -1 while that is not known.
+        """Weights epoch that this engine runs with; -1 while it is not known.
 
-        It is the daemon's at the first attach and follows only ``bump_epoch`` and ``use_epoch``:
-        an engine does not get new weights because another one did. Under another epoch than the
-        daemon's all answers are misses. A daemon that started without its old blocks has an epoch
-        of its own, which an engine that was up to date until then takes over.
+        It is the daemon's at the first attach and follows only ``bump_epoch`` and ``use_epoch``: an
+        engine does not get new weights because another one did. Under another epoch than the
+        daemon's all answers are misses. A daemon that started without its old blocks begins at a
+        new epoch, which an engine that was up to date until then takes over.
         """
         return self._session_manager.epochs.own
 
     def lookup(
         self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False
     ) -> LookupResult:
-        """Which blocks of a request are there, and a lease on those that a load needs.
+        """Look up a request's blocks and lease those that a load needs.
 
         Args:
-            groups: by group, the keys of the request in chain order. More than the daemon takes in
-                one call are cut to the first ones of each group; the rest is absent in the answer.
-            lease: hold what may be loaded, until ``release``.
-            prefetch: let blocks on slower tiers begin to climb.
+            groups: by group, the keys of the request in chain order. If they exceed the daemon's
+                bound for one call, only the first ones of each group are sent; the rest is absent
+                in the result.
+            lease: hold the blocks that may be loaded, until ``release``.
+            prefetch: start promoting blocks on slower tiers.
         """
         lease_id = self._ids.draw() if lease else 0
         own = understood(codec.own_keys, groups)
@@ -197,7 +198,7 @@ class Decisions:
         )
 
     def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
-        """Ask for blocks on slower tiers to climb; leases nothing."""
+        """Request the promotion of blocks on slower tiers; leases nothing."""
         own = understood(codec.own_keys, groups)
 
         def work() -> PrefetchResult:
@@ -214,7 +215,7 @@ class Decisions:
         )
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
-        """Empty slots to write: by group, how many blocks. Less may be granted."""
+        """Reserve empty slots for the given number of blocks by group; fewer may be granted."""
         reservation_id = self._ids.draw()
         own = understood(codec.own_counts, groups)
 
@@ -252,11 +253,11 @@ class Decisions:
         """Bind keys to written slots; afterwards the extents are no longer the caller's.
 
         Args:
-            groups: what all ranks have finished writing.
-            boot_id: of the reservations that the extents come from. Extents of another boot are
-                dropped.
-            epoch: of the weights that computed the blocks; None for the engine's epoch now, which
-                is right only if the weights cannot have changed since.
+            groups: blocks that all ranks have finished writing.
+            boot_id: boot of the reservations that the extents come from. Extents of another boot
+                are dropped.
+            epoch: epoch of the weights that computed the blocks. None stands for the engine's
+                current epoch, which is right only if the weights cannot have changed since.
         """
 
         own = understood(codec.own_commits, groups)
@@ -274,8 +275,8 @@ class Decisions:
                 reply = self._caller.call(link, base.COMMIT, request, self._call_s)
                 return CommitResult(codec.parse_bitmaps(query, reply.stored))
             except KVHearthError:
-                # Whatever was not bound goes back; slots that were are not the group's to abort
-                # any more.
+                # Slots that were not bound are given back; bound slots are no longer the group's to
+                # abort.
                 extents = {group: item.extents for group, item in commits.items()}
                 self._returns.abort(link, extents, in_doubt=False)
                 raise
@@ -292,12 +293,13 @@ class Decisions:
 
         Args:
             groups: extents by group, of any shape.
-            boot_id: of the reservations that they come from; of another boot they are dropped.
-            in_doubt: a worker may still be writing. The daemon keeps the slots aside until all
-                ranks are drained or the same slots are aborted again without this.
+            boot_id: boot of the reservations that they come from; extents of another boot are
+                dropped.
+            in_doubt: a worker may still be writing. The daemon quarantines the slots until all
+                ranks are drained or the same slots are aborted again without this flag.
 
         Returns:
-            Why nothing was queued (such as ``stale_boot``), or empty.
+            The reason why nothing was queued (such as ``stale_boot``), or empty.
         """
         own = understood(_own_extents, groups)
 
@@ -310,19 +312,18 @@ class Decisions:
         return self._caller.decide("abort", work, str)
 
     def release(self, lease: Lease | None, bad: BadExtents = None) -> None:
-        """End a lease, in the background, after the loads under it have finished.
+        """Release a lease, in the background, after the loads under it have finished.
 
         Args:
-            lease: of a lookup; None and leases of another boot are ignored.
-            bad: extents of it whose bytes did not match their checksum; the daemon looks for
-                itself.
+            lease: lease of a lookup; None and leases of another boot are ignored.
+            bad: extents of the lease whose bytes did not match their checksum; the daemon checks
+                them itself.
         """
         if lease is None:
             return
 
         def work() -> None:
-            # Of a daemon that has died nothing is left to release: it is soon enough that the
-            # keeper finds it out.
+            # A dead daemon holds no lease; the session manager notices its death soon enough.
             link = self._caller.held_link()
             if lease.boot_id == link.boot_id:
                 self._returns.release(link, lease, bad)
@@ -330,7 +331,7 @@ class Decisions:
         self._caller.decide("release", work, _nothing)
 
     def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
-        """Keep blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
+        """Protect blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
         pin_id = self._ids.draw()
         own = understood(codec.own_keys, groups)
 
@@ -356,7 +357,7 @@ class Decisions:
         return self._caller.decide("pin", work, miss)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin before its time, in the background."""
+        """End a pin early, in the background."""
 
         def work() -> None:
             link = self._caller.link()
@@ -377,14 +378,15 @@ class Decisions:
         self._caller.decide("touch", work, _nothing)
 
     def bump_epoch(self, expected: int | None = None) -> int:
-        """Make all older blocks of the namespace invalid: this engine has new weights.
+        """Invalidate all older blocks of the namespace: this engine has new weights.
 
         Args:
             expected: the epoch to move on from; None takes the daemon's current one.
 
         Returns:
-            The new epoch, with which this client goes on; or -1. Then the weights have no epoch:
-            all answers are misses until ``bump_epoch`` succeeds or ``use_epoch`` says otherwise.
+            The new epoch, which is this client's from now on; or -1 on failure. The weights then
+            have no epoch: all answers are misses until ``bump_epoch`` succeeds or ``use_epoch``
+            sets one.
         """
         self._session_manager.epochs.use(EPOCH_UNKNOWN)
 
@@ -399,10 +401,10 @@ class Decisions:
         return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
 
     def drop_if_alone(self) -> bool:
-        """Make all blocks of the namespace invalid, if no other engine is attached to it.
+        """Invalidate all blocks of the namespace if no other engine is attached to it.
 
         The weights stay the same: where another engine is attached, or the daemon cannot be asked,
-        nothing changes. If its answer is lost, all answers are misses until ``bump_epoch``.
+        nothing changes. If the daemon's reply is lost, all answers are misses until ``bump_epoch``.
         """
         before = self.epoch
 
@@ -411,7 +413,7 @@ class Decisions:
             self._session_manager.beat(link)
             current = self._session_manager.epochs.daemon
             try:
-                # From here on nobody knows until the answer is there.
+                # The epoch is unknown until the reply arrives.
                 self._session_manager.epochs.use(EPOCH_UNKNOWN)
                 self._bump(link, current, only_alone=True)
             except KVHearthError as error:
@@ -429,7 +431,7 @@ class Decisions:
         return int(reply.epoch)
 
     def use_epoch(self, epoch: int) -> None:
-        """This engine now has the weights of ``epoch``, which somebody else bumped to."""
+        """Declare that this engine now has the weights of ``epoch``, which another engine set."""
         self._session_manager.epochs.use(epoch)
 
     def _own_epoch(self) -> int:
@@ -454,7 +456,7 @@ class Decisions:
         found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
         slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
         lease = Lease(lease_id, link.boot_id, slots) if slots and reply.lease_id else None
-        # By position, which costs half of what names do.
+        # Positional arguments cost half as much as keywords.
         return LookupResult(
             reply.hit_tokens,
             lease,
@@ -499,19 +501,19 @@ def connect(
     rank: int = 0,
     map_arena: bool = True,
 ) -> KVClient:
-    """A client that attaches in the background; the daemon may be away.
+    """Return a client that attaches in the background; the daemon may be away.
 
     Args:
         url: ``kvhearth+unix:///run/kvhearth``, with options as in ``url.DaemonUrl``.
-        contract: what this engine's KV bytes are.
+        contract: properties of this engine's KV bytes.
         engine_id: the engine's name, the same in its scheduler and all its ranks.
-        scheduler: this process takes the engine's decisions.
+        scheduler: whether this process takes the engine's decisions.
         rank: this process's rank, or -1 if it moves no bytes.
         map_arena: map the arena into this process.
 
     Raises:
-        KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot
-            be right.
+        KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot be
+            right.
     """
     address = parse_url(url)
     if len(os.fsencode(address.attach_path)) > _SOCKET_PATH_BYTES_MAX:
@@ -541,10 +543,10 @@ def connect(
 
 
 class KVClient(Decisions):
-    """Decisions of one attached process; made by ``connect``. Thread-safe.
+    """Client of one attached process; made by ``connect``. Thread-safe.
 
-    No method raises because of the daemon or its absence: the answer is then a miss, or nothing,
-    with a reason. In a forked child a client answers ``closed``; the child connects anew.
+    No method raises because of the daemon or its absence: the result is then a miss, or nothing,
+    with a reason. In a forked child a client answers ``closed``; the child must connect itself.
     """
 
     def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
@@ -555,33 +557,34 @@ class KVClient(Decisions):
 
     @property
     def arena(self) -> ArenaMapping | None:
-        """The mapped arena of the current boot; None while detached or not asked for."""
+        """Mapped arena of the current boot; None while detached or if ``map_arena`` is off."""
         link = None if self._caller.closed else self._session_manager.link
         return None if link is None else link.mapping
 
     @property
     def boot_id(self) -> str:
-        """Of the daemon that this client is attached to, or empty."""
+        """Boot id of the daemon that this client is attached to, or "" while detached."""
         link = None if self._caller.closed else self._session_manager.link
         return "" if link is None else link.boot_id
 
     @property
     def session_id(self) -> str:
-        """Of the current attachment, or empty: what was reserved or leased under another is void.
+        """Id of the current session, or "" while detached.
 
-        A session can end and another begin under one boot id.
+        Leases and reservations of other sessions are void. A session can end and another begin
+        under one boot id.
         """
         link = None if self._caller.closed else self._session_manager.link
         return "" if link is None else link.session_id
 
     @property
     def contract(self) -> Contract:
-        """What ``connect`` was given."""
+        """Contract that was passed to ``connect``."""
         return self._contract
 
     @property
     def refusal(self) -> KVHearthError | None:
-        """Why the daemon refuses this engine for good, or None."""
+        """The daemon's permanent refusal of this engine, or None."""
         return self._session_manager.refusal
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -589,11 +592,10 @@ class KVClient(Decisions):
         return not self._caller.closed and self._session_manager.wait_ready(timeout_s)
 
     def cancel(self, found: LookupResult) -> None:
-        """The request behind a lookup went away, in the background: its lease ends, and what climbs
-        for it alone need not.
+        """Release the lease of an abandoned request and cancel its promotions, in the background.
 
-        Lookups of another boot are ignored. One that was made without a lease has no name: what it
-        let climb goes on.
+        Promotions that another request also wants continue. Lookups of another boot are ignored. A
+        lookup that was made without a lease has no id: its promotions continue.
         """
 
         def work() -> None:
@@ -608,37 +610,38 @@ class KVClient(Decisions):
         self._caller.decide("cancel", work, lambda _: None)
 
     def add_quiesce_hook(self, drain: Drain) -> None:
-        """Register what waits for this process's copies.
+        """Register a drain that waits for this process's copies.
 
-        ``drain(deadline_s)`` returns True when no copy is under way. It is called on the keeper's
-        thread before a lost session is let go, and by ``close``; until all drains return True the
-        old mapping stays and there is no new session. Copiers of the old mapping should be closed
-        by then, or drop their arrays.
+        ``drain(deadline_s)`` returns True when no copy is under way. It is called on the session
+        manager's thread before a lost session is closed, and by ``close``; until all drains return
+        True the old mapping stays and no new session begins. Copiers of the old mapping should be
+        closed by then, or drop their arrays.
         """
         self._session_manager.drains.add(drain)
 
     def add_attached(self, attached: Attached) -> None:
-        """Register what is to be prepared for a session: ``attached()`` is called on the keeper's
-        thread each time one has begun, and now if there is one. It may be called twice for the same
-        session, and must not wait.
+        """Register a callback that prepares a new session.
+
+        ``attached()`` is called on the session manager's thread each time a session has begun, and
+        immediately if there is one. It may be called twice for the same session, and must not wait.
         """
         self._session_manager.add_attached(attached)
 
     def counters(self) -> dict[str, int]:
-        """Counters since the start, by name; heartbeats carry them to the daemon."""
+        """Return the counters since the start, by name; heartbeats carry them to the daemon."""
         return {} if self._caller.foreign else self._counters.snapshot()
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add to a counter of the caller's own (loads that failed, bytes copied, ...)."""
+        """Add to a counter of the caller (failed loads, bytes copied, ...)."""
         if amount > 0 and not self._caller.foreign:
             self._counters.add(name, amount)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Drain copies, send what is queued, say goodbye. Idempotent.
+        """Drain copies, send queued requests, say goodbye. Idempotent.
 
         Returns:
-            False if copies did not drain: the session then stays open, since its end would tell
-            the daemon that nobody writes. Call it again, or let the process end.
+            False if copies did not drain. The session then stays open, since its end would tell the
+            daemon that no one writes. Call it again, or let the process end.
         """
         if self._caller.foreign:
             return True

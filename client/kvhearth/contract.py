@@ -1,9 +1,9 @@
 """The contract: everything that must be equal for KV bytes to be interchangeable.
 
 A contract has one canonical JSON form. A namespace is ``SHA-256(tenant ‖ 0 ‖ canonical JSON)``: two
-engines share blocks exactly if every field here and their tenant are equal. What changes per block
-(token content, adapter content, images, salts) belongs into the key; what changes in place (weights
-reloaded live) is the namespace's weights epoch.
+engines share blocks exactly if every field here and their tenant are equal. Content that changes
+per block (tokens, adapter, images, salts) belongs in the key; weights that change in place
+(reloaded live) are tracked by the namespace's weights epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPE_BYTES = {
 
 
 class GroupKind(enum.StrEnum):
-    """How far back a group's layers look, which decides what a hit needs of them.
+    """Reach of a group's layers, which decides which blocks a hit needs.
 
     ``FULL``: every block from the start. ``SLIDING_WINDOW``: the blocks that cover the last
     ``window_tokens``. ``MAMBA``: the one block that holds the state at the boundary.
@@ -55,12 +55,13 @@ class GroupSpec:
     """One KV cache group: layers that share a block table.
 
     Attributes:
-        kind: what a hit needs of the group.
-        block_tokens: tokens of one block of this group.
+        kind: decides which blocks of the group a hit needs.
+        block_tokens: tokens in one block of this group.
         page_bytes: bytes of one *shard* of one block (all layers of the group on one rank).
         layers: number of layers.
         token_bytes: bytes per token and layer on one shard (both K and V); 0 for state groups.
-        shards: parts that a block is cut into; 1 when all ranks hold the same bytes (MLA).
+        shards: number of parts that a block is cut into; 1 when all ranks hold the same bytes
+            (MLA).
         window_tokens: reach of a sliding window, else 0.
     """
 
@@ -75,22 +76,10 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Contract:
-    """What an engine promises about its KV bytes. See the module's text for what it is not.
+    """The properties of an engine's KV bytes that decide whether another engine can use them.
 
-    Attributes:
-        model: model id, or for a local directory any name (its identity is ``revision``).
-        revision: hub revision, or the digest of a local directory's files.
-        quantization: weight quantization, or ``"none"``.
-        model_dtype: dtype in which the model computes.
-        kv_dtype: dtype of the cache, a key of ``DTYPE_BYTES``.
-        layout: order of dimensions inside a block plus the attention backend's packing.
-        hash_bytes: bytes of a key.
-        hash_algorithm: how the engine chains its keys.
-        hash_seed: the chain's seed.
-        tensor_parallel, pipeline_parallel, decode_context_parallel: geometry.
-        groups: the KV cache groups in the engine's order.
-        rope_digest: digest of RoPE scaling and other overrides that change KV.
-        draft_model: identity of the speculative draft whose KV is stored too, or ``""``.
+    Content that changes per block and weights reloaded live are excluded (see the module's
+    docstring).
     """
 
     model: str
@@ -115,11 +104,11 @@ class Contract:
 
     @property
     def world_size(self) -> int:
-        """Ranks that hold KV: tensor parallel x pipeline parallel."""
+        """Number of ranks that hold KV: tensor parallel x pipeline parallel."""
         return self.tensor_parallel * self.pipeline_parallel
 
     def to_json(self) -> str:
-        """The canonical JSON: sorted names, no spaces, ASCII only."""
+        """Return the canonical JSON: sorted names, no spaces, ASCII only."""
         return json.dumps(
             dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )
@@ -157,12 +146,12 @@ class Contract:
 
 
 def namespace_digest(tenant: str, contract: Contract) -> bytes:
-    """The 32-byte name of the namespace that ``tenant`` and ``contract`` make."""
+    """Return the 32-byte name of the namespace of ``tenant`` and ``contract``."""
     return hashlib.sha256(tenant.encode() + b"\0" + contract.to_json().encode()).digest()
 
 
 def differences(asked: Contract, stored: Contract) -> list[tuple[str, str, str]]:
-    """Fields in which two contracts differ: (field, asked value, stored value), in field order."""
+    """Return the differing fields of two contracts, by name: (field, asked value, stored value)."""
     left, right = _flat(asked), _flat(stored)
     return [
         (name, left.get(name, "absent"), right.get(name, "absent"))
@@ -185,7 +174,7 @@ def _bad(name: str, problem: str) -> KVHearthError:
 
 
 def _fields(kind: type[Any], data: object, where: str) -> dict[str, Any]:
-    """The fields of dataclass ``kind`` in ``data``, each of its declared type."""
+    """Return the fields of dataclass ``kind`` in ``data``, each checked for its declared type."""
     if not isinstance(data, dict):
         raise _bad(where.rstrip("."), "must be an object")
     known = {item.name: item for item in dataclasses.fields(kind)}
@@ -240,7 +229,8 @@ def _check_texts(contract: Contract) -> None:
         if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
             raise _bad(item.name, f"longer than {TEXT_CHARS_MAX} characters")
         if isinstance(value, str) and not value.isprintable():
-            # Half a surrogate pair, too, which JSON can write and protobuf cannot carry.
+            # This also catches half a surrogate pair, which JSON can write and protobuf cannot
+            # carry.
             raise _bad(item.name, "not printable text")
 
 

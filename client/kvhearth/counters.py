@@ -1,4 +1,4 @@
-"""Counters that the heartbeat carries, and warnings that do not flood an engine's log."""
+"""Counters that the heartbeat carries, and rate-limited warnings for the engine's log."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ class Counters:
                     self._begin(name, amount)
 
     def _begin(self, name: str, amount: int) -> None:
-        """Add to a counter that may not be there yet, with the lock held."""
+        """Add to a counter that may not exist yet, with the lock held."""
         if len(self._values) >= COUNTERS_MAX - 1:
             name = _OTHER
         self._values[name] = self._values.get(name, 0) + amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters by name."""
+        """Return all counters by name."""
         with self._lock:
             return dict(self._values)
 
 
 class Report:
-    """What each boot of the daemon is told: counters since the last word that an earlier one heard,
-    so that nothing is counted by two of them. One thread's.
+    """Counter increments to report to each boot of the daemon. Used by one thread only.
+
+    An increment counts from the last report that an earlier boot acknowledged, so that nothing is
+    counted by two boots.
     """
 
     def __init__(self) -> None:
@@ -61,20 +63,20 @@ class Report:
         self._heard: dict[str, int] = {}
 
     def rise(self, boot_id: str, counters: dict[str, int]) -> dict[str, int]:
-        """What to tell the daemon of ``boot_id``."""
+        """Return the increments to report to the daemon of ``boot_id``."""
         if boot_id != self._boot:
             self._boot, self._base = boot_id, self._heard
         self._said = counters
         return {name: value - self._base.get(name, 0) for name, value in counters.items()}
 
     def heard(self, boot_id: str) -> None:
-        """It has answered."""
+        """Record that the daemon has acknowledged the last report."""
         if boot_id == self._boot:
             self._heard = self._said
 
 
 class Warnings:
-    """Says each kind of trouble once per half minute, and how often it was left unsaid."""
+    """Logs each kind of trouble at most once per 30 s, with the number of suppressed messages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The one error table: every refusal has a reason, and every reason one status.
+"""The error table: every refusal has a reason, and every reason has one status.
 
 A reason is a stable, lower-case word. It travels to gRPC clients as
 ``google.rpc.ErrorInfo.reason``, to attach clients as the ``reason`` of a ``refused`` frame, and
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ERROR_DOMAIN = "kvhearth"
-"""The ``domain`` of every ``google.rpc.ErrorInfo``."""
+"""``domain`` of every ``google.rpc.ErrorInfo``."""
 
 
 class Code(enum.IntEnum):
-    """gRPC status codes, by number, so that this module needs no gRPC."""
+    """gRPC status codes by number, so that this module needs no gRPC."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -34,7 +34,7 @@ class Code(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """Where a reason goes on the wire: a gRPC code and an HTTP status."""
+    """A reason's form on the wire: a gRPC code and an HTTP status."""
 
     code: Code
     http: int
@@ -51,7 +51,7 @@ _INTERNAL = Status(Code.INTERNAL, 500)
 
 
 class Reason(enum.StrEnum):
-    """Why something was refused. Add a reason here and in ``STATUS`` together."""
+    """Cause of a refusal. Add a reason here and in ``STATUS`` together."""
 
     # the message itself
     BAD_MESSAGE = "bad_message"
@@ -64,12 +64,12 @@ class Reason(enum.StrEnum):
     BAD_TTL = "bad_ttl"
     BAD_URL = "bad_url"
     PROTOCOL_VERSION = "protocol_version"
-    # who is asking
+    # the caller's identity and rights
     UNKNOWN_TOKEN = "unknown_token"
     PEER_NOT_ALLOWED = "peer_not_allowed"
     NOT_ADMIN = "not_admin"
     NOT_SCHEDULER = "not_scheduler"
-    # the state it finds
+    # the daemon's state
     CONTRACT_MISMATCH = "contract_mismatch"
     GROUP_INCOMPLETE = "group_incomplete"
     GROUP_GONE = "group_gone"
@@ -173,11 +173,11 @@ STATUS: Mapping[Reason, Status] = {
 
 
 class KVHearthError(Exception):
-    """A broken rule or a broken world, with its reason.
+    """A refused call or a failure of the environment, with its reason.
 
     Args:
-        reason: the stable word for what went wrong.
-        message: one sentence for a person: what was wrong and what to do about it.
+        reason: the stable word for the failure.
+        message: one sentence for a person: the problem and its remedy.
         details: further facts as strings (for example the fields in which two contracts differ).
     """
 
@@ -194,7 +194,7 @@ class KVHearthError(Exception):
 
 
 def reason_of(word: str) -> Reason:
-    """The reason named ``word``; a word of a newer peer becomes ``INTERNAL``."""
+    """Return the reason named ``word``; an unknown one, from a newer peer, becomes ``INTERNAL``."""
     try:
         return Reason(word)
     except ValueError:

@@ -1,7 +1,4 @@
-"""The breaker: after a few failures in a row a call is answered at once, without asking the daemon.
-
-Pure: the caller brings the time and the jitter. Not thread-safe; the caller holds a lock.
-"""
+"""Failing open: a circuit breaker, and calls whose every failure becomes a miss."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from kvhearth.session.outbox import QueuedRequest
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 
 COUNTED = frozenset({Reason.DAEMON_AWAY, Reason.DEADLINE})
-"""Failures that say that the daemon does not answer. Any other refusal is an answer."""
+"""Failures that mean that the daemon does not answer. Any other refusal is an answer."""
 
 
 class BreakerState(enum.StrEnum):
-    """Where a breaker stands: ``CLOSED`` lets calls through, ``OPEN`` none, ``HALF_OPEN`` one."""
+    """State of a breaker: ``CLOSED`` lets all calls through, ``OPEN`` none, ``HALF_OPEN`` one."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -33,14 +30,17 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Opens after ``failures_max`` counted failures in a row, then lets one probe through at a
-    time.
+    """Opens after ``failures_max`` counted failures in a row, then lets probes through singly.
+
+    While it is open, a call is answered at once without asking the daemon. Pure: the caller passes
+    the time and the jitter. Not thread-safe; the caller holds a lock.
 
     Args:
         failures_max: failures in a row that open it.
         backoff_s: pause before the first probe; doubles with each probe that fails.
         backoff_max_s: the longest pause.
-        jitter: a number in [0, 1) for each pause; a pause is 0.5 to 1.0 of its nominal length.
+        jitter: returns a number in [0, 1) for each pause; a pause is 0.5 to 1.0 of its nominal
+            length.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Breaker:
         self._backoff_max_s = backoff_max_s
         self._jitter = jitter
         self.calm = True
-        """Whether it is closed and the last call was answered: ``allow`` would say yes, and
+        """True if it is closed and the last call was answered: ``allow`` would return True, and
         recording one more answer would change nothing.
         """
         self._failures = 0
@@ -61,13 +61,13 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Where it stands."""
+        """Current state."""
         return self._state
 
     def allow(self, now: float) -> bool:
-        """Whether a call may be made. In half-open this hands out the one probe.
+        """Return whether a call may be made. In half-open state, True hands out the one probe.
 
-        A probe whose outcome is never recorded does not block the next one for longer than a pause.
+        A probe whose outcome is never recorded blocks the next one for no longer than a pause.
         """
         if self._state is BreakerState.CLOSED:
             return True
@@ -78,7 +78,7 @@ class Breaker:
         return True
 
     def record(self, reason: Reason | None, now: float) -> None:
-        """Tell a call's outcome: ``None`` for an answer, else why it failed."""
+        """Record a call's outcome: ``None`` for an answer, else the reason of the failure."""
         if reason not in COUNTED:
             self.reset()
             return
@@ -92,7 +92,7 @@ class Breaker:
             self._next_probe = now + self._pause_s()
 
     def reset(self) -> None:
-        """Close it, as with a new session."""
+        """Close it, as for a new session."""
         self._failures = 0
         self._openings = 0
         self._state = BreakerState.CLOSED
@@ -122,20 +122,20 @@ _ANSWERED_LATE = frozenset(
 )
 
 _LOST = SESSION_ENDS | {Reason.DAEMON_AWAY}
-"""How a call ends of whose daemon nobody knew yet that it is dead, or another one now."""
+"""Reasons with which a call fails if the daemon died or was replaced before anyone noticed."""
 
 
 class NotSent(KVHearthError):
-    """A call that never left this process."""
+    """Raised for a call that never left this process."""
 
 
 def outcome_unknown(error: KVHearthError) -> bool:
-    """Whether the daemon may have done what was asked although the call failed."""
+    """Return whether the daemon may have performed the request although the call failed."""
     return not isinstance(error, NotSent) and error.reason in _ANSWERED_LATE
 
 
 def understood(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
-    """``read(argument)``, or None where an engine's argument is not what it should be."""
+    """Return ``read(argument)``, or None if an engine's argument is malformed."""
     try:
         return read(argument)
     except Exception:  # noqa: BLE001 - the fail-open boundary: reading runs the engine's own code
@@ -147,9 +147,9 @@ class Caller:
     """Makes calls for the facade: gate, breaker, counters, and the rule that nothing is raised.
 
     Args:
-        keeper: holds the link.
-        counters: what decisions came to.
-        decides: this process may take decisions; without that there is no link for them.
+        session_manager: holds the link.
+        counters: count the decisions and their failures.
+        decides: whether this process may take decisions; without it there is no link for them.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Caller:
 
     @property
     def closed(self) -> bool:
-        """Whether this client answers nothing any more: closed, or a forked child's copy."""
+        """Whether this client answers nothing any more: it is closed, or a forked child's copy."""
         return self._closed or os.getpid() != self._pid
 
     @property
@@ -176,15 +176,15 @@ class Caller:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Answer every decision with ``closed`` from now on."""
+        """Answer every later decision with ``closed``."""
         self._closed = True
 
     def link(self) -> Link:
-        """The link to use now; a dead daemon is noticed here, without waiting for a deadline.
+        """Return the current link; a dead daemon is noticed here, without waiting for a deadline.
 
         Raises:
-            KVHearthError: ``not_scheduler``, ``closed``, ``daemon_away`` or why the daemon refuses
-                this engine.
+            KVHearthError: ``not_scheduler``, ``closed``, ``daemon_away`` or the reason of the
+                daemon's permanent refusal.
         """
         link = self.held_link()
         if self._died(link):
@@ -192,8 +192,9 @@ class Caller:
         return link
 
     def link_to_ask(self) -> Link:
-        """As ``link``, for a ``call`` that comes next: where that notices a dead daemon as soon,
-        nothing is asked here.
+        """Return the link for an immediate ``call``; like ``link`` otherwise.
+
+        Skips the check for a dead daemon where the call itself notices one as soon.
         """
         link = self.held_link()
         if not link.transport.warm() and self._died(link):
@@ -201,7 +202,7 @@ class Caller:
         return link
 
     def held_link(self) -> Link:
-        """As ``link``, but its daemon may have died since it was last looked at."""
+        """Return the link like ``link``, but without checking whether its daemon has died."""
         if not self._decides:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the scheduler's client takes decisions")
         if self._closed:
@@ -233,14 +234,17 @@ class Caller:
     def call(
         self, link: Link, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float
     ) -> ReplyT:
-        """One call through the breaker.
+        """Make one call through the breaker.
+
+        The link is lost if the daemon died, if another daemon answers, and if the session has
+        ended.
 
         Raises:
-            KVHearthError: as the transport, ``daemon_away`` whatever that says of a daemon that
-                died; ``NotSent`` while the breaker is open; ``stale_boot`` if another daemon
-                answers. The link is lost then, and when the session has ended.
+            KVHearthError: as the transport; ``daemon_away`` if the daemon died, whatever the
+                transport reports; ``NotSent`` while the breaker is open; ``stale_boot`` if another
+                daemon answers.
         """
-        # Without the lock, which nothing here needs while all is well.
+        # Checked without the lock, which is not needed in the good case.
         calm = link is self._breaker_link and self._breaker.calm
         if not calm and not self._allowed(link):
             raise NotSent(Reason.DAEMON_AWAY, "the daemon did not answer lately")
@@ -270,7 +274,7 @@ class Caller:
         weight: int = 1,
         parts: int = 0,
     ) -> None:
-        """Queue a request that nobody waits for; see ``Errand`` for the arguments."""
+        """Queue a request that no caller waits for; see ``QueuedRequest`` for the arguments."""
         welcome = link.welcome
         kind = kind or rpc.name
         self._session_manager.put(
@@ -278,7 +282,7 @@ class Caller:
         )
 
     def _died(self, link: Link) -> bool:
-        """Whether the daemon has died; the link is lost then."""
+        """Return whether the daemon has died; if so, the link is lost."""
         if link.session.alive():
             return False
         self._session_manager.lose(link, "its life line ended")

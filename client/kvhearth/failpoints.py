@@ -1,8 +1,8 @@
 """Fault points: places at which a test may kill or stop this process for real.
 
 ``KVHEARTH_FAULT=commit.after_journal:3`` makes the third passage through that point end the process
-with SIGKILL, so no handler, ``finally`` or flush runs, just as after a crash; with ``:stop`` at
-the end it is stopped there with SIGSTOP, and goes on with SIGCONT. Unarmed, a passage costs one
+with SIGKILL, so no handler, ``finally`` or flush runs, just as after a crash. With ``:stop`` at the
+end SIGSTOP stops the process there, and SIGCONT lets it continue. Unarmed, a passage costs one
 comparison with ``None``.
 """
 
@@ -14,7 +14,9 @@ import threading
 
 ENVIRONMENT_NAME = "KVHEARTH_FAULT"
 DISK_ENVIRONMENT_NAME = "KVHEARTH_DISK_FAULTS"
-"""Names the file that says how the daemon's drives misbehave (``tiers/ssd/disk/commanded``)."""
+"""Names the file that defines the faults of the daemon's drives
+(``kvhearth_lab.harness.disk_faults``).
+"""
 
 
 def _parse(text: str | None) -> tuple[str, int, bool] | None:
@@ -34,8 +36,9 @@ def arm(text: str | None) -> None:
 
 
 def hit(name: str) -> None:
-    """Pass the fault point ``name``; does not return if it is armed and its count is reached, or
-    only once somebody lets the process go on.
+    """Pass the fault point ``name``; an armed point whose count is reached kills or stops here.
+
+    A stopped process returns from here after SIGCONT.
     """
     global _armed
     if _armed is None or _armed[0] != name:
@@ -46,7 +49,7 @@ def hit(name: str) -> None:
         return
     if stop:
         _armed = None
-        # To this thread: by the time of another's turn it would be past the point.
+        # Sent to this thread: another one would stop only after this one has passed the point.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     os.kill(os.getpid(), signal.SIGKILL)

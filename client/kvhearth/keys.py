@@ -1,4 +1,4 @@
-"""Keys: the engine's chained hashes, packed into one blob per call."""
+"""Block keys: the engine's chained hashes, packed into one blob per call."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def split_keys(blob: bytes, key_bytes: int) -> list[bytes]:
 
 
 class PackedKeys(Sequence[bytes]):
-    """Keys of one length as they travel, side by side; cut apart only where one is asked for.
+    """Keys of one length, packed side by side as on the wire; split only when one is accessed.
 
     Args:
         blob: n keys.
-        key_bytes: of each.
+        key_bytes: bytes of each key.
 
     Raises:
         KVHearthError: ``bad_keys`` if the blob is not whole keys.
@@ -66,22 +66,22 @@ class PackedKeys(Sequence[bytes]):
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:
-    """The blob of keys, in order."""
+    """Return the blob of keys, in order."""
     return b"".join(keys)
 
 
 def chain_keys(
     tokens: Sequence[int], block_tokens: int, *, seed: str = "", extra: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Chained SHA-256 keys of the full blocks of ``tokens``, for engines that bring none of their
-    own.
+    """Return chained SHA-256 keys of the full blocks of ``tokens``, for engines without own keys.
 
     Args:
         tokens: token ids; a last block that is not full gets no key.
         block_tokens: tokens per block.
         seed: the chain's seed (the contract's ``hash_seed``).
-        extra: content digests that the tokens do not show, folded into every key: a LoRA adapter's
-            content, a cache salt. Pictures belong into the block that holds them: use ``fold_key``.
+        extra: digests of content that the tokens do not show, folded into every key: a LoRA
+            adapter's content, a cache salt. Images belong in the block that holds them: use
+            ``fold_key``.
     """
     flat = np.asarray(tokens, dtype="<u4")
     previous = hashlib.sha256(b"kvhearth\0" + seed.encode()).digest()
@@ -95,7 +95,8 @@ def chain_keys(
 
 
 def fold_key(key: bytes, content: bytes) -> bytes:
-    """A key of the same length that also stands for ``content`` (an adapter's or a picture's
-    digest).
+    """Return a key of the same length that also stands for ``content``.
+
+    The content is, for example, the digest of an adapter or an image.
     """
     return hashlib.shake_256(len(key).to_bytes(2, "little") + key + content).digest(len(key))

@@ -1,4 +1,4 @@
-"""Ids that a client chooses: random, so that nobody else's are met."""
+"""Random ids, array types and the extent record that all parts of the client share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 _AT_ONCE = struct.Struct("<64Q")
-"""The kernel is asked for so many at a time."""
+"""The 64 random numbers that one system call to the kernel brings."""
 
 
 class Ids:
-    """A source of ids. Thread-safe; a forked child makes one of its own."""
+    """A source of random ids. Thread-safe; a forked child makes its own."""
 
     def __init__(self) -> None:
         self._drawn: list[int] = []
 
     def draw(self) -> int:
-        """Random, not 0, and below 2^63 - 1, so that it fits a signed integer everywhere."""
+        """Return a random id: not 0, and below 2^63 - 1, so that it fits any signed integer."""
         try:
             return self._drawn.pop()
         except IndexError:
-            # Two threads may come here at once: the ids of one of them are then never used.
+            # Two threads may get here at once: the ids of one of them are then never used.
             numbers = _AT_ONCE.unpack(secrets.token_bytes(_AT_ONCE.size))
             drawn: list[int] = [(number >> 2) + 1 for number in numbers]
             self._drawn = drawn
@@ -52,22 +52,24 @@ EXTENT_DTYPE = np.dtype(
         ("checksum", f"V{CHECKSUM_BYTES}"),
     ]
 )
-"""One extent: what a client may read or write. ``offset`` and ``length`` are bytes inside
+"""One extent: memory that a client may read or write. ``offset`` and ``length`` are bytes inside
 ``segment``.
 """
 
 EXTENT_BYTES = EXTENT_DTYPE.itemsize
 EXTENT_RECORD = struct.Struct(f"<IHHQII{CHECKSUM_BYTES}s")
-"""``EXTENT_DTYPE`` for one record, which numpy takes several times as long to fill or to read."""
+"""``EXTENT_DTYPE`` for a single record, which numpy fills and reads several times slower."""
 
 FLAG_SUMMED = 1
 """The record's checksum is set."""
 FLAG_VERIFY = 2
-"""The bytes were adopted or crossed a tier and nobody verified them since: the reader must."""
+"""The bytes were adopted or crossed a tier and have not been verified since: the reader must
+verify.
+"""
 
 
 class Tier(enum.IntEnum):
-    """Where a block is, as the byte of ``GroupPresence.tiers``."""
+    """Location of a block, as the byte in ``GroupPresence.tiers``."""
 
     NOWHERE = 0
     DRAM = 1
@@ -75,14 +77,14 @@ class Tier(enum.IntEnum):
 
 
 def pack_bits(flags: Bools) -> bytes:
-    """Booleans of shape (n,) as a bitmap of (n + 7) // 8 bytes, least significant bit first."""
+    """Pack booleans of shape (n,) into a bitmap of (n + 7) // 8 bytes, lowest bit first."""
     if len(flags) == 1:
         return b"\1" if flags[0] else b"\0"
     return np.packbits(flags, bitorder="little").tobytes()
 
 
 def unpack_bits(data: bytes, count: int) -> Bools:
-    """A bitmap of ``count`` bits as booleans of shape (count,).
+    """Unpack a bitmap of ``count`` bits into booleans of shape (count,).
 
     Raises:
         ValueError: if ``data`` is not the bitmap of ``count`` bits.

@@ -1,9 +1,9 @@
-"""Where an engine's KV pages lie in memory, as bytes, without a copy and without importing torch.
+"""Memory layout of an engine's KV pages, as bytes, without a copy and without importing torch.
 
 An engine registers tensors whose first dimension counts its pages. Page ``p`` of a tensor is one
 run of bytes; the shard of a block that lives in page ``p`` is the concatenation of those runs in
-the order of the tensors. Three shapes are worth telling apart, because each has one large copy per
-block instead of one per fragment:
+the order of the tensors. Three shapes are distinguished, because two of them allow one large copy
+per block instead of one per fragment:
 
 * ``single``: one run per page (one tensor, or layers that lie side by side inside each page);
 * ``stacked``: equal runs at equal distances, ``[layers, pages, ...]``: a strided view (layers,
@@ -28,12 +28,12 @@ from kvhearth.model import U8
 from kvhearth.prefault import Span
 
 SHARD_BYTES_MAX = 1 << 30
-"""An extent's length is a u32, and a contract's page is bounded by the same number."""
+"""Largest shard. An extent's length is a u32, and a contract's page has the same bound."""
 TENSORS_MAX = 65536
 
 
 class Shape(enum.StrEnum):
-    """How the runs of one page lie relative to each other (see the module's text)."""
+    """Relative position of the runs of one page (see the module's docstring)."""
 
     SINGLE = "single"
     STACKED = "stacked"
@@ -45,12 +45,12 @@ class Part:
     """Runs of equal length, one per page.
 
     Attributes:
-        address: of page 0, on ``PagedKV.device``.
+        address: address of page 0, on ``PagedKV.device``.
         run_bytes: bytes of one page in this part.
-        stride_bytes: from one page to the next, at least ``run_bytes``.
-        start_bytes: where the run begins inside the shard.
+        stride_bytes: distance from one page to the next, at least ``run_bytes``.
+        start_bytes: offset of the run inside the shard.
         storage: address of the torch storage that holds the part, 0 for numpy.
-        storage_index: of the registered tensor whose storage that is.
+        storage_index: index of the registered tensor that owns that storage.
     """
 
     address: int
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def end_bytes(self) -> int:
-        """Where the run ends inside the shard."""
+        """Offset of the run's end inside the shard."""
         return self.start_bytes + self.run_bytes
 
 
@@ -74,20 +74,20 @@ class PagedKV:
 
     Args:
         tensors: torch tensors (all on one CPU or CUDA device) or writable numpy arrays, in shard
-            order. Of each, dimension 0 is the engine's page, and one page is one run of bytes: the
+            order. Dimension 0 of each is the engine's page, and one page is one run of bytes: the
             other dimensions are dense in memory, in any order of dimensions (the order is part of
             the contract's ``layout``).
 
     Attributes:
-        page_count: engine pages.
+        page_count: number of engine pages.
         page_bytes: bytes of one shard: the sum over tensors.
         device: ``"cpu"`` or ``"cuda:N"``.
-        shape: which copy fits.
-        parts: runs in shard order; neighbours in memory are merged, so there may be fewer than
-            tensors.
+        shape: decides how pages are copied.
+        parts: runs in shard order; neighbours in memory are merged, so there may be fewer parts
+            than tensors.
 
     Raises:
-        KVHearthError: ``bad_contract`` naming the tensor and what is wrong with it.
+        KVHearthError: ``bad_contract`` naming the tensor and its problem.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class PagedKV:
         return Shape.STACKED if self._spacing_bytes else Shape.RAGGED
 
     def host_parts(self) -> list[U8]:
-        """Per part the pages as uint8 of shape (page_count, run_bytes), zero copy.
+        """Return a zero-copy uint8 view of each part's pages, shape (page_count, run_bytes).
 
         Raises:
             KVHearthError: ``bad_contract`` if the tensors are not in CPU memory.
@@ -132,12 +132,10 @@ class PagedKV:
         ]
 
     def host_stack(self) -> U8 | None:
-        """The pages as uint8 of shape (parts, page_count, run_bytes), zero copy; None unless
-        stacked.
+        """Return a zero-copy uint8 view (parts, page_count, run_bytes); None unless stacked.
 
         Tensors of separate allocations that happen to lie at equal distances count too: every byte
-            that
-        the view reaches belongs to a registered tensor.
+        that the view reaches belongs to a registered tensor.
 
         Raises:
             KVHearthError: ``bad_contract`` if the tensors are not in CPU memory.
@@ -151,7 +149,7 @@ class PagedKV:
         return _host_view(self._tensors, first.address, shape, strides)
 
     def host_spans(self) -> list[Span]:
-        """The memory that the parts lie in, by address, without gaps of less than a page.
+        """Return the memory that holds the parts, by address; gaps of a page or less are included.
 
         Raises:
             KVHearthError: ``bad_contract`` if the tensors are not in CPU memory.
@@ -169,7 +167,7 @@ class PagedKV:
         return spans
 
     def torch_parts(self) -> list[Any]:
-        """Per part the pages as a torch uint8 tensor of shape (page_count, run_bytes), zero copy.
+        """Return a zero-copy torch uint8 view of each part's pages, shape (page_count, run_bytes).
 
         Raises:
             KVHearthError: ``bad_contract`` if numpy arrays are registered.
@@ -180,10 +178,10 @@ class PagedKV:
         ]
 
     def torch_stack(self) -> Any | None:
-        """The pages as a torch uint8 tensor of shape (page_count, parts, run_bytes), zero copy.
+        """Return a zero-copy torch uint8 view of shape (page_count, parts, run_bytes), or None.
 
-        None unless stacked upwards in *one* storage: torch knows no negative strides and does not
-        reach from one allocation into another.
+        None unless the pages are stacked upwards in *one* storage: torch has no negative strides
+        and a view cannot reach from one allocation into another.
 
         Raises:
             KVHearthError: ``bad_contract`` if numpy arrays are registered.
@@ -204,8 +202,7 @@ class PagedKV:
         if not _is_torch(tensor):
             raise _bad("numpy arrays are registered: use the host copier for them")
         torch: Any = importlib.import_module("torch")
-        # From the storage and not by .view(uint8): that one refuses permuted and some narrow
-        # dtypes.
+        # Made from the storage, because .view(uint8) refuses permuted and some narrow dtypes.
         view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return view.set_(tensor.untyped_storage(), part.address - part.storage, shape, strides)
 
@@ -218,7 +215,7 @@ class _Described:
 
 
 class _Memory:
-    """Lends foreign memory to numpy through the array interface, and keeps its owners alive."""
+    """Lends foreign memory to numpy through the array interface and keeps its owners alive."""
 
     def __init__(
         self, owners: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -252,12 +249,12 @@ def _same(values: list[Any], what: str) -> Any:
 
 
 def _is_torch(tensor: Any) -> bool:
-    # By behaviour and not by isinstance: torch must not be imported for those who have no torch.
+    # Duck typing instead of isinstance: users without torch must not have to import it.
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "untyped_storage")
 
 
 def _describe(tensor: Any, index: int) -> _Described:
-    """Check one tensor and say where its pages lie."""
+    """Check one tensor and describe the location of its pages."""
     if _is_torch(tensor):
         item_bytes = int(tensor.element_size())
         strides = [int(stride) * item_bytes for stride in tensor.stride()]
@@ -293,7 +290,7 @@ def _describe(tensor: Any, index: int) -> _Described:
 
 
 def _run_bytes(extents: list[int], strides: list[int], item_bytes: int, index: int) -> int:
-    """Bytes of one page, whose dimensions must fill one run of memory in some order."""
+    """Return the bytes of one page, whose dimensions must fill one run of memory in some order."""
     run_bytes = item_bytes
     for stride, extent in sorted(zip(strides, extents, strict=True)):
         if extent == 1:
@@ -309,7 +306,7 @@ def _run_bytes(extents: list[int], strides: list[int], item_bytes: int, index: i
 
 
 def _append_merged(parts: list[Part], part: Part, page_count: int) -> None:
-    """Add the shard's next part; one that directly follows its neighbour in each page joins it."""
+    """Append the shard's next part, merged with the last if it directly follows it in each page."""
     if not parts:
         parts.append(part)
         return
@@ -325,9 +322,9 @@ def _append_merged(parts: list[Part], part: Part, page_count: int) -> None:
 
 
 def _spacing_bytes(parts: Sequence[Part]) -> int:
-    """The equal distance between equal parts, 0 if there is none.
+    """Return the equal distance between equal parts, 0 if there is none.
 
-    Often negative on the CPU: large allocations are handed out from the top down.
+    The distance is often negative on the CPU: large allocations are handed out from the top down.
     """
     if len(parts) < 2 or len({(part.run_bytes, part.stride_bytes) for part in parts}) > 1:
         return 0

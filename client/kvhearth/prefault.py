@@ -1,7 +1,7 @@
-"""Memory touched before it is needed: the first copies after a start then pay for no page faults.
+"""Touches memory in the background, so that the first copies after a start pay for no page faults.
 
-Measured on a virtual machine: copying 64 MiB takes 13 ms of processor time, into memory that was
-never touched 70 ms, out of a mapping that was never touched 20 ms with pages of 4 KiB and 15 ms
+Measured on a virtual machine: copying 64 MiB takes 13 ms of processor time, 70 ms into memory that
+was never touched, and out of a mapping that was never touched 20 ms with pages of 4 KiB and 15 ms
 with pages of 2 MiB.
 """
 
@@ -25,7 +25,9 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _PIECE_PAGES = 4096
-"""So few that it takes some ten milliseconds: nobody waits longer for the address space's lock."""
+"""Pages per system call: few enough for some ten milliseconds, the longest wait of other threads
+for the lock of the address space.
+"""
 _PIECE_BYTES_MAX = 1 << 30
 _NICE = 10
 _SPARE_FRACTION = 0.1
@@ -39,10 +41,10 @@ class Span(NamedTuple):
     """Mapped memory.
 
     Attributes:
-        address: of its first byte.
-        size_bytes: of it.
-        page_bytes: of the pages that it is made of.
-        writable: in this process.
+        address: address of its first byte.
+        size_bytes: its length.
+        page_bytes: size of its pages.
+        writable: whether this process may write to it.
     """
 
     address: int
@@ -52,18 +54,19 @@ class Span(NamedTuple):
 
 
 class Populate:
-    """Fills page tables from its construction on, on a thread of its own and half of the time at
-    most. Contents do not change; without Linux 5.14 nothing happens.
+    """Fills page tables from its construction on, on its own thread and at most half of the time.
+
+    Contents do not change. Without Linux 5.14 nothing happens.
 
     Args:
-        spans: what to touch.
-        owners: of the memory; kept until it has ended.
+        spans: memory to touch.
+        owners: objects that own the memory; kept until the work has ended.
         allocates: the memory has no pages yet. They are taken only while the machine (or control
-            group) keeps a tenth of its memory, and a gibibyte, free, and where there is one NUMA
-            node: elsewhere it matters who touches a page first.
+            group) keeps a tenth of its memory, and a gibibyte, free, and only on machines with one
+            NUMA node: elsewhere the thread that touches a page first decides its node.
 
     Attributes:
-        done_bytes: touched so far.
+        done_bytes: bytes touched so far.
     """
 
     def __init__(
@@ -78,12 +81,12 @@ class Populate:
         self._thread.start()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether it has ended, waiting up to ``deadline_s`` seconds for it."""
+        """Wait up to ``deadline_s`` seconds; True if the work has ended."""
         self._thread.join(max(deadline_s, 0.0))
         return not self._thread.is_alive()
 
     def close(self, deadline_s: float = 1.0) -> bool:
-        """End it after the piece under way; False if that took longer. Idempotent."""
+        """End after the piece under way; False if that took longer. Idempotent."""
         self._stop.set()
         return self.wait(deadline_s)
 
@@ -113,7 +116,7 @@ class Populate:
 
 
 def _pieces(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """(address, bytes, advice), whole pages."""
+    """Yield (address, bytes, advice) in whole pages."""
     for span in spans:
         piece_bytes = max(min(_PIECE_PAGES * span.page_bytes, _PIECE_BYTES_MAX), span.page_bytes)
         address = span.address - span.address % span.page_bytes
@@ -132,7 +135,7 @@ def _one_node() -> bool:
 
 
 def _plenty(size_bytes: int) -> bool:
-    """Whether so much may be taken."""
+    """Return whether ``size_bytes`` may be taken."""
     lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     with contextlib.suppress(OSError, ValueError):  # no limit is "max"

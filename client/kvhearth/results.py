@@ -1,4 +1,4 @@
-"""What decisions answer. Outcomes are values: a failed call is a miss with a ``reason``."""
+"""Results of decisions. Outcomes are values: a failed call is a miss with a ``reason``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Lease:
 
     Attributes:
         id: chosen by the client.
-        boot_id: of the daemon that gave it.
+        boot_id: boot of the daemon that granted it.
         slots: slots that it holds, by group.
     """
 
@@ -25,11 +25,11 @@ class Lease:
 
 @dataclass(frozen=True, eq=False)
 class GroupResult:
-    """Presence of the n keys that were asked for in one group.
+    """Presence of the n requested keys of one group.
 
     Attributes:
         present: (n,) known on any tier.
-        ready: (n,) in DRAM and summed.
+        ready: (n,) in DRAM and checksummed.
         leased: (n,) held by the lease.
         tiers: (n,) a ``model.Tier`` each.
         extents: (leased.sum() * shards,) ``EXTENT_DTYPE``, in key order, shards of a block in rank
@@ -45,18 +45,18 @@ class GroupResult:
 
 @dataclass(frozen=True, eq=False)
 class LookupResult:
-    """What is there for one request.
+    """Blocks found for one request.
 
     Attributes:
         hit_tokens: the longest run of tokens from the start that every group can restore from DRAM.
         lease: to be released when loads have finished, or None if nothing was leased.
-        groups: by group, one entry for every group that was asked for.
+        groups: by group, one entry for every requested group.
         eta_us: microseconds until blocks on slower tiers could be in DRAM.
-        reason: why this is a miss without an answer, or empty.
-        lease_short: why less was leased than was ready, or empty.
-        boot_id: of the daemon that answered, or empty.
-        id: of the lookup, also where nothing was leased; 0 if no lease was asked for, or without an
-            answer.
+        reason: cause of a miss without an answer, or empty.
+        lease_short: reason why less was leased than was ready, or empty.
+        boot_id: boot of the daemon that answered, or empty.
+        id: id of the lookup, also where nothing was leased; 0 if no lease was requested, or without
+            an answer.
     """
 
     hit_tokens: int
@@ -71,7 +71,7 @@ class LookupResult:
 
 @dataclass(frozen=True, eq=False)
 class PrefetchResult:
-    """What is where, after asking for it to climb; fields as in ``LookupResult``."""
+    """Location of blocks after a promotion request; fields as in ``LookupResult``."""
 
     groups: dict[int, GroupResult]
     eta_us: int = 0
@@ -84,10 +84,10 @@ class Reservation:
     """The right to write empty slots.
 
     Attributes:
-        boot_id: of the daemon that gave it; commit and abort need it.
-        groups: by group, (n, shards) ``EXTENT_DTYPE``; n may be less than asked for, also 0.
-        short_reason: why less was granted, or empty.
-        reason: why nothing was granted without an answer, or empty.
+        boot_id: boot of the daemon that granted it; commit and abort need it.
+        groups: by group, (n, shards) ``EXTENT_DTYPE``; n may be less than requested, also 0.
+        short_reason: reason why less was granted, or empty.
+        reason: cause of a failure without an answer, or empty.
         id: chosen by the client.
     """
 
@@ -105,7 +105,7 @@ class CommitGroup:
     Attributes:
         keys: n keys in chain order.
         extents: (n, shards) ``EXTENT_DTYPE``, as reserved.
-        checksums: (n, shards, 16) xxh3_128 sums, or None: then the daemon sums.
+        checksums: (n, shards, 16) xxh3_128 sums, or None to let the daemon compute them.
         parent: the key before the first one in the chain, or empty.
     """
 
@@ -117,13 +117,13 @@ class CommitGroup:
 
 @dataclass(frozen=True, eq=False)
 class CommitResult:
-    """Which keys were bound. Whatever it says, the extents are no longer the caller's.
+    """Keys that were bound. In every case the extents are no longer the caller's.
 
     Attributes:
-        stored: by group, (n,): True where this commit bound the key. False where the key was there
-            already, and everywhere if there is a reason (then it is unknown whether the daemon
+        stored: by group, (n,): True where this commit bound the key. False where the key was bound
+            already, and everywhere if there is a reason (it is then unknown whether the daemon
             bound them).
-        reason: why there is no answer, or empty.
+        reason: cause of the missing answer, or empty.
     """
 
     stored: dict[int, Bools]
@@ -132,13 +132,13 @@ class CommitResult:
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """Blocks that are kept from eviction for a while.
+    """Blocks that are protected from eviction for a while.
 
     Attributes:
         id: chosen by the client.
-        boot_id: of the daemon that gave it.
-        pinned: by group, (n,): which of the keys are pinned.
-        reason: why nothing is, or empty.
+        boot_id: boot of the daemon that granted it.
+        pinned: by group, (n,): True for the keys that are pinned.
+        reason: reason why none is, or empty.
     """
 
     id: int

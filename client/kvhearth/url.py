@@ -1,4 +1,4 @@
-"""The client's address of a daemon: ``kvhearth+unix:///run/kvhearth?lookup_ms=50``."""
+"""Client URL of a daemon: ``kvhearth+unix:///run/kvhearth?lookup_ms=50``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADMIN_TOKEN_FILE = "admin.token"
 
 @dataclass(frozen=True)
 class DaemonUrl:
-    """Where the daemon's sockets are, and how long the client waits.
+    """Location of the daemon's sockets, and the client's deadlines.
 
     Attributes:
         socket_dir: directory of ``attach.sock``, ``calls.sock`` and ``grpc.sock``.
@@ -25,7 +25,8 @@ class DaemonUrl:
         call_ms: deadline of every other call.
         attach_ms: deadline of the attach handshake.
         heartbeat_ms: pause between heartbeats.
-        calls: how decisions travel: ``frames``, or ``grpc`` where a proxy or a tracer wants it.
+        calls: transport of decisions: ``frames``, or ``grpc`` where a proxy or a tracer requires
+            it.
     """
 
     socket_dir: Path
@@ -59,7 +60,7 @@ def parse_url(url: str) -> DaemonUrl:
     """Parse a client URL.
 
     Raises:
-        KVHearthError: ``bad_url`` with what is wrong and an example.
+        KVHearthError: ``bad_url`` with the problem and an example.
     """
     parts = urlsplit(url)
     if parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):

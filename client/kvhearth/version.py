@@ -1,4 +1,4 @@
-"""The version of the distribution, and of the protocols that it speaks."""
+"""Version of the distribution, and of the protocols that it speaks."""
 
 __version__ = "0.1.0"
 

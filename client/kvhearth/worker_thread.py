@@ -1,4 +1,4 @@
-"""Supervised threads: a step that raises is logged and recovered from, and the thread goes on."""
+"""Supervised threads: a step that raises is logged and recovered from, and the thread continues."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Worker:
     """A thread that repeats one step until it is stopped.
 
     Args:
-        name: of the thread.
-        step: does what is due; waits on ``changed`` while nothing is, a fraction of a second at
-            most.
-        recover: called after a step that raised: counts it, and gives what the step had at hand an
-            outcome.
+        name: name of the thread.
+        step: does the work that is due; waits on ``changed`` while there is none, a fraction of a
+            second at most.
+        recover: called after a step that raised: counts the failure and gives the step's unfinished
+            work an outcome.
 
     Attributes:
         changed: guards the owner's state; notified by ``stop``.
-        lock: of ``changed``; taken by itself it costs half.
+        lock: lock of ``changed``; taking it directly costs half.
         stopping: whether the thread ends, or has ended.
-        pid: of the process that has the thread; in a forked child there is none, and locks may be
+        pid: process that runs the thread; a forked child has no such thread, and its locks may be
             held for ever.
     """
 
@@ -67,7 +67,7 @@ class Worker:
         while not self.stopping:
             try:
                 self._step()
-            except Exception:  # noqa: BLE001 - thread main: it goes on whatever happens
+            except Exception:  # noqa: BLE001 - thread main: it survives any failure
                 LOGGER.exception("a step of %s failed, going on", self._thread.name)
                 self._recover_quietly()
 
@@ -84,7 +84,7 @@ _live: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _stop_at_exit() -> None:
-    """A thread inside gRPC can crash an interpreter that ends."""
+    """Stop all workers, because a thread inside gRPC can crash an interpreter that ends."""
     for worker in list(_live):
         worker.stop(_EXIT_S)
 

@@ -1,9 +1,9 @@
-"""What the image needs of a base: ``base.py ROOT`` lays the interpreter that runs it into ROOT.
+"""Base of the image: ``base.py ROOT`` copies the interpreter that runs it into ROOT.
 
-In place of a distribution's userland ROOT gets ``/usr/local/bin/python3``, the parts of the
-standard library that a daemon can use, the shared libraries that they and everything already in
-ROOT load, and the files of /etc that the C library looks for: no shell, no package manager, no
-tools. Run it after the packages are in ROOT, so that their libraries are found, too.
+Instead of a distribution's userland ROOT gets ``/usr/local/bin/python3``, the parts of the standard
+library that a daemon can use, the shared libraries that they and everything already in ROOT load,
+and the files of /etc that the C library looks for: no shell, no package manager, no tools. Run it
+after the packages are in ROOT, so that their libraries are found, too.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ STDLIB_LEFT_OUT = (
 )
 SYSTEM_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 LOADED_LATER = ("libgcc_s.so.1",)
-"""What no file names as needed: the C library opens it when a thread ends."""
+"""Libraries that no file lists as needed: the C library opens them when a thread ends."""
 
 
 def lay_base(root: Path) -> None:
-    """Lay the base into ``root``, which holds the packages already.
+    """Copy the base into ``root``, which holds the packages already.
 
     Raises:
-        FileNotFoundError: a shared library that something in ``root`` needs is not here.
-        subprocess.CalledProcessError: the standard library does not compile, ldconfig fails.
+        FileNotFoundError: a shared library that something in ``root`` needs is not on this machine.
+        subprocess.CalledProcessError: the standard library does not compile, or ldconfig fails.
     """
     for name in MOUNT_POINTS:
         (root / name).mkdir(exist_ok=True)
@@ -82,9 +82,10 @@ def _lay_interpreter(root: Path) -> None:
 
 
 def _compile(root: Path) -> None:
-    """All of Python: the root is read-only where it runs.
+    """Compile all Python files, because the root is read-only where it runs.
 
-    By hash and unchecked, since copies of the tree may change times; with the paths of there.
+    The bytecode is unchecked and by hash, since copies of the tree may change times; it names the
+    paths of the final root.
     """
     how = ["--invalidation-mode", "unchecked-hash", "-s", str(root), "-p", "/"]
     trees = [str(root / "usr/local/lib"), str(root / "opt")]
@@ -93,7 +94,7 @@ def _compile(root: Path) -> None:
 
 
 def _needed(trees: Iterable[Path]) -> Iterator[Path]:
-    """The shared libraries outside the trees that programs and libraries in them load."""
+    """Return the shared libraries outside the trees that programs and libraries in them load."""
     trees = list(trees)
     loading = [
         str(path)
@@ -121,7 +122,7 @@ def _is_program(path: Path) -> bool:
 
 
 def _place_library(root: Path, path: Path) -> str:
-    """Copy to the name under which it is looked for; returns its directory in ``root``.
+    """Copy a library to the name under which it is looked up; return its directory in ``root``.
 
     The loader's own path is written into programs, so system libraries keep theirs.
     """

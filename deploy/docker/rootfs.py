@@ -1,10 +1,10 @@
-"""The Dockerfile's stages without a container engine: a root directory that the daemon runs from.
+"""Builds the Dockerfile's stages without a container engine, into a root directory.
 
-``rootfs.py ROOT`` reads the Dockerfile beside it: it copies what the builder's COPY lines name (and
-nothing else), runs the builder's one RUN line, and copies into ROOT what the last stage takes from
-it. That stage is FROM scratch, so ROOT is the whole image, but for the interpreter: it is the one
-that runs this file instead of the builder's. What a container engine keeps beside an image (user,
-environment, command) goes to ``ROOT.json``.
+``rootfs.py ROOT`` reads the repository's Dockerfile: it copies the files that the builder's COPY
+lines name (and nothing else), runs the builder's one RUN line, and copies into ROOT the files that
+the last stage takes from it. Since that stage is FROM scratch, ROOT is the whole image, except that
+its interpreter is the one that runs this file instead of the builder's. The settings that a
+container engine keeps beside an image (user, environment, command) go to ``ROOT.json``.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ INSTALLER = "./deploy/docker/install.sh"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: ``COPY``, its ``--name=value`` options and the rest of its words."""
+    """One instruction: its name, such as ``COPY``, and the text after it, options included."""
 
     name: str
     text: str
 
     @property
     def words(self) -> list[str]:
-        """What follows the options."""
+        """Words after the options."""
         return [word for word in shlex.split(self.text) if not word.startswith("--")]
 
     @property
     def options(self) -> dict[str, str]:
-        """Of COPY: ``from`` and ``chown``."""
+        """Options of COPY: ``from`` and ``chown``."""
         found = re.findall(r"--(\w+)=(\S+)", self.text)
         return {str(name): str(value) for name, value in found}
 
 
 @dataclass
 class Stage:
-    """One stage: what it is FROM, what that line calls it, and its instructions after that."""
+    """One stage: its base, its alias, and the instructions after its FROM line."""
 
     base: str
     name: str
     instructions: list[Instruction] = field(default_factory=list)
 
     def each(self, name: str) -> list[Instruction]:
-        """Its instructions of one name."""
+        """Return the stage's instructions of one name."""
         return [one for one in self.instructions if one.name == name]
 
     def words(self, name: str) -> list[str]:
-        """The words of the last instruction of that name, in either form; empty if there is none.
+        """Return the words of the last instruction of that name, in either form; empty if none.
 
         ``HEALTHCHECK`` gives its command.
         """
@@ -69,7 +69,7 @@ class Stage:
 
 
 def stages_of(dockerfile: str) -> list[Stage]:
-    """The stages of a Dockerfile; comments are dropped and continued lines joined."""
+    """Return the stages of a Dockerfile; comments are dropped and continued lines joined."""
     lines = [line for line in dockerfile.splitlines() if not line.lstrip().startswith("#")]
     stages: list[Stage] = []
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
@@ -86,7 +86,7 @@ def build(root: Path, repository: Path = REPOSITORY) -> None:
     """Make ``root`` and ``root``.json from the Dockerfile of ``repository``.
 
     Raises:
-        ValueError: the Dockerfile says something that this file does not follow.
+        ValueError: the Dockerfile has an instruction that this file does not support.
         subprocess.CalledProcessError: the wheel cannot be built or installed.
     """
     builder, final = stages_of((repository / "Dockerfile").read_text(encoding="utf-8"))
@@ -129,12 +129,15 @@ def _run_builder(builder: Stage, repository: Path, source: Path, image: Path) ->
 
 
 def _pip_environment() -> dict[str, str]:
-    """Without what a virtual environment or a test run set for Python; pip's settings stay."""
+    """Return the environment without the Python variables of a virtual environment or a test run.
+
+    The settings of pip stay.
+    """
     return {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def _give(place: Path, owner: str) -> None:
-    """To the owner that COPY names, where that is possible: only root may."""
+    """Change the owner to the one that COPY names, if this process is root."""
     if owner and os.geteuid() == 0:
         uid, _, gid = owner.partition(":")
         os.chown(place, int(uid), int(gid))
@@ -154,7 +157,7 @@ def _config(final: Stage) -> dict[str, object]:
 
 
 def size_bytes(root: Path) -> int:
-    """What the files of ``root`` take, links not followed."""
+    """Return the bytes that the files of ``root`` occupy; links are not followed."""
     return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())
 
 

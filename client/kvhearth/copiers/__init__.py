@@ -1,4 +1,4 @@
-"""Byte movers between an engine's pages and the arena; ``cuda`` imports torch when it is used."""
+"""Byte movers between an engine's pages and the arena; ``cuda`` imports torch on first use."""
 
 from kvhearth.copiers.base import ArenaView, BlockFailure, Copier, CopyKind, Done, Ticket
 from kvhearth.copiers.host import HostCopier

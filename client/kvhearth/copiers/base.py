@@ -1,7 +1,7 @@
-"""What every copier promises, and what it is promised.
+"""The copier protocol: guarantees of every copier, and of its caller.
 
-A copier moves blocks between the pages of one ``PagedKV`` and the arena of one daemon's run (one
-boot id). It takes no decision and talks to nobody: leases, reservations and commits are the
+A copier moves blocks between the pages of one ``PagedKV`` and the arena of one run of the daemon
+(one boot id). It takes no decisions and makes no calls: leases, reservations and commits are the
 client's.
 """
 
@@ -15,8 +15,7 @@ from typing import Protocol
 from kvhearth.model import I64, U8, U32, Bools, Records
 
 VERIFY_FRACTION = 1 / 64
-"""Of loaded blocks whose checksum a copier compares that does not compare all, unless it is told
-otherwise."""
+"""Default fraction of loaded blocks whose checksum is compared, for copiers that only sample."""
 
 
 class CopyKind(enum.StrEnum):
@@ -27,14 +26,14 @@ class CopyKind(enum.StrEnum):
 
 
 class BlockFailure(enum.StrEnum):
-    """Why one block of a batch is not ok; the keys of ``Done.reasons``.
+    """Cause of a block's failure in a batch; the keys of ``Done.reasons``.
 
-    ``STALE_BOOT``: the extents are of another daemon's run, or that daemon died before the batch
-    was done. ``STALE_GENERATION``: the slot left use before or during the copy.
-    ``CHECKSUM_MISMATCH``: the slot's bytes are not those that were stored; worth reporting with
+    ``STALE_BOOT``: the extents are from another run of the daemon, or that daemon died before the
+    batch was done. ``STALE_GENERATION``: the slot left use before or during the copy.
+    ``CHECKSUM_MISMATCH``: the slot's bytes differ from the stored ones; worth reporting with
     ``client.release(lease, bad=...)``. ``BAD_EXTENT``, ``BAD_PAGE``: outside the arena or the
     registered pages, or not of this ``PagedKV``'s length; nothing was touched. ``COPY_FAILED``: the
-    machine refused; the log tells more.
+    machine refused; the log has the details.
     """
 
     STALE_BOOT = "stale_boot"
@@ -46,15 +45,15 @@ class BlockFailure(enum.StrEnum):
 
 
 class ArenaView(Protocol):
-    """What a copier needs of a mapped arena.
+    """The part of a mapped arena's interface that a copier needs.
 
-    The arrays keep the memory mapped: a copier holds them until it is closed and gone. The caller
+    The arrays keep the memory mapped: a copier holds them until it is closed and freed. The caller
     guarantees that segments neither appear, vanish nor change size.
     """
 
     @property
     def boot_id(self) -> str:
-        """The daemon's run whose arena this is."""
+        """Boot id of the daemon that owns this arena."""
 
     @property
     def segments(self) -> Mapping[int, int]:
@@ -62,16 +61,19 @@ class ArenaView(Protocol):
 
     @property
     def generations(self) -> U32:
-        """Live generation of each slot, shape (slots,), read only; the daemon writes it."""
+        """Live generation of each slot, shape (slots,), read only; written by the daemon."""
 
     def view(self, segment: int) -> U8:
-        """All bytes of a segment, shape (bytes,), writable, C-contiguous."""
+        """Return all bytes of a segment, shape (bytes,), writable, C-contiguous."""
 
     def address(self, segment: int) -> int:
-        """Address of a segment's first byte in this process."""
+        """Return the address of a segment's first byte in this process."""
 
     def alive(self) -> bool:
-        """Whether the daemon of that boot still runs. Once False, stays False. Does not block."""
+        """Return whether the daemon of that boot still runs. Does not block.
+
+        Once False, it stays False.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Ticket:
     Attributes:
         number: unique in its copier, from 1; 0 for a batch that ran in the caller's thread.
         kind: direction.
-        count: blocks in the batch.
+        count: number of blocks in the batch.
     """
 
     number: int
@@ -91,20 +93,20 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Done:
-    """The outcome of one batch. Given out once, by ``poll`` or by ``wait``.
+    """The outcome of one batch. Handed out once, by ``poll`` or by ``wait``.
 
     Attributes:
         ticket: the batch.
-        ok: shape (n,). Of a store: the slot holds the page's bytes and may be committed. Of a load:
+        ok: shape (n,). In a store: the slot holds the page's bytes and may be committed. In a load:
             the page holds the block's bytes. Where False, the contents of the slot or page are
             undefined.
-        checksums: of a store, uint8 of shape (n, 16): ``xxh3_128_digest`` (the canonical,
+        checksums: for a store, uint8 of shape (n, 16): ``xxh3_128_digest`` (the canonical,
             big-endian form) of each ok block, zero for the others. None for loads and for copiers
-            that do not sum.
-        bytes: copied for blocks that are ok.
-        seconds: from the start of the batch's work to its end, waiting in the queue excluded.
-        reasons: number of blocks that failed, by ``BlockFailure``; they add up to the blocks not
-            ok.
+            that compute no checksums.
+        bytes: bytes copied for blocks that are ok.
+        seconds: time from the start of the batch's work to its end, without waiting in the queue.
+        reasons: number of failed blocks by ``BlockFailure``; their sum is the number of blocks that
+            are not ok.
     """
 
     ticket: Ticket
@@ -120,9 +122,9 @@ class Copier(Protocol):
 
     The caller guarantees:
 
-    * between ``store`` and its ``Done`` nobody writes the pages of the batch, and between ``load``
-      and its ``Done`` nobody reads or writes them. ``Done`` of a batch is the only sign that its
-      copies ended: a deadline that passed is not;
+    * nothing writes the pages of a batch between ``store`` and its ``Done``, and nothing reads or
+      writes them between ``load`` and its ``Done``. The ``Done`` of a batch is the only sign that
+      its copies ended: an expired deadline is not;
     * extents of a store are reserved for this rank, extents of a load are leased, until ``Done``;
     * no slot and no page appears twice in one batch, or in two batches under way.
 
@@ -134,10 +136,10 @@ class Copier(Protocol):
       and the daemon of that boot was alive after it. A store never begins to write a slot whose
       generation moved;
     * a load whose checksum was compared and differed is not ok. The host copier compares every
-      summed extent; the CUDA copier a sample, and every one with ``FLAG_VERIFY``;
+      extent that has a checksum; the CUDA copier a sample, and every one with ``FLAG_VERIFY``;
     * a block's failure is an outcome and not an exception. Exceptions are for the caller's
       mistakes: ``bad_extents`` for arrays of wrong shape or dtype, ``closed`` after ``close``;
-    * the arrays given are copied before the call returns; every wait has a deadline.
+    * the arrays passed are copied before the call returns; every wait has a deadline.
     """
 
     def store(
@@ -146,14 +148,14 @@ class Copier(Protocol):
         """Queue copies of ``pages[i]`` into ``extents[i]``.
 
         Args:
-            boot_id: of the reply that brought the extents.
+            boot_id: boot id of the reply that brought the extents.
             pages: engine pages, integers of shape (n,).
             extents: ``EXTENT_DTYPE``, shape (n,).
             wait_s: how long to wait for room in the queue.
 
         Returns:
-            The ticket, or None if the queue stayed full (throttled: skip the store, nothing was
-            taken).
+            The ticket, or None if the queue stayed full (throttled: nothing was queued, skip the
+            store).
 
         Raises:
             KVHearthError: ``bad_extents``, ``closed``.
@@ -162,29 +164,28 @@ class Copier(Protocol):
     def load(
         self, boot_id: str, extents: Records, pages: I64, *, wait_s: float = 0.0
     ) -> Ticket | None:
-        """Queue copies of ``extents[i]`` into ``pages[i]``; otherwise as ``store``."""
+        """Queue copies of ``extents[i]`` into ``pages[i]``; otherwise like ``store``."""
 
     def poll(self) -> list[Done]:
-        """Batches that finished and were not given out yet, oldest first; does not block."""
+        """Return finished batches that were not handed out yet, oldest first; does not block."""
 
     def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """The outcome of a batch, waiting up to ``deadline_s`` seconds from now.
+        """Return the outcome of a batch, waiting up to ``deadline_s`` seconds from now.
 
         Returns:
             None if the batch is still under way then: its pages stay untouchable, ask again.
 
         Raises:
-            KVHearthError: ``internal`` if the ticket's outcome was given out before.
+            KVHearthError: ``internal`` if the ticket's outcome was handed out before.
         """
 
     def drain(self, deadline_s: float) -> bool:
-        """Whether nothing is under way, waiting up to ``deadline_s`` seconds from now for it."""
+        """Wait up to ``deadline_s`` seconds until nothing is under way; True if so."""
 
     def close(self, deadline_s: float = 30.0) -> bool:
-        """Take no more batches, drain, and let go of threads and streams. Outcomes can still be
-        polled.
+        """Take no more batches, drain, and free threads and streams. Outcomes can still be polled.
 
         Returns:
-            False if copies are still under way: then pages and slots are still in use. May be
+            False if copies are still under way: pages and slots are then still in use. May be
             called again.
         """

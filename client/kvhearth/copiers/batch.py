@@ -27,11 +27,11 @@ class Run(NamedTuple):
     """Blocks whose pages follow each other and whose slots lie at equal distances in one segment.
 
     Attributes:
-        positions: of the blocks in the batch.
-        step_bytes: from one slot to the next.
-        segment: of all of them.
-        offset: of the first slot, bytes.
-        page: of the first block.
+        positions: positions of the blocks in the batch.
+        step_bytes: distance from one slot to the next.
+        segment: segment of all of them.
+        offset: offset of the first slot, in bytes.
+        page: page of the first block.
     """
 
     positions: list[int]
@@ -42,12 +42,12 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """The runs of a batch, in its order; planned at once, each made when it is its turn.
+    """The runs of a batch, in its order; planned all at once, each created when it is iterated.
 
     Args:
-        positions: of all blocks, shape (n,).
-        bounds: where runs begin among them, and n, shape (runs + 1,).
-        step_bytes: from one slot to the next.
+        positions: positions of all blocks, shape (n,).
+        bounds: indices at which runs begin among them, and n, shape (runs + 1,).
+        step_bytes: distance from one slot to the next.
         places: (segment, offset, page) of the runs' first blocks, each of shape (runs,).
     """
 
@@ -76,10 +76,10 @@ class Runs:
 
 
 class HeldArena:
-    """References into an arena, taken once: its ``close`` elsewhere cannot pull memory from a copy.
+    """References into an arena, taken once: closing it elsewhere cannot unmap memory during a copy.
 
     Args:
-        arena: of the boot that the copier serves.
+        arena: arena of the boot that the copier serves.
     """
 
     def __init__(self, arena: ArenaView) -> None:
@@ -91,7 +91,7 @@ class HeldArena:
 
 
 def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
-    """Copies of a caller's arrays, their shapes and dtypes checked.
+    """Return copies of a caller's arrays, their shapes and dtypes checked.
 
     Raises:
         KVHearthError: ``bad_extents``.
@@ -115,8 +115,9 @@ def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
 
 
 def own_one(pages: I64, extents: Records) -> tuple[int, bytes] | None:
-    """The page and the record of a batch of one block; None for any other batch, and for what
-    ``own_arrays`` must look at.
+    """Return the page and the record of a batch of one block.
+
+    None for any other batch, and for arguments that ``own_arrays`` must check.
     """
     plain = type(pages) is np.ndarray and type(extents) is np.ndarray
     if not plain or pages.shape != (1,) or extents.shape != (1,):
@@ -127,12 +128,12 @@ def own_one(pages: I64, extents: Records) -> tuple[int, bytes] | None:
 
 
 class Batch:
-    """Which blocks of a batch are still ok, and why the others are not.
+    """State of a batch: the blocks that are still ok, and why the others are not.
 
     Args:
         kv: the registered pages.
-        arena: of the boot that the copier serves, held.
-        boot_id: of the boot that the extents came from.
+        arena: arena of the boot that the copier serves, held.
+        boot_id: boot that the extents came from.
         pages, extents: as returned by ``own_arrays``.
     """
 
@@ -145,7 +146,7 @@ class Batch:
         self.reasons: dict[str, int] = {}
         self._arena = arena
         self._page_bytes = kv.page_bytes
-        # Columns of their own: a field of a packed record is unaligned and slow to index.
+        # Separate columns: a field of a packed record is unaligned and slow to index.
         self._slots = extents["slot"].astype(np.int64)
         self._wanted = extents["generation"].copy()
         if boot_id != arena.boot_id or not arena.alive():
@@ -159,20 +160,20 @@ class Batch:
         return len(self.ok)
 
     def fail(self, failed: Bools, why: BlockFailure) -> None:
-        """Mark blocks; each block keeps its first reason."""
+        """Mark blocks as failed; each block keeps its first reason."""
         count = int(np.count_nonzero(self.ok & failed))
         if count:
             self.ok &= ~failed
             self.reasons[why.value] = self.reasons.get(why.value, 0) + count
 
     def fail_one(self, position: int, why: BlockFailure) -> None:
-        """Mark one block."""
+        """Mark one block as failed."""
         if self.ok[position]:
             self.ok[position] = False
             self.reasons[why.value] = self.reasons.get(why.value, 0) + 1
 
     def fail_all(self, why: BlockFailure) -> None:
-        """Mark all blocks."""
+        """Mark all blocks as failed."""
         self.fail(np.ones(len(self), np.bool_), why)
 
     def check_generations(self, positions: list[int] | None = None) -> None:
@@ -187,11 +188,11 @@ class Batch:
             self.fail(failed, BlockFailure.STALE_GENERATION)
 
     def judge(self) -> None:
-        """After the last copy: is the daemon alive, did no slot leave use meanwhile.
+        """Fail blocks after the last copy if the daemon died or their slots left use meanwhile.
 
         A generation only grows, moves before its slot is reused, and freezes when its daemon dies.
-        So if the daemon was alive after the copy, an equal generation after the copy says that the
-        slot was the extent's all along.
+        If the daemon was alive after the copy, an equal generation after the copy therefore proves
+        that the slot was the extent's all along.
         """
         if not self._arena.alive():
             self.fail_all(BlockFailure.STALE_BOOT)
@@ -199,7 +200,7 @@ class Batch:
         self.check_generations()
 
     def done(self, ticket: Ticket, checksums: U8 | None, seconds: float) -> Done:
-        """The outcome; sums of failed blocks are zeroed."""
+        """Return the outcome; checksums of failed blocks are zeroed."""
         failed_count = len(self) - int(np.count_nonzero(self.ok))
         assert sum(self.reasons.values()) == failed_count, f"{self.reasons} for {failed_count}"
         if checksums is not None:
@@ -208,10 +209,9 @@ class Batch:
         return Done(ticket, self.ok, checksums, copied_bytes, seconds, dict(self.reasons))
 
     def expected(self, chosen: Bools) -> dict[int, bytes]:
-        """Checksums to compare, by position: of ``chosen`` blocks that have one, and where due.
+        """Return the checksums of ``chosen`` and due blocks that have one, by position, to compare.
 
-        Due is what carries ``FLAG_VERIFY``; a block that must be verified but has no checksum is
-        failed.
+        A block is due if it carries ``FLAG_VERIFY``; a due block without a checksum is failed.
         """
         flags = self.extents["flags"]
         summed = (flags & FLAG_SUMMED) != 0
@@ -225,7 +225,7 @@ class Batch:
         }
 
     def positions(self) -> list[int]:
-        """Of the blocks that are ok."""
+        """Return the positions of the blocks that are ok."""
         return np.flatnonzero(self.ok).tolist()
 
     def runs(
@@ -240,10 +240,10 @@ class Batch:
         """Cut blocks into runs, in the batch's order.
 
         Args:
-            blocks_max: of one run.
+            blocks_max: most blocks in one run.
             positions: the blocks; None for all that are ok.
             follow_pages: the pages of a run must follow each other, too.
-            dense: no gaps between the slots of a run.
+            dense: allow no gaps between the slots of a run.
             piece_bytes: no run crosses a multiple of this offset; 0 for no such bound.
         """
         chosen = np.flatnonzero(self.ok) if positions is None else np.asarray(positions, np.intp)
@@ -264,10 +264,10 @@ class Batch:
         return Runs(chosen, bounds, step_bytes, (segments[first], offsets[first], pages[first]))
 
     def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
-        """Keep in ``joined`` those pairs of blocks that lie one distance apart, and return it.
+        """Clear in ``joined`` all pairs of blocks except those at one distance, which is returned.
 
-        One distance per batch: slots of one group are cut from slabs of one slot size, which may be
-        a little more than the page.
+        One distance per batch suffices: slots of one group are cut from slabs of one slot size,
+        which may be a little larger than the page.
         """
         joined &= (steps == self._page_bytes) if dense else (steps >= self._page_bytes)
         if not joined.any():
@@ -283,7 +283,7 @@ class Batch:
         for segment in np.unique(segments).tolist():
             sizes[segments == segment] = self._arena.segments.get(segment, 0)
         length = np.uint64(self._page_bytes)
-        # Compared without adding: offset + length of a hostile record may wrap.
+        # Compared without adding: offset + length of a hostile record may overflow.
         fits: Bools = (
             (extents["length"] == self._page_bytes)
             & (sizes >= length)
@@ -294,8 +294,9 @@ class Batch:
 
 
 def _bounds(joined: Bools, count: int, blocks_max: int) -> I64:
-    """Where runs of at most ``blocks_max`` begin, and ``count``; ``joined`` (count - 1,) says which
-    blocks follow their predecessors.
+    """Return the indices at which runs of at most ``blocks_max`` begin, and ``count``.
+
+    ``joined`` (count - 1,) marks the blocks that follow their predecessors.
     """
     if not count:
         return np.zeros(1, np.int64)
@@ -309,18 +310,18 @@ def _bounds(joined: Bools, count: int, blocks_max: int) -> I64:
 
 
 class Single:
-    """Whether a block is still ok, and why not.
+    """State of a batch of one block: whether it is still ok, and why not.
 
     Args:
         kv: the registered pages.
-        arena: of the boot that the copier serves, held.
-        boot_id: of the boot that the extent came from.
-        page: of the block.
-        record: its extent's bytes.
+        arena: arena of the boot that the copier serves, held.
+        boot_id: boot that the extent came from.
+        page: page of the block.
+        record: bytes of its extent.
 
     Attributes:
         failure: the first reason, or None.
-        page, segment, offset: the block's place.
+        page, segment, offset: location of the block.
     """
 
     def __init__(
@@ -351,7 +352,7 @@ class Single:
             self.failure = BlockFailure.STALE_GENERATION
 
     def expected(self, *, chosen: bool) -> bytes | None:
-        """The checksum to compare, if it is ``chosen`` or due; see ``Batch.expected``."""
+        """Return the checksum to compare if the block is chosen or due; see ``Batch.expected``."""
         summed = self._flags & FLAG_SUMMED
         due = self._flags & FLAG_VERIFY
         if due and not summed and self.failure is None:
@@ -359,7 +360,7 @@ class Single:
         return self._checksum if summed and (chosen or due) else None
 
     def judge(self) -> None:
-        """After the copy; see ``Batch.judge``."""
+        """Judge the block after the copy; see ``Batch.judge``."""
         if self.failure is not None:
             return
         if not self._arena.alive():
@@ -368,7 +369,7 @@ class Single:
             self.failure = BlockFailure.STALE_GENERATION
 
     def done(self, ticket: Ticket, checksum: bytes | None, seconds: float) -> Done:
-        """The outcome; the sum of a failed block is zeros, None stands for none taken."""
+        """Return the outcome; a failed block's checksum is zeros, None means none was computed."""
         ok = self.failure is None
         sums: U8 | None = None
         if checksum is not None:

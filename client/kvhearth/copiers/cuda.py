@@ -1,12 +1,12 @@
-"""Copies between GPU pages and the arena on streams of their own, completed by events.
+"""Copies between GPU pages and the arena on dedicated streams, completed by events.
 
-Pages that are one run are copied straight. A stacked page (one fragment per layer) is gathered on
-the GPU into a small staging buffer first, so that what crosses the bus is one copy per block and
-not one per fragment; loads go the other way. Ragged pages are copied fragment by fragment.
+Pages that are one run are copied directly. A stacked page (one fragment per layer) is first
+gathered on the GPU into a small staging buffer, so that one copy per block crosses the bus and not
+one per fragment; loads go the other way. Ragged pages are copied fragment by fragment.
 
-Copies work before the arena is registered with CUDA (``register``), only then they hold up the
-caller. The caller's thread issues copies and nothing else: a thread of the copier's own looks at
-the events and computes the checksums of loads.
+Copies also work before the arena is registered with CUDA (``host_register``), but block the caller
+then. The caller's thread only issues copies: a thread of the copier polls the events and computes
+the checksums of loads.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ STAGING_BYTES = 16 << 20
 RUN_BYTES_MAX = 64 << 20
 POLL_S = 0.0001
 POLL_MAX_S = 0.001
-"""Between two looks at the events: an eighth of the youngest batch's age within these bounds, since
-each look takes the interpreter's lock."""
+"""Bounds of the pause between two polls of the events. The pause is an eighth of the youngest
+batch's age within these bounds, since each poll takes the interpreter's lock.
+"""
 _IDLE_S = 10.0
 _JOIN_S = 0.5
 
@@ -55,24 +56,26 @@ class _Flight:
 
 
 class CudaCopier:
-    """The copier for tensors on a GPU; see ``base.Copier`` for its promises. Thread-safe.
+    """The copier for tensors on a GPU; see ``base.Copier`` for its guarantees. Thread-safe.
 
-    Copies are issued in the thread that calls ``store`` or ``load``. A thread of the copier's own
-    sees them end, verifies loads and judges the batch; the other methods call no CUDA. Stores are
-    not summed (``Done.checksums`` is None): the daemon sums them. In a forked child the copier
-    takes nothing.
+    Copies are issued in the thread that calls ``store`` or ``load``. A thread of the copier notices
+    their end, verifies loads and judges the batch; the other methods make no CUDA calls. Stores are
+    not checksummed (``Done.checksums`` is None): the daemon does it. In a forked child the copier
+    takes no batches.
 
     Args:
         kv: the registered pages, on one GPU.
-        arena: of one boot; a new boot needs a new copier.
-        device: the door to CUDA; None for the real one.
-        verify_fraction: of loaded blocks whose checksum is compared, by a seeded draw; blocks with
-            ``FLAG_VERIFY`` are compared in any case. One of 2 MiB costs 60 microseconds.
-        seed: of that draw; None for a fresh one.
-        queue_max: batches under way at most.
+        arena: arena of one boot; a new boot needs a new copier.
+        device: interface to CUDA; None for the real one.
+        verify_fraction: fraction of loaded blocks whose checksum is compared, drawn at random;
+            blocks with ``FLAG_VERIFY`` are compared in any case. One block of 2 MiB costs 60
+            microseconds.
+        seed: seed of that draw; None for a fresh one.
+        queue_max: most batches under way.
         staging_bytes: GPU memory of each direction's staging buffer (at least one page; none unless
             the pages are stacked).
-        piece_bytes: in which the arena is registered: no single copy crosses such a bound.
+        piece_bytes: size of the pieces in which the arena is registered: no single copy crosses
+            such a bound.
 
     Raises:
         KVHearthError: ``bad_contract`` if the tensors are not on a GPU.
@@ -103,7 +106,8 @@ class CudaCopier:
         with self._device.entered():
             self._mover = _Mover(kv, self._arena, self._device, staging_bytes, piece_bytes)
         self._book = TicketBook(queue_max)
-        # Copies of two batches must not mix: they share a staging buffer, in the stream's order.
+        # Copies of two batches must not interleave: they share a staging buffer, in the stream's
+        # order.
         self._issuing = threading.Lock()
         self._worker = Worker("kvhearth-copies", self._step, lambda: None)
         self._changed = self._worker.changed
@@ -123,19 +127,19 @@ class CudaCopier:
         return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s)
 
     def poll(self) -> list[Done]:
-        """Finished batches; see ``base.Copier.poll``."""
+        """Return finished batches; see ``base.Copier.poll``."""
         return [] if self._worker.foreign else self._book.claim_all()
 
     def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """One batch's outcome; see ``base.Copier.wait``."""
+        """Return one batch's outcome; see ``base.Copier.wait``."""
         return None if self._worker.foreign else self._book.claim(ticket, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for quiet; see ``base.Copier.drain``."""
+        """Wait until nothing is under way; see ``base.Copier.drain``."""
         return self._worker.foreign or self._book.wait_idle(deadline_s)
 
     def close(self, deadline_s: float = 30.0) -> bool:
-        """Take nothing more and let the copies end; see ``base.Copier.close``."""
+        """Take no more batches and wait for the copies to end; see ``base.Copier.close``."""
         if self._worker.foreign:
             return True
         until = deadline_of(deadline_s)
@@ -175,7 +179,7 @@ class CudaCopier:
         return ticket
 
     def _issue(self, kind: CopyKind, batch: Batch) -> tuple[object | None, bool]:
-        """Issue the copies of a batch; the event after them and whether something went wrong."""
+        """Issue the copies of a batch; return the event after them and whether issuing failed."""
         failed = False
         try:
             with self._device.entered():
@@ -185,7 +189,8 @@ class CudaCopier:
                 except Exception:  # noqa: BLE001 - a batch must always get an outcome
                     _LOG.exception("copies of %d blocks could not be issued", len(batch))
                     failed = True
-                # Also after a failure: copies that were issued before it are still under way.
+                # Recorded even after a failure: copies that were issued before it are still under
+                # way.
                 return self._device.record(kind), failed
         except Exception:  # noqa: BLE001 - a ticket must always get an outcome
             _LOG.exception("the CUDA context is broken")
@@ -211,7 +216,7 @@ class CudaCopier:
             time.sleep(min(max(age_s / 8, POLL_S), POLL_MAX_S))
 
     def _ended(self, flights: list[_Flight]) -> list[_Flight]:
-        """The batches whose copies have ended; those of one kind end in their order."""
+        """Return the batches whose copies have ended; those of one kind end in their order."""
         ended = []
         under_way: set[CopyKind] = set()
         try:
@@ -267,7 +272,7 @@ class CudaCopier:
 
 
 class _Mover:
-    """Issues a batch's copies on the current stream, by the way that the pages' shape allows."""
+    """Issues a batch's copies on the current stream, in the way that suits the pages' shape."""
 
     def __init__(
         self,
@@ -292,8 +297,8 @@ class _Mover:
             self._stack = stack.view(self._word_dtype())
             shape = (self._staging_blocks, kv.page_bytes)
             # One buffer per direction, reused in stream order: no allocation while the engine runs.
-            # Of the memory of the stream that uses it: what was freed on another may still be in
-            # use by kernels there.
+            # It is allocated on the stream that uses it: memory freed on another stream may still
+            # be in use by kernels there.
             for kind in CopyKind:
                 with device.issuing(kind):
                     self._staging[kind] = self._torch.empty(
@@ -301,7 +306,7 @@ class _Mover:
                     )
 
     def release(self) -> None:
-        """Let go of the arena's memory and of the staging buffers."""
+        """Free the arena's memory and the staging buffers."""
         self._arena_bytes.clear()
         self._staging.clear()
 
@@ -318,7 +323,7 @@ class _Mover:
 
     def _issue_single(self, kind: CopyKind, batch: Batch) -> None:
         part, page_bytes = self._kv.parts[0], self._kv.page_bytes
-        # Pages with gaps between them would go through a temporary: copy those one by one.
+        # Pages with gaps between them would go through a temporary: copy them one by one.
         blocks_max = max(1, RUN_BYTES_MAX // page_bytes) if part.stride_bytes == page_bytes else 1
         for run in batch.runs(blocks_max, dense=True, piece_bytes=self._piece_bytes):
             count = len(run.positions)
@@ -328,8 +333,8 @@ class _Mover:
     def _issue_stacked(self, kind: CopyKind, batch: Batch) -> None:
         assert self._stack is not None
         chosen = batch.positions()
-        # Not blocking, else the caller would wait for all that is on the stream; the driver takes
-        # its own copy of this small pageable array before the call returns.
+        # Non-blocking, else the caller would wait for everything on the stream; the driver copies
+        # this small pageable array before the call returns.
         every_index = self._torch.from_numpy(batch.pages[chosen]).to(
             self._stack.device, non_blocking=True
         )
@@ -373,7 +378,7 @@ class _Mover:
             done += count
 
     def _word_dtype(self) -> Any:
-        """The widest word in which fragments can be gathered: single bytes are slow on a GPU."""
+        """Return the widest word that fits the fragments: single bytes are slow on a GPU."""
         first, second = self._kv.parts[:2]
         spacing_bytes = second.address - first.address
         numbers = (first.address, first.run_bytes, first.stride_bytes, spacing_bytes)

@@ -1,4 +1,4 @@
-"""Doors to CUDA: the runtime's calls that torch does not offer, and the streams of one GPU."""
+"""Interfaces to CUDA: runtime calls that torch does not offer, and the streams of one GPU."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ _LOG = logging.getLogger(__name__)
 
 RELAXED = 2
 """``cudaStreamCaptureModeRelaxed``. In any other mode a call such as ``cudaHostRegister`` or
-``cudaEventQuery`` fails while another thread captures a graph, and invalidates that graph."""
+``cudaEventQuery`` fails while another thread captures a graph, and invalidates that graph.
+"""
 _REGISTER_PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every context of the process."""
 
 
 class CudaRuntime(Protocol):
-    """The CUDA runtime as a thread of ours uses it. Codes are ``cudaError_t``, 0 is success."""
+    """The CUDA runtime as seen by one of our threads. Codes are ``cudaError_t``, 0 is success."""
 
     def set_device(self, index: int) -> int:
-        """Make a GPU the calling thread's. Each thread starts on device 0, where its first call
-        would create a context that costs hundreds of megabytes.
+        """Select the calling thread's GPU.
+
+        Each thread starts on device 0, where its first call would create a context that costs
+        hundreds of megabytes.
         """
 
     def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
-        """Set the calling thread's capture mode; the code and the mode before."""
+        """Set the calling thread's capture mode; return the code and the previous mode."""
 
     def host_register(self, address: int, size_bytes: int) -> int:
         """Page-lock ``size_bytes`` from ``address``; both are multiples of the page size."""
@@ -40,15 +43,15 @@ class CudaRuntime(Protocol):
         """Undo ``host_register`` of the piece that began at ``address``."""
 
     def last_error(self) -> int:
-        """Read *and clear* the calling thread's last error.
+        """Return *and clear* the calling thread's last error.
 
-        An error that is left behind is reported by the thread's next kernel launch, as if it were
+        An error that is not cleared is reported by the thread's next kernel launch, as if it were
         the launch's own.
         """
 
 
 class Cudart:
-    """``CudaRuntime`` by the library that torch has loaded.
+    """``CudaRuntime`` implemented with the library that torch has loaded.
 
     Raises:
         KVHearthError: ``copy_failed`` if torch has no CUDA or its runtime cannot be found.
@@ -64,7 +67,8 @@ class Cudart:
         name = f"libcudart.so.{version.split('.')[0]}"
         try:
             self._slow = ctypes.CDLL(name)
-            # Without giving up the interpreter's lock, which another thread may keep for 5 ms.
+            # PyDLL keeps the interpreter's lock, which another thread could otherwise hold for 5
+            # ms.
             self._quick = ctypes.PyDLL(name)
         except OSError as error:
             raise KVHearthError(Reason.COPY_FAILED, f"cannot load {name}: {error}") from None
@@ -95,7 +99,7 @@ class Cudart:
 
 
 def checked(runtime: CudaRuntime, call: str, code: int) -> None:
-    """Raise for a code that is not success, with the thread's last error cleared.
+    """Raise if ``code`` is not success, after clearing the thread's last error.
 
     Raises:
         RuntimeError: names the call and the code.
@@ -107,7 +111,7 @@ def checked(runtime: CudaRuntime, call: str, code: int) -> None:
 
 @contextmanager
 def beside_captures(runtime: CudaRuntime) -> Iterator[None]:
-    """Let the thread's calls pass while another thread captures a graph.
+    """Let the thread's calls succeed while another thread captures a graph.
 
     Raises:
         RuntimeError: the thread's capture mode cannot be set, or not be restored.
@@ -123,13 +127,13 @@ def beside_captures(runtime: CudaRuntime) -> Iterator[None]:
 
 
 class CopyDevice(Protocol):
-    """The door to one GPU's streams and events; all else that the copier does is plain torch.
+    """Interface to one GPU's streams and events; the rest of the copier is plain torch.
 
-    Every method but ``entered`` is called inside ``entered`` of the same thread.
+    Every method except ``entered`` is called inside ``entered`` of the same thread.
     """
 
     def entered(self) -> AbstractContextManager[None]:
-        """Make this GPU the calling thread's, and let its calls pass beside a graph capture.
+        """Select this GPU for the calling thread, and let its calls succeed during a graph capture.
 
         Raises:
             RuntimeError: the CUDA context is broken.
@@ -139,14 +143,14 @@ class CopyDevice(Protocol):
         """Make the stream of ``kind`` current, ordered after all work of the caller's stream."""
 
     def record(self, kind: CopyKind) -> object:
-        """An event after all work on the stream of ``kind``.
+        """Return an event after all work on the stream of ``kind``.
 
         Raises:
             RuntimeError: the CUDA context is broken; nothing is copied any more.
         """
 
     def is_done(self, event: object) -> bool:
-        """Whether the event has passed; does not block.
+        """Return whether the event has passed; does not block.
 
         Raises:
             RuntimeError: the work before it failed.
@@ -155,17 +159,17 @@ class CopyDevice(Protocol):
 
 @functools.cache
 def _stream(device: str, kind: CopyKind) -> Any:
-    """The process's stream of that GPU and kind.
+    """Return the process's stream of that GPU and kind.
 
-    One for all copiers: torch deals out 32 streams in turns and then again, so that new ones after
-    each attach would soon be streams of the engine's. Memory freed on this one is reused on it.
+    All copiers share it: torch hands out 32 streams in rotation, so that new ones after each attach
+    would soon coincide with the engine's. Memory freed on this stream is reused on it.
     """
-    # 0 is CUDA's lowest priority: copies give way to the engine's kernels.
+    # 0 is CUDA's lowest priority: copies yield to the engine's kernels.
     return importlib.import_module("torch").cuda.Stream(device=device, priority=0)
 
 
 class TorchCuda:
-    """``CopyDevice`` by torch.
+    """``CopyDevice`` implemented with torch.
 
     Args:
         device: such as ``"cuda:0"``.
@@ -197,7 +201,7 @@ class TorchCuda:
     def issuing(self, kind: CopyKind) -> Iterator[None]:
         """See ``CopyDevice.issuing``."""
         cuda, stream = self._torch.cuda, self._streams[kind]
-        # Loads wait, too: the page's last owner, or its zeroing, may still run on the engine's
+        # Loads wait, too: the page's previous owner, or its zeroing, may still run on the engine's
         # stream.
         stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(stream):

@@ -1,10 +1,9 @@
-"""Copies between CPU pages and the arena, with checksums taken and compared while the bytes are in
-cache.
+"""Copies between CPU pages and the arena, with checksums computed while the bytes are in cache.
 
-Measured: one thread fills the memory bus; a second adds nothing. What costs is calls: while the
-engine's thread runs pure Python, each call that gives up the interpreter's lock may wait 5 ms to
-get it back. So blocks that lie side by side are moved by one call, a strided block by one call, and
-nothing is done per fragment.
+Measured: one thread fills the memory bus; a second adds nothing. The cost is in the number of
+calls: while the engine's thread runs pure Python, each call that releases the interpreter's lock
+may wait 5 ms to get it back. Therefore adjacent blocks are moved by one call, a strided block by
+one call, and nothing is done per fragment.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from kvhearth.page_layout import PagedKV
 _LOG = logging.getLogger(__name__)
 
 SUMMED_RUN_BYTES = 2 << 20
-"""Bytes copied before they are summed: they must still be in cache then."""
+"""Bytes copied before they are checksummed: they must still be in cache then."""
 PLAIN_RUN_BYTES = 64 << 20
-"""Bytes of one call when nothing is summed: bounds how old its generation check may be."""
+"""Bytes copied by one call without checksums: bounds the age of its generation check."""
 
 
 LOOP_COPY_BYTES = range(8 << 10, 2 << 20)
-"""Lengths of one run at which a vector loop beats ``memmove`` (see ``_move``)."""
+"""Lengths of a run at which a vector loop beats ``memmove`` (see ``_move``)."""
 
 
 _NOW = {kind: Ticket(0, kind, 1) for kind in CopyKind}
-"""Of one block that is copied in its caller's thread."""
+"""Tickets for one block that is copied in its caller's thread."""
 
 
 class _Job(NamedTuple):
@@ -49,16 +48,16 @@ class _Job(NamedTuple):
 
 
 class HostCopier:
-    """The copier for tensors in CPU memory; see ``base.Copier`` for its promises.
+    """The copier for tensors in CPU memory; see ``base.Copier`` for its guarantees.
 
     Args:
         kv: the registered pages, on the CPU.
-        arena: of one boot; a new boot needs a new copier.
-        sums: take the checksum of each stored block.
+        arena: arena of one boot; a new boot needs a new copier.
+        sums: compute the checksum of each stored block.
         verify: compare the checksum of each loaded block whose extent has ``FLAG_SUMMED``; those
             with ``FLAG_VERIFY`` are compared in any case.
-        queue_max: batches under way at most.
-        threads: workers. More than one only helps against an engine thread that hogs the
+        queue_max: most batches under way.
+        threads: number of workers. More than one only helps against an engine thread that hogs the
             interpreter's lock.
 
     Raises:
@@ -116,19 +115,19 @@ class HostCopier:
         return self._now(CopyKind.LOAD, boot_id, pages, extents)
 
     def poll(self) -> list[Done]:
-        """Finished batches; see ``base.Copier.poll``."""
+        """Return finished batches; see ``base.Copier.poll``."""
         return self._book.claim_all()
 
     def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """One batch's outcome; see ``base.Copier.wait``."""
+        """Return one batch's outcome; see ``base.Copier.wait``."""
         return self._book.claim(ticket, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for quiet; see ``base.Copier.drain``."""
+        """Wait until nothing is under way; see ``base.Copier.drain``."""
         return self._book.wait_idle(deadline_s)
 
     def close(self, deadline_s: float = 30.0) -> bool:
-        """Finish what is queued and end the workers; see ``base.Copier.close``."""
+        """Finish the queued batches and end the workers; see ``base.Copier.close``."""
         until = deadline_of(deadline_s)
         self._book.close()
         if not self._book.wait_idle(deadline_s):
@@ -206,10 +205,10 @@ class HostCopier:
 
 
 class _Mover:
-    """Moves a batch's ok blocks in the calling thread; holds no state of a batch.
+    """Moves a batch's ok blocks in the calling thread; keeps no state of a batch.
 
     Args:
-        kv, arena: between which to copy.
+        kv, arena: the two ends of each copy.
         sums, verify: as in ``HostCopier``.
     """
 
@@ -224,11 +223,10 @@ class _Mover:
         self._bytes = {segment: view.data for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
-        """Copy pages into slots; the checksums, uint8 of shape (n, 16), if they are wanted."""
+        """Copy pages into slots; return the checksums, uint8 of shape (n, 16), or None if off."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for run in batch.runs(self._blocks_max(self._sums)):
-            # Checked per run and not per batch: a slot that was given to another must not be
-            # written.
+            # Checked per run and not per batch: a slot that was reassigned must not be written.
             batch.check_generations(run.positions)
             faults.hit("copier.store_copying")
             self._copy(batch, run, to_arena=True)
@@ -241,11 +239,11 @@ class _Mover:
         return sums
 
     def load(self, batch: Batch) -> None:
-        """Copy slots whose checksums are right into pages."""
+        """Copy slots into pages, except those whose checksums differ."""
         expected = batch.expected(np.full(len(batch), self._verify))
         for run in batch.runs(self._blocks_max(bool(expected))):
-            # Summed before the copy: the sum brings the bytes into cache, and a wrong block is not
-            # copied. What happens to the slot between the two is caught by the generation.
+            # Checksummed before the copy: this brings the bytes into cache, and a wrong block is
+            # not copied. The generation catches a change of the slot between the two.
             for index, position in enumerate(run.positions):
                 wanted = expected.get(position)
                 if wanted is not None and self._digest(run, index) != wanted:
@@ -256,7 +254,7 @@ class _Mover:
                     faults.hit("copier.load_block")
 
     def store_one(self, block: Single) -> bytes | None:
-        """As ``store``, of one block."""
+        """Store a single block; otherwise like ``store``."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
             faults.hit("copier.store_copying")
@@ -267,7 +265,7 @@ class _Mover:
         return checksum
 
     def load_one(self, block: Single) -> None:
-        """As ``load``, of one block."""
+        """Load a single block; otherwise like ``load``."""
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return
@@ -288,7 +286,7 @@ class _Mover:
         return xxhash.xxh3_128_digest(self._bytes[segment][offset : offset + self._kv.page_bytes])
 
     def _copy_one(self, block: Single, *, to_arena: bool) -> None:
-        """Copy one block, without a plan where its page is one run."""
+        """Copy one block, without planning runs if its page is one run."""
         page_bytes = self._kv.page_bytes
         if self._single is None:
             run = Run([0], page_bytes, block.segment, block.offset, block.page)
@@ -302,7 +300,7 @@ class _Mover:
             _move(slot, page)
 
     def _copy(self, batch: Batch, run: Run, *, to_arena: bool) -> None:
-        """Copy the blocks of a run that are ok: all by one call, or one by one if some are not."""
+        """Copy the ok blocks of a run: all with one call, or one by one if some are not ok."""
         count = len(run.positions)
         if batch.ok[run.positions].all():
             self._copy_slots(run, 0, count, to_arena=to_arena)
@@ -328,7 +326,7 @@ class _Mover:
                 _move(fragments, pages)
 
     def _pairs(self, page: int, count: int, slots: U8) -> list[tuple[U8, U8]]:
-        """Views of equal shape over the pages and over the slots, (count, page_bytes)."""
+        """Return pairs of equally shaped views, one of pages, one of slots (count, page_bytes)."""
         if self._stack is not None:
             layers, _, run_bytes = self._stack.shape
             fragments = slots.reshape(count, layers, run_bytes).transpose(1, 0, 2)
@@ -340,7 +338,7 @@ class _Mover:
 
 
 def _move(source: U8, target: U8) -> None:
-    """Copy bytes between views of equal shape, the last dimension of which is dense.
+    """Copy bytes between views of equal shape whose last dimension is dense.
 
     ``np.positive`` on bytes is a copy by numpy's vector loop, ``np.copyto`` one by the C library's
     memmove. For runs between 8 KiB and 1 MiB memmove on this generation of machines takes ``rep

@@ -1,8 +1,8 @@
 """Registration of the arena with CUDA, in pieces and in the background.
 
 Only registered (page-locked) memory is copied asynchronously and at the bus's speed. Registering
-takes seconds per 100 GiB, so it begins when the arena is mapped, beside the engine's start. Until
-then copies work, but hold up their caller.
+takes seconds per 100 GiB, so it begins when the arena is mapped and overlaps the engine's start.
+Until then copies work, but block their caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvhearth.worker_thread import Worker
 _LOG = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
-"""Of one registration: the driver holds up the engine's own calls for as long as one takes."""
+"""Bytes per registration. The driver blocks the engine's own CUDA calls during each one."""
 PIECE_BYTES_MAX = 2 << 30
 HUGEPAGE_BYTES = 2 << 20
 _IDLE_S = 10.0
@@ -34,17 +34,17 @@ _JOIN_S = 0.5
 class ArenaRegistration:
     """Registers all segments of an arena, from its construction on.
 
-    All CUDA calls are made on one thread of its own, without a lock. Pieces that are registered
-    stay so until ``close``, also after a failure: copies may be under way in them. Holds the
-    arena's memory until ``close`` has returned True; close it after the copiers that use the
-    arena. At the interpreter's exit the thread ends after the piece under way. In a forked child
-    nothing is registered and ``close`` does nothing.
+    All CUDA calls are made on one dedicated thread, without a lock. Registered pieces stay
+    registered until ``close``, also after a failure: copies may be under way in them. The object
+    holds the arena's memory until ``close`` has returned True; close it after the copiers that use
+    the arena. At the interpreter's exit the thread ends after the piece under way. In a forked
+    child nothing is registered and ``close`` does nothing.
 
     Args:
-        arena: whose segments to register.
-        runtime: the door to CUDA.
-        device_index: of the GPU that the copiers use.
-        piece_bytes: of one registration at most, a multiple of 2 MiB.
+        arena: arena whose segments to register.
+        runtime: interface to the CUDA runtime.
+        device_index: index of the GPU that the copiers use.
+        piece_bytes: largest size of one registration, a multiple of 2 MiB.
         failed: called once on that thread if a piece is refused.
 
     Raises:
@@ -69,7 +69,7 @@ class ArenaRegistration:
         self._runtime = runtime
         self._device_index = device_index
         self._failed = failed
-        # Views, too: the memory must not be unmapped while CUDA has it.
+        # Views are held too: the memory must not be unmapped while it is registered with CUDA.
         self._views = [arena.view(segment) for segment in sorted(arena.segments)]
         self._pieces = list(_pieces(self._views, piece_bytes))
         self._registered: list[int] = []
@@ -89,11 +89,11 @@ class ArenaRegistration:
 
     @property
     def error(self) -> str:
-        """Why it is not and will not be, or empty."""
+        """Reason why the arena is not and will not be registered, or empty."""
         return self._error
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait up to ``deadline_s`` seconds until registration has ended; whether it is ready."""
+        """Wait up to ``deadline_s`` seconds until registration has ended; True if it succeeded."""
         if self._worker.foreign:
             return False
         with self._changed:
@@ -104,11 +104,11 @@ class ArenaRegistration:
             return self._ready
 
     def close(self, deadline_s: float = 30.0) -> bool:
-        """Unregister everything, after the piece that is under way. Idempotent.
+        """Unregister everything, after the piece under way. Idempotent.
 
         Returns:
-            False if that took longer than ``deadline_s`` seconds: the arena must stay mapped. It
-            goes on; call again.
+            False if that took longer than ``deadline_s`` seconds: the arena must stay mapped. The
+            work continues; call again.
         """
         if self._worker.foreign:
             return True
@@ -168,7 +168,7 @@ class ArenaRegistration:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Prepare this thread for one call, which may come while the engine captures a graph."""
+        """Prepare this thread for one call, which may overlap a graph capture of the engine."""
         code = self._runtime.set_device(self._device_index)
         checked(self._runtime, "cudaSetDevice", code)
         with beside_captures(self._runtime):
@@ -199,7 +199,7 @@ class ArenaRegistration:
 
 @dataclass
 class _Shared:
-    """The registration of one arena, None if it could not begin, and who uses it."""
+    """The registration of one arena (None if it could not begin) and its users."""
 
     registration: ArenaRegistration | None
     users: set[object] = field(default_factory=set)
@@ -209,7 +209,7 @@ class Registrations:
     """Registers each arena once, however many users it has in this process. Thread-safe.
 
     Args:
-        runtime: makes the door to CUDA.
+        runtime: makes the interface to CUDA.
     """
 
     def __init__(self, runtime: Callable[[], CudaRuntime] = Cudart) -> None:
@@ -221,7 +221,7 @@ class Registrations:
     def acquire(
         self, arena: ArenaView, user: object, device_index: int, failed: Callable[[], None]
     ) -> None:
-        """Register in the background. A failure is logged, and ``failed`` called once an arena."""
+        """Register in the background. A failure is logged, and ``failed`` called once per arena."""
         with self._lock:
             shared = self._arenas.get(arena)
             if shared is None:
@@ -229,11 +229,10 @@ class Registrations:
             shared.users.add(user)
 
     def release(self, arena: ArenaView, user: object, deadline_s: float) -> bool:
-        """Undo ``acquire``; the last user waits up to ``deadline_s`` seconds until everything is
-        unregistered.
+        """Undo ``acquire``; the last user waits up to ``deadline_s`` seconds for unregistration.
 
         Returns:
-            False if it was not in time: the arena must stay mapped. Call again.
+            False if it did not finish in time: the arena must stay mapped. Call again.
         """
         with self._lock:
             shared = self._arenas.get(arena)
@@ -261,7 +260,7 @@ class Registrations:
 
 
 def _pieces(views: list[U8], piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the pieces of all segments."""
+    """Yield (address, bytes) of the pieces of all segments."""
     for view in views:
         for offset in range(0, view.nbytes, piece_bytes):
             yield int(view.ctypes.data) + offset, min(piece_bytes, view.nbytes - offset)

@@ -12,18 +12,18 @@ from kvhearth.errors import KVHearthError, Reason
 
 
 class TicketBook:
-    """Who is under way, who is finished and not yet given out. Thread-safe.
+    """Batches under way, and outcomes that were not handed out yet. Thread-safe.
 
     Args:
-        pending_max: batches under way at most.
-        finished_max: outcomes that nobody fetched at most; beyond it nothing new is taken, so a
-            caller that never polls is throttled instead of growing memory.
+        pending_max: most batches under way.
+        finished_max: most outcomes that were not fetched; beyond it no batch is taken, so a caller
+            that never polls is throttled instead of growing memory.
     """
 
     def __init__(self, pending_max: int, finished_max: int = 1024) -> None:
         self._pending_max = pending_max
         self._finished_max = finished_max
-        # Taken by itself it costs half of what it does through the condition.
+        # Taking the lock directly costs half as much as taking it through the condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pending: set[int] = set()
@@ -35,7 +35,7 @@ class TicketBook:
         self._closed = False
 
     def open(self, kind: CopyKind, count: int, wait_s: float) -> Ticket | None:
-        """A ticket for a new batch, or None if there was no room within ``wait_s`` seconds.
+        """Return a ticket for a new batch, or None if there was no room within ``wait_s`` seconds.
 
         Raises:
             KVHearthError: ``closed``.
@@ -50,14 +50,14 @@ class TicketBook:
             return Ticket(self._opened_count, kind, count)
 
     def finish(self, done: Done) -> None:
-        """Enter the outcome of a batch that was under way."""
+        """Record the outcome of a batch that was under way."""
         with self._changed:
             self._pending.remove(done.ticket.number)
             self._finished[done.ticket.number] = done
             self._changed.notify_all()
 
     def claim_all(self) -> list[Done]:
-        """Give out all outcomes, in the order in which they came."""
+        """Hand out all outcomes, in the order in which they came."""
         with self._changed:
             outcomes = list(self._finished.values())
             self._finished.clear()
@@ -66,10 +66,10 @@ class TicketBook:
             return outcomes
 
     def claim(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """Give out one outcome, or None if it did not come within ``deadline_s`` seconds.
+        """Hand out one outcome, or None if it did not come within ``deadline_s`` seconds.
 
         Raises:
-            KVHearthError: ``internal`` if it was given out before.
+            KVHearthError: ``internal`` if it was handed out before.
         """
         with self._changed:
             self._changed.wait_for(lambda: ticket.number not in self._pending, max(deadline_s, 0.0))
@@ -87,7 +87,7 @@ class TicketBook:
             return done
 
     def wait_idle(self, deadline_s: float) -> bool:
-        """Whether nothing is under way, waiting up to ``deadline_s`` seconds for it."""
+        """Wait up to ``deadline_s`` seconds until nothing is under way; True if so."""
         with self._changed:
             self._idle_waiters += 1
             try:
@@ -104,8 +104,9 @@ class TicketBook:
             self._changed.notify_all()
 
     def begin_unticketed(self) -> None:
-        """A batch that runs in its caller's thread, without a ticket; ``wait_idle`` waits for it
-        until ``end_unticketed``.
+        """Begin a batch that runs in its caller's thread, without a ticket.
+
+        ``wait_idle`` waits for it until ``end_unticketed``.
 
         Raises:
             KVHearthError: ``closed``.
@@ -116,14 +117,14 @@ class TicketBook:
             self._unticketed_count += 1
 
     def end_unticketed(self) -> None:
-        """It has ended, one way or another."""
+        """End a batch begun with ``begin_unticketed``, whether it succeeded or not."""
         with self._lock:
             self._unticketed_count -= 1
-            if self._idle_waiters:  # nobody else waits for this
+            if self._idle_waiters:  # no other waiter depends on this
                 self._changed.notify_all()
 
     def check_books(self) -> None:
-        """Raise AssertionError with the numbers if tickets were lost or bounds passed."""
+        """Raise AssertionError with the numbers if tickets were lost or bounds exceeded."""
         with self._changed:
             parts = (len(self._pending), len(self._finished), self._claimed_count)
             assert sum(parts) == self._opened_count, f"opened {self._opened_count}, have {parts}"
@@ -138,11 +139,11 @@ class TicketBook:
 
 
 def deadline_of(deadline_s: float) -> float:
-    """The monotonic time ``deadline_s`` seconds from now."""
+    """Return the monotonic time ``deadline_s`` seconds from now."""
     return time.monotonic() + max(deadline_s, 0.0)
 
 
 def copy_failed(ticket: Ticket) -> Done:
-    """The outcome of a batch whose copies all failed."""
+    """Return the outcome of a batch whose copies all failed."""
     reasons = {BlockFailure.COPY_FAILED.value: ticket.count} if ticket.count else {}
     return Done(ticket, np.zeros(ticket.count, np.bool_), None, 0, 0.0, reasons)

@@ -1,8 +1,8 @@
-"""The arena as a client sees it: segments and generations, mapped from passed descriptors.
+"""A client's mapping of the arena: segments and generations, from passed descriptors.
 
 The mapping is made with the system call and not with ``mmap.mmap``, which keeps a duplicate of the
-descriptor: a forked child would inherit that, and with it the lock by which the daemon sees that
-this client may still write.
+descriptor: a forked child would inherit it, and with it the lock by which the daemon sees that this
+client may still write.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class ArenaMapping:
 
     Args:
         welcome: names the segments in the order of ``descriptors``.
-        descriptors: one a segment, then the generations' memfd; the caller closes them afterwards.
-        alive: whether the daemon of this boot still lives.
+        descriptors: one per segment, then the generations' memfd; the caller closes them
+            afterwards.
+        alive: returns whether the daemon of this boot still lives.
 
     Raises:
-        KVHearthError: ``memory_unavailable`` if the kernel refuses, ``bad_message`` if a
-            descriptor is smaller than announced.
+        KVHearthError: ``memory_unavailable`` if the kernel refuses, ``bad_message`` if a descriptor
+            is smaller than announced.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class ArenaMapping:
 
     @property
     def generations(self) -> U32:
-        """The live generation of each slot, shape (generation_count,), read only."""
+        """Live generation of each slot, shape (generation_count,), read only."""
         if self._generations is None:
             raise KVHearthError(Reason.CLOSED, "the arena is unmapped")
         return self._generations
 
     def view(self, segment: int) -> U8:
-        """The whole segment as bytes, shape (segments[segment],).
+        """Return the whole segment as bytes, shape (segments[segment],).
 
         Raises:
             KVHearthError: ``bad_extents`` for a segment that is not mapped, ``closed`` after
@@ -132,17 +133,17 @@ class ArenaMapping:
         return view
 
     def address(self, segment: int) -> int:
-        """Where the segment begins in this process. Raises as ``view``."""
+        """Return the segment's address in this process. Raises like ``view``."""
         return int(self.view(segment).ctypes.data)
 
     def alive(self) -> bool:
-        """Whether the daemon of this boot lives; if not, generations say nothing any more."""
+        """Return whether the daemon of this boot lives; if not, generations mean nothing."""
         return self._generations is not None and self._alive()
 
     def close(self) -> None:
-        """Let go; memory is unmapped with the last array taken from ``view``. Idempotent."""
+        """Release the views; memory is unmapped with the last array from ``view``. Idempotent."""
         self._populate.close()
-        # First, so that who misses a view in this moment is told why.
+        # Cleared first: a caller that finds no view meanwhile gets `closed` and not `bad_extents`.
         self._generations = None
         self._views.clear()
 

@@ -1,4 +1,4 @@
-"""Attach: identity and descriptors over a socket that then is the session's life line."""
+"""Attach: passes identity and descriptors over a socket whose closing then ends the session."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
 
 
 class Session:
-    """One attached process: what the daemon said, and the life line.
+    """One attached process: the daemon's welcome, and the attach socket.
 
     Attributes:
         welcome: the daemon's answer.
-        descriptors: owned until ``take_descriptors``: one a segment in the welcome's order, then
-            the generations' memfd; empty if the arena was not asked for.
+        descriptors: owned until ``take_descriptors``: one per segment in the welcome's order, then
+            the generations' memfd; empty if the arena was not requested.
     """
 
     def __init__(self, welcome: Welcome, life_line: socket.socket, descriptors: list[int]) -> None:
@@ -38,7 +38,7 @@ class Session:
         self._life_line = life_line
         self._pid = os.getpid()
         self._retired = False
-        # Held across the system call, so that a closed descriptor's number is never asked about.
+        # Held across the system call, so that a closed descriptor's number is never polled.
         self._lock = threading.Lock()
         self._events: select.poll | None = select.poll()
         self._events.register(life_line, select.POLLIN)
@@ -50,23 +50,23 @@ class Session:
         return taken
 
     def alive(self) -> bool:
-        """Whether the session may be used: not retired, and the daemon of this boot still lives.
+        """Return whether the session may be used: not retired, and the daemon of this boot lives.
 
         One system call, no waiting. Once False, it stays False.
         """
         if self._retired or os.getpid() != self._pid:
             return False
         with self._lock:
-            # Nothing is ever sent after the welcome: a byte means as little good as the end. A read
-            # would say the same by an exception, which costs three times as much.
+            # The daemon sends nothing after the welcome: a byte is as bad a sign as the end of the
+            # stream. A read would report the same by an exception, which costs three times as much.
             return self._events is not None and not self._events.poll(0)
 
     def retire(self) -> None:
-        """Make ``alive`` False for good, so that no copy begins; the life line stays open."""
+        """Make ``alive`` False for good, so that no copy begins; the attach socket stays open."""
         self._retired = True
 
     def goodbye(self) -> None:
-        """Say that this session ends on purpose, then ``close``. Only after copies have drained."""
+        """Announce a deliberate end of the session, then ``close``. Drain copies first."""
         _close_all(self.take_descriptors())
         if os.getpid() == self._pid:
             with self._lock:
@@ -74,20 +74,20 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close the life line and descriptors that nobody took. Idempotent."""
+        """Close the attach socket and descriptors that were not taken. Idempotent."""
         with self._lock:
             self._events = None
             self._life_line.close()
         _close_all(self.take_descriptors())
 
     def leave_open(self) -> None:
-        """Leave the life line to the end of the process, which is its goodbye."""
+        """Leave the attach socket open until the process ends, which ends the session."""
         with self._lock, contextlib.suppress(OSError):
             self._events = None
             self._life_line.detach()
 
     def _forget(self) -> None:
-        """In a forked child: inherited copies must not make a dead parent look alive."""
+        """Close a forked child's copies: they must not make a dead parent look alive."""
         self._lock = threading.Lock()
         self.close()
 
@@ -105,12 +105,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def attach(url: DaemonUrl, hello: Hello) -> Session:
-    """Attach to the daemon at ``url``; waits ``url.attach_ms`` at most.
+    """Attach to the daemon at ``url``; waits at most ``url.attach_ms``.
 
     Raises:
-        KVHearthError: the daemon's refusal with its details; ``daemon_away`` if nobody listens or
-            the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
-            ``bad_message`` for an answer that makes no sense.
+        KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
+            or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
+            ``bad_message`` for a malformed answer.
     """
     deadline = time.monotonic() + url.attach_ms / 1000
     try:
@@ -128,7 +128,7 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
         return Session(welcome, life_line, descriptors)
     except BaseException as error:
         _close_all(descriptors)
-        # Whatever was refused here, no copy ever began.
+        # In all of these cases no copy ever began.
         _say_bye(life_line)
         life_line.close()
         if isinstance(error, OSError):
@@ -144,7 +144,7 @@ def _set_timeout(life_line: socket.socket, deadline: float) -> None:
 
 
 def _receive(life_line: socket.socket, deadline: float, descriptors: list[int]) -> dict[str, Any]:
-    """The first frame; descriptors are appended to ``descriptors`` as they come, close-on-exec."""
+    """Return the first frame; append descriptors to ``descriptors`` as they come, close-on-exec."""
     decoder = FrameDecoder()
     while True:
         _set_timeout(life_line, deadline)

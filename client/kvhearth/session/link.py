@@ -1,4 +1,4 @@
-"""What an attached client holds: life line, mapping, channel. It is made and let go as one."""
+"""A client's link to the daemon: attach socket, mapping and transport, opened and closed as one."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Link:
 
     @cached_property
     def welcome(self) -> Welcome:
-        """What the daemon said at attach."""
+        """The daemon's answer at attach."""
         return self.session.welcome
 
     @cached_property
     def boot_id(self) -> str:
-        """Of the daemon."""
+        """Boot id of the daemon."""
         return self.session.welcome.boot_id
 
     @cached_property
     def session_id(self) -> str:
-        """Of this attachment, among those of all boots."""
+        """Id of this attachment, unique across boots."""
         return f"{self.boot_id}/{self.welcome.session}"
 
     def close(self) -> None:
-        """Let go of everything and say goodbye; the caller's copies have drained.
+        """Close everything and say goodbye; the caller's copies have drained.
 
-        The mapping goes first: the daemon may reuse what this client held once the mapping is
-        gone, and the end of the life line makes it look.
+        The mapping goes first: the daemon may reuse this client's memory once the mapping is gone,
+        and the closing of the attach socket makes the daemon check that.
         """
         if self.mapping is not None:
             self.mapping.close()
@@ -52,14 +52,14 @@ class Link:
 
 
 def open_link(url: DaemonUrl, hello: Hello) -> Link:
-    """Attach, map the arena if ``hello`` asks for it, and prepare the channel.
+    """Attach, map the arena if ``hello`` asks for it, and prepare the transport.
 
     Raises:
-        KVHearthError: as ``session.attach`` and ``arena.ArenaMapping``; nothing is left open then.
+        KVHearthError: as ``session.attach`` and ``arena.ArenaMapping``; nothing stays open then.
     """
     session = attach(url, hello)
     with contextlib.ExitStack() as undo:
-        # No copy ever began: the daemon need not wait for anything.
+        # No copy ever began: the daemon has nothing to wait for.
         undo.callback(session.goodbye)
         welcome = session.welcome
         mapping = None

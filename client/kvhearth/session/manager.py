@@ -1,4 +1,4 @@
-"""Who must have finished copying before a session may be let go."""
+"""Keeps a session with the daemon: attaches, sends heartbeats and queued requests, reattaches."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from kvhearth.url import DaemonUrl
 from kvhearth.wire.handshake import Hello
 
 Drain = Callable[[float], bool]
-"""Waits up to so many seconds for copies that are under way; True if none is left."""
+"""Waits up to the given seconds for copies that are under way; True if none is left."""
 
 
 class QuiesceHooks:
-    """The registered drains of one process."""
+    """Callbacks that must report "no copies in flight" before a session is closed."""
 
     def __init__(self) -> None:
         self._drains: list[Drain] = []
 
     def add(self, drain: Drain) -> None:
-        """Register a drain for good."""
+        """Register a drain permanently."""
         self._drains.append(drain)
 
     def finished(self, deadline_s: float) -> bool:
-        """Whether all drains said within ``deadline_s`` that no copy is left."""
+        """Return whether all drains reported within ``deadline_s`` that no copy is left."""
         end = time.monotonic() + deadline_s
         for drain in tuple(self._drains):
             try:
                 if not drain(max(end - time.monotonic(), 0.0)):
                     return False
-            except Exception:  # noqa: BLE001 - foreign code: what it did not say is not drained
+            except Exception:  # noqa: BLE001 - foreign code: a failure means not drained
                 LOGGER.exception("a drain failed")
                 return False
         return True
@@ -57,9 +57,9 @@ REFUSALS = frozenset(
         Reason.PROTOCOL_VERSION,
     }
 )
-"""Refused attaches that only a person can mend."""
+"""Reasons of refused attaches that need an operator's intervention."""
 SESSION_ENDS = frozenset({Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE, Reason.STALE_INCARNATION})
-"""Answers after which the session is worth nothing."""
+"""Answers after which the session is unusable."""
 
 Attached = Callable[[], None]
 """Prepares something for a session that has just begun; does not wait."""
@@ -77,12 +77,12 @@ _EXIT_S = 0.5
 
 
 class SessionManager:
-    """Owns the link. Other threads read ``link`` and tell ``lose``, ``put`` and ``stop``.
+    """Owns the link. Other threads read ``link`` and call ``lose``, ``put`` and ``stop``.
 
     Args:
-        url: where the daemon is.
-        hello: what this process says; the keeper fills in the previous session.
-        counters: what heartbeats carry.
+        url: location of the daemon.
+        hello: this process's hello; the manager fills in the previous session.
+        counters: sent with heartbeats.
     """
 
     def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters) -> None:
@@ -99,7 +99,7 @@ class SessionManager:
         self._state = threading.Condition()
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        # `link` is what others may use for decisions now; `_held` is what was not let go yet.
+        # `link` may be used for decisions now; `_held` is open, but possibly lost.
         self.link: Link | None = None
         self._held: Link | None = None
         self._group_complete = False
@@ -114,13 +114,13 @@ class SessionManager:
         self._thread.start()
 
     def add_attached(self, attached: Attached) -> None:
-        """Register for good; see ``KVClient.add_attached``."""
+        """Register a callback permanently; see ``KVClient.add_attached``."""
         self._attached.append(attached)
         if self.link is not None:
             self._prepare(attached)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for a complete group; False after the time, a refusal or ``stop``."""
+        """Wait for a complete group; False on timeout, refusal or ``stop``."""
         with self._state:
             self._state.wait_for(
                 lambda: self._ready() or self.refusal is not None or self._stopped.is_set(),
@@ -129,13 +129,13 @@ class SessionManager:
             return self._ready()
 
     def lose(self, link: Link, why: object) -> None:
-        """Stop using ``link``; the thread lets it go and attaches anew."""
+        """Stop using ``link``; the thread closes it and attaches again."""
         with self._state:
             if self.link is not link:
                 return
             self.link = None
             self._group_complete = False
-            # Before the drains are asked: what begins after they answered would be missed.
+            # Retired before the drains run: copies that begin after their answer would be missed.
             link.session.retire()
             self._state.notify_all()
         self._counters.add("links_lost")
@@ -143,13 +143,13 @@ class SessionManager:
         self._wake.set()
 
     def put(self, queued: QueuedRequest) -> None:
-        """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
+        """Queue a request; a full queue drops it (the group's end frees its slots and leases)."""
         self._courier.put(queued)
         if not self._wake.is_set():
             self._wake.set()
 
     def beat(self, link: Link) -> None:
-        """One heartbeat.
+        """Send one heartbeat.
 
         Raises:
             KVHearthError: as the call; a session that ended is lost by then.
@@ -163,7 +163,7 @@ class SessionManager:
             self._state.notify_all()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread; the link stays held. Idempotent."""
+        """End the thread; the link stays open. Idempotent."""
         self._stopped.set()
         self._wake.set()
         with self._state:
@@ -172,7 +172,7 @@ class SessionManager:
             self._thread.join(timeout_s)
 
     def finish(self, deadline_s: float) -> bool:
-        """After ``stop``: drain, deliver, say goodbye. False if copies did not drain."""
+        """Drain, deliver and say goodbye, after ``stop``. False if copies did not drain."""
         end = time.monotonic() + deadline_s
         link = self._held
         if link is None:
@@ -195,18 +195,19 @@ class SessionManager:
         while not self._stopped.is_set():
             try:
                 pause_s = self._step()
-            except Exception:  # noqa: BLE001 - the thread's main goes on whatever happens
+            except Exception:  # noqa: BLE001 - thread main: it survives any failure
                 self._counters.add("keeper_failures")
                 LOGGER.exception("the KVHearth keeper failed, going on in %.0f s", _CRASH_PAUSE_S)
                 self._stopped.wait(_CRASH_PAUSE_S)
                 continue
             if self._wake.wait(pause_s):
-                # What comes together travels together; what comes while it travels wakes us again.
+                # Wait briefly so that requests queued together share one message. Requests queued
+                # during a delivery set the event again.
                 self._stopped.wait(_LINGER_S)
                 self._wake.clear()
 
     def _step(self) -> float:
-        """Do what is due; returns seconds until something may be due again."""
+        """Do the work that is due; return the seconds until more may be due."""
         link = self._held
         if link is not None and self.link is link and not link.session.alive():
             self.lose(link, "its life line ended")
@@ -230,7 +231,7 @@ class SessionManager:
         welcome = link.welcome
         self.epochs.attached(link.boot_id, welcome.epoch, welcome.lineage)
         try:
-            # Usable only once the decisions' socket answers too.
+            # The link is usable only once the decisions' socket answers too.
             self.beat(link)
         except KVHearthError as error:
             self._close(link)
@@ -279,18 +280,18 @@ class SessionManager:
         return min(pause_s, _TICK_S)
 
     def _let_go(self, link: Link) -> bool:
-        """Close a lost link once copies have drained, and remember that they have."""
+        """Close a lost link once copies have drained, and record that they have."""
         if not self.drains.finished(_DRAIN_S):
             self._counters.add("drains_unfinished")
             self._warnings.warn("drain", "copies of a lost session still run: not attaching yet")
             return False
-        # What is queued was meant for this session, whose end frees it.
+        # The end of this session frees everything that the queued requests are about.
         self._courier.clear()
         self._close(link)
         return True
 
     def _close(self, link: Link) -> None:
-        """Close a link that no copy uses, and tell the daemon so with the next hello."""
+        """Close a link that no copy uses; the next hello reports this to the daemon."""
         link.close()
         self._held = None
         self._hello = dataclasses.replace(
@@ -304,13 +305,13 @@ class SessionManager:
         try:
             self.beat(link)
         except KVHearthError as error:
-            # Not a goodbye: only the life line tells whether the daemon lives.
+            # The session continues: only the attach socket tells whether the daemon lives.
             self._counters.add("heartbeat_failures")
             self._warnings.warn("heartbeat", "KVHearth does not answer a heartbeat: %s", error)
         self._plan_beat()
 
     def _plan_beat(self) -> float:
-        """Seconds to the next heartbeat: sooner while the group gathers."""
+        """Return the seconds to the next heartbeat, which comes sooner while the group gathers."""
         pause_s = self._url.heartbeat_ms / 1000
         if not self._group_complete:
             pause_s = min(pause_s, _GATHER_S)
@@ -334,12 +335,15 @@ _live: weakref.WeakSet[SessionManager] = weakref.WeakSet()
 
 
 def _stop_at_exit() -> None:
-    """A thread inside gRPC can crash an interpreter that ends; sessions end with the process."""
+    """Stop all threads, because a thread inside gRPC can crash an interpreter that ends.
+
+    Sessions end with the process.
+    """
     for session_manager in list(_live):
         session_manager.stop(_EXIT_S)
         if session_manager._held is not None:
             session_manager._held.transport.close()
-            # Copies may still run, so this is not the place to close the life line.
+            # Copies may still run, so the attach socket must not be closed here.
             session_manager._held.session.leave_open()
 
 

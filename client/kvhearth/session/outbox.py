@@ -1,4 +1,4 @@
-"""Delivers errands: few messages, again after a silence, never under another session."""
+"""Sends queued requests: batched, retried after a timeout, dropped when the session changes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvhearth.transports.base import TOUCH, Rpc
 from kvhearth.wire.status import BareError
 
 TOUCHES_MAX = 256
-"""Touches that may wait. Nothing leaks when one is dropped, so they take no other errand's room."""
+"""Most queued touches. Dropping one leaks nothing, so they take no room from other requests."""
 PARTS_MAX = 64
-"""Groups that one message may carry; the daemon refuses more."""
+"""Most groups in one message; the daemon refuses more."""
 
 
 class QueuedRequest(NamedTuple):
@@ -25,12 +25,12 @@ class QueuedRequest(NamedTuple):
 
     Attributes:
         rpc: the call.
-        request: its message; all its fields are repeated or equal within a ``kind``.
-        weight: ids, slots or keys in it.
-        parts: groups in it.
-        boot_id, session: under which it was made; under another one it is void.
-        kind: errands of one kind may be merged into one message.
-        retries: how often it was sent again after a refusal that was not the daemon's.
+        request: its message; all its fields are repeated, or equal within a ``kind``.
+        weight: number of ids, slots or keys in it.
+        parts: number of groups in it.
+        boot_id, session: session that it was made under; it is void under another one.
+        kind: requests of one kind may be merged into one message.
+        retries: number of retries after a refusal that was not the daemon's.
     """
 
     rpc: Rpc[Any, Any]
@@ -44,9 +44,9 @@ class QueuedRequest(NamedTuple):
 
 
 class Outbox:
-    """A bounded queue; the oldest errand goes first, one that finds it full is refused.
+    """A bounded queue, oldest request first; a request that finds it full is refused.
 
-    Touches have a bound of their own and go last.
+    Touches have a separate bound and go last.
     """
 
     def __init__(self, errands_max: int, touches_max: int = TOUCHES_MAX) -> None:
@@ -56,7 +56,7 @@ class Outbox:
         self._queues = ((self._errands, errands_max), (self._touches, touches_max))
 
     def put(self, queued: QueuedRequest) -> bool:
-        """Queue an errand; False if the queue is full."""
+        """Queue a request; False if the queue is full."""
         with self._lock:
             queue, most = self._queues[queued.rpc is TOUCH]
             if len(queue) >= most:
@@ -65,7 +65,7 @@ class Outbox:
             return True
 
     def put_back(self, queued_requests: Iterable[QueuedRequest]) -> int:
-        """Queue errands again before all others; returns how many found no room."""
+        """Queue requests again before all others; return the number that found no room."""
         sorted_out: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
         for queued in queued_requests:
             sorted_out[queued.rpc is TOUCH].append(queued)
@@ -78,7 +78,7 @@ class Outbox:
         return lost
 
     def take(self) -> list[QueuedRequest]:
-        """All errands, oldest first, then the touches; the queue is empty afterwards."""
+        """Remove and return all requests: oldest first, then the touches."""
         with self._lock:
             queued_requests = [*self._errands, *self._touches]
             self._errands.clear()
@@ -90,7 +90,7 @@ class Outbox:
 
 
 def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[list[QueuedRequest]]:
-    """Group errands into messages of at most ``weight_max`` (one alone may exceed it)."""
+    """Group requests into messages of at most ``weight_max`` (a single request may exceed it)."""
     batches: list[list[QueuedRequest]] = []
     last: dict[str, list[QueuedRequest]] = {}
     totals: dict[str, tuple[int, int]] = {}
@@ -108,7 +108,7 @@ def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[lis
 
 
 def merge(queued_requests: list[QueuedRequest]) -> Any:
-    """One message for errands of one kind: protobuf appends repeated fields when it merges."""
+    """Merge requests of one kind into one message: protobuf appends repeated fields on merge."""
     merged = type(queued_requests[0].request)()
     for queued in queued_requests:
         merged.MergeFrom(queued.request)
@@ -117,21 +117,23 @@ def merge(queued_requests: list[QueuedRequest]) -> Any:
 
 ERRANDS_MAX = 4096
 RETRIES_MAX = 3
-"""Of an errand that gRPC itself refused: a release that is dropped leaks a lease."""
+"""Retries of a request that gRPC itself rejected; a dropped release would leak its lease."""
 _PAUSE_S = 0.25
 _SILENT = frozenset({Reason.DAEMON_AWAY, Reason.DEADLINE})
 _DONE = frozenset({Reason.UNKNOWN_LEASE, Reason.UNKNOWN_PIN})
-"""Some of the ids were not known; the daemon has ended the others."""
+"""Reasons that mean that some of the ids were unknown; the daemon has ended the others."""
 
 Call = Callable[[Link, Rpc[Any, Any], Any], Any]
 
 
 class Courier:
-    """The queue of errands and its delivery; ``put`` from any thread, the rest from the keeper's.
+    """The request queue and its delivery.
+
+    Any thread may call ``put``, only the session manager's thread the rest.
 
     Args:
         call: makes one call with a deadline and raises ``KVHearthError``.
-        counters, warnings: where trouble is told.
+        counters, warnings: receive failures.
     """
 
     def __init__(self, call: Call, counters: Counters, warnings: Warnings) -> None:
@@ -142,17 +144,17 @@ class Courier:
         self._pause_until = 0.0
 
     def put(self, queued: QueuedRequest) -> None:
-        """Queue an errand; a full queue drops it (the group's end frees what it was about)."""
+        """Queue a request; a full queue drops it (the group's end frees its slots and leases)."""
         if not self._outbox.put(queued):
             self._counters.add("outbox_overflow")
             self._warnings.warn("outbox", "dropped a %s: too many wait already", queued.kind)
 
     def clear(self) -> None:
-        """Forget all errands, with the session that they belong to."""
+        """Drop all requests, with the session that they belong to."""
         self._outbox.take()
 
     def deliver(self, link: Link, end: float) -> None:
-        """Send what waits, until the monotonic time ``end``; what got no answer waits on."""
+        """Send queued requests until the monotonic time ``end``; unanswered ones stay queued."""
         if time.monotonic() < self._pause_until:
             return
         queued_requests = self._outbox.take()
@@ -177,10 +179,10 @@ class Courier:
             self._pause_until = time.monotonic() + _PAUSE_S
 
     def _send(self, link: Link, together: list[QueuedRequest]) -> list[QueuedRequest]:
-        """Send errands in one message, or one by one if the daemon refuses that.
+        """Send requests in one message, or one by one if the daemon refuses that.
 
         Returns:
-            What is to be sent again, of a message that gRPC refused and not the daemon.
+            Requests to send again because gRPC, not the daemon, refused their message.
 
         Raises:
             KVHearthError: ``daemon_away`` or ``deadline``: to be sent again later.

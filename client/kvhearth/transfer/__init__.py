@@ -1,7 +1,7 @@
-"""Between an engine and its client and copiers: bounded queues, and threads that do the waiting.
+"""Moves blocks between an engine, its client and copiers: bounded queues and background threads.
 
 For engines whose scheduler and only rank are one process. Engines of several ranks use the parts:
-``Stock`` where the scheduler is, ``Movers`` at each rank.
+``Stock`` in the scheduler's process, ``CopierPool`` at each rank.
 """
 
 from kvhearth.transfer.copier_pool import CopierPool

@@ -1,4 +1,4 @@
-"""The door of a pipeline: how much may be inside, and the outcomes that nobody fetched yet."""
+"""Admission to a pipeline: a bound on the blocks inside, and the outcomes not yet fetched."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Admission(Generic[OutcomeT]):
     """Counts blocks in and out. Thread-safe.
 
     Args:
-        blocks_max: inside at most.
-        outcomes_max: outcomes that nobody fetched at most; beyond it nothing is let in, so a caller
-            that never polls is throttled instead of growing memory.
+        blocks_max: most blocks inside.
+        outcomes_max: most outcomes that were not fetched; beyond it nothing is admitted, so a
+            caller that never polls is throttled instead of growing memory.
     """
 
     def __init__(self, blocks_max: int, outcomes_max: int = OUTCOMES_MAX) -> None:
@@ -32,13 +32,13 @@ class Admission(Generic[OutcomeT]):
 
     @property
     def closed(self) -> bool:
-        """Whether no blocks are let in any more."""
+        """Whether no more blocks are admitted."""
         return self._closed
 
     def enter(self, blocks: int, wait_s: float) -> int:
-        """Let ``blocks`` in, waiting up to ``wait_s`` seconds for room; their number, or 0.
+        """Admit ``blocks``, waiting up to ``wait_s`` seconds for room; return their number, or 0.
 
-        0 blocks are let in also when closed: they are an outcome that comes at once.
+        0 blocks are admitted even when closed: their outcome comes at once.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_room(blocks), max(wait_s, 0.0))
@@ -50,14 +50,14 @@ class Admission(Generic[OutcomeT]):
             return self._entered_count
 
     def leave(self, number: int, outcome: OutcomeT) -> None:
-        """The blocks that entered as ``number`` are done."""
+        """Record the outcome of the blocks that entered as ``number``."""
         with self._changed:
             self._blocks -= self._inside.pop(number)
             self._outcomes[number] = outcome
             self._changed.notify_all()
 
     def claim_all(self) -> list[OutcomeT]:
-        """Give out all outcomes, in the order in which they came."""
+        """Hand out all outcomes, in the order in which they came."""
         with self._changed:
             outcomes = list(self._outcomes.values())
             self._outcomes.clear()
@@ -66,8 +66,9 @@ class Admission(Generic[OutcomeT]):
             return outcomes
 
     def claim(self, number: int, deadline_s: float) -> OutcomeT | None:
-        """Give out one outcome, waiting up to ``deadline_s`` seconds for it; None if it did not
-        come, or was given out before.
+        """Hand out one outcome, waiting up to ``deadline_s`` seconds for it.
+
+        None if it did not come, or was handed out before.
         """
         with self._changed:
             self._changed.wait_for(lambda: number not in self._inside, max(deadline_s, 0.0))
@@ -78,18 +79,18 @@ class Admission(Generic[OutcomeT]):
             return outcome
 
     def wait_empty(self, deadline_s: float) -> bool:
-        """Whether nobody is inside, waiting up to ``deadline_s`` seconds for it."""
+        """Wait up to ``deadline_s`` seconds until nothing is inside; True if so."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._inside, max(deadline_s, 0.0))
 
     def close(self) -> None:
-        """Let no blocks in any more."""
+        """Admit no more blocks."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def check_books(self) -> None:
-        """Raise AssertionError with the numbers if outcomes were lost or bounds passed."""
+        """Raise AssertionError with the numbers if outcomes were lost or bounds exceeded."""
         with self._changed:
             parts = (len(self._inside), len(self._outcomes), self._claimed_count)
             assert sum(parts) == self._entered_count, f"{self._entered_count} entered, have {parts}"

@@ -1,6 +1,6 @@
-"""Copiers of the arena that is mapped now: made at the first copy, dropped when its session ends.
+"""Copiers of the currently mapped arena: made at the first copy, dropped when its session ends.
 
-A GPU's arena is registered with CUDA from the attach on.
+The arena for pages on a GPU is registered with CUDA from the attach on.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _of_process = Registrations()
 
 
 class CopyOrder(Protocol):
-    """Puts copies, which a thread of ours issues, after the engine's work at their submission."""
+    """Orders copies, issued by one of our threads, after the engine's work at their submission."""
 
     def mark(self) -> object:
-        """This moment of the calling thread's current stream.
+        """Mark the current position in the calling thread's current stream.
 
         Raises:
             RuntimeError: the CUDA context is broken.
         """
 
     def after(self, mark: object) -> AbstractContextManager[None]:
-        """Within it, copies that are issued wait for what came before ``mark``."""
+        """Make copies that are issued within this context wait for the work before ``mark``."""
 
 
 class HostOrder:
-    """``CopyOrder`` of CPU memory: what was written before a submission is there."""
+    """``CopyOrder`` for CPU memory: bytes written before a submission are already visible."""
 
     def mark(self) -> object:
         """See ``CopyOrder.mark``."""
@@ -55,10 +55,10 @@ class HostOrder:
 
 
 class CudaOrder:
-    """``CopyOrder`` by an event at submission.
+    """``CopyOrder`` by an event recorded at submission.
 
-    A copier waits for the current stream of the thread that calls it. That is a stream of our own
-    here, which waits for the event: the engine's later work holds nothing up.
+    A copier waits for the current stream of the thread that calls it. Here that is a stream of our
+    own which waits for the event, so that the engine's later work delays nothing.
 
     Args:
         device: such as ``"cuda:0"``.
@@ -78,7 +78,7 @@ class CudaOrder:
     @contextmanager
     def after(self, mark: object) -> Iterator[None]:
         """See ``CopyOrder.after``."""
-        # First, since it makes the stream's GPU this thread's.
+        # Entered first, because it selects the stream's GPU for this thread.
         with self._cuda.stream(self._stream):
             self._stream.wait_event(mark)
             yield
@@ -90,12 +90,13 @@ def host_or_cuda(
     verify_fraction: float = VERIFY_FRACTION,
     device: CopyDevice | None = None,
 ) -> CopierFactory:
-    """Makes the copier that fits the tensors.
+    """Return a factory of the copier that fits the tensors.
 
     Args:
-        sums: ``HostCopier``'s.
-        verify_fraction: ``CudaCopier``'s; the host copier compares every block that it loads.
-        device: ``CudaCopier``'s, which is made for any tensors then.
+        sums: passed to ``HostCopier``.
+        verify_fraction: passed to ``CudaCopier``; the host copier compares every block that it
+            loads.
+        device: passed to ``CudaCopier``, which is then made for any tensors.
     """
 
     def make(kv: PagedKV, arena: ArenaView) -> Copier:
@@ -110,20 +111,20 @@ def host_or_cuda(
 
 @dataclass(eq=False)
 class _Mapped:
-    """One arena and the copiers of it, by KV group."""
+    """One arena and its copiers, by KV group."""
 
     arena: ArenaMapping
     copiers: dict[int, Copier] = field(default_factory=dict)
 
 
 class CopierPool:
-    """One copier for each KV cache group of this rank, of the arena that is mapped now.
+    """One copier for each KV cache group of this rank, for the currently mapped arena.
 
-    It registers ``drain`` with the client: before a lost session is let go, all copies have ended
+    It registers ``drain`` with the client: before a lost session is closed, all copies have ended
     and nothing here holds its memory any more. ``copier`` never waits for that. Thread-safe.
 
     Args:
-        client: of the process.
+        client: the process's client.
         kv: by KV group, the registered pages, all on one device.
         make: makes a copier.
         registrations: registers arenas with CUDA; None for the process's own, for pages on a GPU.
@@ -163,19 +164,20 @@ class CopierPool:
         client.add_attached(self._attached)
 
     def copier(self, kv_group: int, boot_id: str) -> Copier | None:
-        """The copier into the mapped arena of that boot; None if that is not mapped (any more), or
-        no copier can be made.
+        """Return the copier into the mapped arena of that boot.
+
+        None if that arena is not mapped (any more), or if no copier can be made.
         """
         try:
             return self._copier(kv_group, boot_id)
         except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
-            # Asked for anew with each batch: said once, not each time.
+            # Retried with each batch, but logged once and not each time.
             self._warnings.warn(f"copier:{kv_group}", "no copier for group %d: %r", kv_group, error)
             return None
 
     def _copier(self, kv_group: int, boot_id: str) -> Copier | None:
         with self._lock:
-            # Read with the lock held. The link is lost before its drain begins: a copier of its
+            # Read with the lock held. The link is lost before its drain begins, so a copier of its
             # arena is either made before that drain takes the lock, or not at all.
             arena = self._client.arena
             if arena is None or arena.boot_id != boot_id:
@@ -189,7 +191,7 @@ class CopierPool:
             return copier
 
     def key_problem(self, kv_group: object, keys: Sequence[bytes]) -> str:
-        """Why these cannot be keys of blocks that are moved here, or empty."""
+        """Return why these cannot be keys of blocks that are moved here, or an empty string."""
         if not isinstance(kv_group, Integral) or kv_group not in self._kv:
             return str(Reason.BAD_GROUP)
         size = self._client.contract.hash_bytes
@@ -198,25 +200,28 @@ class CopierPool:
         return ""
 
     def drain(self, deadline_s: float) -> bool:
-        """End the copiers and let go of the arena; False if that takes longer: call again.
+        """End the copiers and release the arena; False if that takes longer: call again.
 
         The next ``copier`` makes new ones, for the arena that is mapped then.
         """
         return self._drain(deadline_s, close=False)
 
     def close(self, deadline_s: float) -> bool:
-        """``drain``, and make no more copiers."""
+        """Drain, and make no more copiers."""
         return self._drain(deadline_s, close=True)
 
     def _attached(self) -> None:
-        """A session has begun: prepare its arena, on the client's thread."""
+        """Prepare the arena of a session that has begun, on the client's thread."""
         with self._lock:
             arena = self._client.arena
             if arena is not None:
                 self._take(arena)
 
     def _take(self, arena: ArenaMapping) -> _Mapped | None:
-        """The state of the mapped arena, with the lock held; None while another one is left."""
+        """Return the state of the mapped arena; None while another one is being left.
+
+        The caller holds the lock.
+        """
         if self._closed or self._leaving is not None:
             return None
         if self._mapped is None:
@@ -250,7 +255,7 @@ class CopierPool:
         return True
 
     def _end(self, leaving: _Mapped, until: float) -> bool:
-        """Wait for copies, then for CUDA to let go of the arena; no lock is held meanwhile."""
+        """Wait for copies to end, then unregister the arena from CUDA; no lock is held."""
         for copier in leaving.copiers.values():
             if not copier.close(max(until - time.monotonic(), 0.0)):
                 return False

@@ -1,4 +1,4 @@
-"""When to look up again what climbs from a slower tier."""
+"""Timing of repeated lookups during a promotion, and the usable length of a hit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from kvhearth.model import Bools
 
 PAUSE_MIN_S = 0.001
 PAUSE_MAX_S = 0.25
-"""Of an estimate of a second and less: it may be too long. Longer ones are asked about at a
-quarter of their time."""
+"""Longest pause for estimates of up to a second, which may be too long. Longer estimates are
+checked after a quarter of their time.
+"""
 _DOUBLINGS = 6
 
 
 class PromotionWait:
     """A bounded wait, guided by the daemon's estimates. Pure: times are given, monotonic seconds.
 
-    An estimate that was too short is believed less each time, so that few questions are put.
+    An estimate that was too short is trusted less each time, so that few lookups are made.
 
     Args:
-        until: when the wait ends.
+        until: end of the wait.
 
     Attributes:
-        due_at: when to ask again.
-        asked_count: answers that told of something that climbs.
+        due_at: time of the next lookup.
+        asked_count: number of answers with promotions under way.
     """
 
     def __init__(self, until: float) -> None:
@@ -36,7 +37,7 @@ class PromotionWait:
         self.asked_count = 0
 
     def answered(self, eta_us: int, now: float) -> bool:
-        """Whether an answer with this estimate is worth asking again, at ``due_at``."""
+        """Return whether an answer with this estimate is worth another lookup, at ``due_at``."""
         if eta_us <= 0 or now >= self.until:
             return False
         least_s = PAUSE_MIN_S * 2.0 ** min(self.asked_count, _DOUBLINGS)
@@ -48,15 +49,15 @@ class PromotionWait:
 
 
 def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) -> int:
-    """The longest run of tokens from the start, ``hit_tokens`` at most, that can be computed on.
+    """Return the longest run of tokens from the start that can be computed on.
 
-    Up to ``L`` tokens a full-attention group needs all blocks before ``L``, a sliding window those
-    that cover the last ``window - 1`` tokens before ``L``, a state group the one that ends at
-    ``L``.
+    It is at most ``hit_tokens``. Up to ``L`` tokens a full-attention group needs all blocks before
+    ``L``, a sliding window those that cover the last ``window - 1`` tokens before ``L``, a state
+    group the one that ends at ``L``.
 
     Args:
-        groups: of each group, (n,): which of its blocks hold their bytes.
-        hit_tokens: as the lookup said.
+        groups: for each group, (n,): True for the blocks that hold their bytes.
+        hit_tokens: from the lookup.
     """
     if not groups or hit_tokens <= 0:
         return 0
@@ -75,7 +76,7 @@ def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) ->
 
 
 def _blocks_back(spec: GroupSpec, end: int) -> int:
-    """Blocks before a boundary that the token right after it needs."""
+    """Return the number of blocks before a boundary that the token right after it needs."""
     if spec.kind is GroupKind.FULL:
         return end
     if spec.kind is GroupKind.MAMBA:

@@ -1,4 +1,4 @@
-"""Loads: from a request's keys to the engine's pages, and how much of the prompt that spares."""
+"""Loads: copy a request's cached blocks into the engine's pages and report the usable prefix."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from kvhearth.transfer.pages import KeysAndPages, own_pages
 from kvhearth.worker_thread import Worker
 
 FLIGHTS_MAX = 8
-"""Loads whose copies may be under way."""
+"""Most loads whose copies are under way."""
 PROMOTIONS_MAX = 64
-"""Loads that may wait for what climbs: each holds a lease."""
+"""Most loads that wait for promotions: each holds a lease."""
 
 _SLICE_S = 0.1
 _TICK_S = 0.25
@@ -42,16 +42,17 @@ _COPY_S = 30.0
 
 
 class LoadPipeline:
-    """Looks up, copies and verifies the blocks of requests, on a thread of its own.
+    """Looks up, copies and verifies the blocks of requests, on its own thread.
 
     The pages of a load are untouchable from ``submit`` until its ``LoadDone``. No method raises,
-    none waits longer than it says; a daemon that is away is a miss at once, and so is a load during
-    which the weights were bumped. Thread-safe. In a forked child it takes nothing.
+    and none waits longer than documented. If the daemon is away, a load is a miss at once; if the
+    weights are bumped during a load, it is a miss too. Thread-safe. In a forked child it takes no
+    loads.
 
     Args:
         client: a scheduler and rank 0 in one process, with the arena mapped.
         kv: by KV cache group, the registered pages.
-        queue_blocks_max: blocks submitted and not done at most.
+        queue_blocks_max: most blocks that are submitted and not done.
         copiers: makes copiers; None for the one that fits the tensors.
 
     Raises:
@@ -77,7 +78,7 @@ class LoadPipeline:
         self._queue: deque[LoadJob] = deque()
         self._promotions: list[LoadJob] = []
         self._flights: deque[LoadFlight] = deque()
-        # What the thread has at hand, for `_recover`.
+        # Job that the thread is working on, for `_recover`.
         self._at_hand: LoadJob | None = None
         self._worker = Worker("kvhearth-load", self._step, self._recover)
         self._changed = self._worker.changed
@@ -94,15 +95,15 @@ class LoadPipeline:
         """Queue a request's blocks to be looked up and loaded.
 
         Args:
-            groups: what is wanted where; all groups that the request's hit depends on.
-            prefetch: let blocks on slower tiers begin to climb.
-            climb_s: with ``prefetch``, how long the load may wait for them. It takes what is there
-                then; the rest goes on climbing.
+            groups: keys and their destination pages; all groups that the request's hit depends on.
+            prefetch: start promoting blocks on slower tiers.
+            promotion_s: with ``prefetch``, how long the load may wait for promotions. It then takes
+                the blocks that are in memory; the other promotions continue.
             wait_s: how long to wait for room in the queue.
 
         Returns:
-            The ticket, or None while the queue is full. Arguments that cannot be right, and more
-            blocks than the queue ever takes, are taken and fail.
+            The ticket, or None while the queue is full. Malformed arguments, and more blocks than
+            the queue ever takes, are accepted and fail.
         """
         job = self._enqueue(understood(own_pages, groups), Climb(prefetch, promotion_s), wait_s)
         return None if job is None else job.ticket
@@ -118,12 +119,12 @@ class LoadPipeline:
         """Load and wait for it; arguments as for ``submit``.
 
         After ``deadline_s`` seconds a load that has not begun to copy is given up (``deadline``),
-        and what climbs for it alone is called off; one that has is waited for, since its pages are
-        being written.
+        and promotions for it alone are cancelled. A load that has begun is waited for, since its
+        pages are being written.
 
         Returns:
-            None if those copies did not end in another 30 seconds: the pages are untouchable until
-            ``poll`` brings the outcome. It is a broken GPU or a machine that stands still.
+            None if those copies did not end in another 30 seconds, because of a broken GPU or a
+            stalled machine: the pages are untouchable until ``poll`` brings the outcome.
         """
         until = time.monotonic() + deadline_s
         wanted = understood(own_pages, groups)
@@ -137,25 +138,26 @@ class LoadPipeline:
         return done
 
     def prefetch(self, groups: Mapping[int, Sequence[bytes]]) -> PrefetchResult:
-        """Ask for blocks on slower tiers to climb; see ``KVClient.prefetch``."""
+        """Request the promotion of blocks on slower tiers; see ``KVClient.prefetch``."""
         return self._client.prefetch(groups)
 
     def poll(self) -> list[LoadDone]:
-        """Loads that are done and were not given out yet, oldest first; does not block."""
+        """Return loads that are done and were not handed out yet, oldest first; does not block."""
         return [] if self._worker.foreign else self._door.claim_all()
 
     def wait(self, ticket: LoadTicket, deadline_s: float) -> LoadDone | None:
-        """The outcome of one load, waiting up to ``deadline_s`` seconds; None if it did not come,
-        or was given out before.
+        """Return the outcome of one load, waiting up to ``deadline_s`` seconds.
+
+        None if it did not come, or was handed out before.
         """
         return None if self._worker.foreign else self._door.claim(ticket.number, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
-        """Whether all that was submitted is done, waiting up to ``deadline_s`` seconds for it."""
+        """Wait up to ``deadline_s`` seconds until all submitted loads are done; True if so."""
         return self._worker.foreign or self._door.wait_empty(deadline_s)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Take no more; give up what has not begun, finish the rest. Idempotent.
+        """Take no more loads, give up those that have not begun, finish the rest. Idempotent.
 
         Returns:
             False if copies were still under way then: their pages are in use. Call it again.
@@ -227,7 +229,7 @@ class LoadPipeline:
         self._at_hand = None
 
     def _next(self) -> LoadJob | None:
-        """The load whose turn it is; it stays where it is."""
+        """Return the load whose turn it is, without removing it."""
         if len(self._flights) >= FLIGHTS_MAX:
             return None
         now = time.monotonic()
@@ -237,14 +239,14 @@ class LoadPipeline:
         return self._queue[0] if self._queue and len(self._promotions) < PROMOTIONS_MAX else None
 
     def _pause_s(self, most_s: float) -> float:
-        """Until a load that waits is due, ``most_s`` at most."""
+        """Return the seconds until a waiting load is due, at most ``most_s``."""
         if len(self._flights) >= FLIGHTS_MAX:
             return most_s
         now = time.monotonic()
         return max(min([most_s, *(_due_at(job) - now for job in self._promotions)]), 0.0)
 
     def _begin(self, job: LoadJob) -> None:
-        """Look a load up and begin its copies, unless blocks climb for it that it waits for."""
+        """Look a load up and begin its copies, unless it waits for promotions."""
         job.started_at = job.started_at or time.monotonic()
         if not job.cancelled:
             self._look_up(job)
@@ -266,15 +268,15 @@ class LoadPipeline:
         keys = {kv_group: names for kv_group, (names, _) in job.groups.items()}
         found, before = self._client.lookup(keys, prefetch=job.promotion.prefetch), job.found
         if before is not None and found.reason:
-            job.wait = PromotionWait(until=0.0)  # go on with what is leased
+            job.wait = PromotionWait(until=0.0)  # continue with the leased blocks
             return
         job.found = found
         if before is not None:
-            # Only now: what climbs must not be without anybody who wants it.
+            # Cancelled only now: the promotions must not be without a requester in between.
             self._client.cancel(before)
 
     def _waits(self, job: LoadJob) -> bool:
-        """Whether the load waits for what climbs; it is asked for again then."""
+        """Return whether the load waits for promotions; it is then looked up again."""
         found, now = job.found, time.monotonic()
         if not job.promotion.prefetch or found is None or found.reason or self._door.closed:
             return False
@@ -286,7 +288,7 @@ class LoadPipeline:
         return True
 
     def _copy(self, flight: LoadFlight, kv_group: int) -> None:
-        """Begin to copy what of one group is leased."""
+        """Begin to copy the leased blocks of one group."""
         found, job = flight.found, flight.job
         result = found.groups[kv_group]
         positions = np.flatnonzero(result.leased)
@@ -320,7 +322,7 @@ class LoadPipeline:
         self._finish(flight)
 
     def _finish(self, flight: LoadFlight) -> None:
-        """Give the lease back, tell what was wrong, and end the load."""
+        """Release the lease, report bad blocks, and end the load."""
         job, reason, copied_bytes, copy_s = flight.job, flight.reason, 0, 0.0
         loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in job.groups.items()}
         same_weights = job.epoch == self._client.epoch
@@ -337,7 +339,7 @@ class LoadPipeline:
             failed += int(np.count_nonzero(~done.ok))
             reason = reason or next(iter(done.reasons), "")
             if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
-                # The daemon sums them itself before it believes it.
+                # The daemon checks the sums itself before it believes a report.
                 bad[part.kv_group] = part.extents[~done.ok]
         self._client.release(flight.found.lease, bad=bad or None)
         hit_tokens = flight.found.hit_tokens if same_weights else 0
@@ -362,7 +364,7 @@ class LoadPipeline:
         )
 
     def _recover(self) -> None:
-        """After a step that raised: the load at hand has failed, once its copies have ended."""
+        """Fail the load at hand after a step that raised, once its copies have ended."""
         self._client.count("load_crashes")
         job, self._at_hand = self._at_hand, None
         if job is None:
@@ -381,7 +383,7 @@ def _due_at(job: LoadJob) -> float:
 
 
 def _give_up(changed: threading.Condition, jobs: list[LoadJob]) -> None:
-    """Nobody wants these any more."""
+    """Cancel jobs that are no longer wanted."""
     with changed:
         for job in jobs:
             job.cancelled = True

@@ -1,4 +1,4 @@
-"""One load: what was asked, what is under way, what became of it."""
+"""One load: its request, its copies under way, its outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoadTicket:
 
     Attributes:
         number: unique in its pipeline, from 1.
-        blocks: how many were asked for, over all groups.
+        blocks: number of requested blocks, over all groups.
     """
 
     number: int
@@ -30,20 +30,20 @@ class LoadTicket:
 
 @dataclass(frozen=True, eq=False)
 class LoadDone:
-    """What became of a load; its pages are the engine's again. Given out once.
+    """Outcome of a load; its pages are the engine's again. Handed out once.
 
     Attributes:
         ticket: the load.
-        hit_tokens: what the daemon had, from the start.
-        usable_tokens: the longest run from the start that the loaded blocks of all groups allow to
-            compute on; the rest is to be recomputed. Less than ``hit_tokens`` only where a block
-            failed.
-        loaded: by group, (n,): which pages hold their keys' bytes. The contents of other pages are
-            undefined.
+        hit_tokens: tokens that the daemon had, from the start.
+        usable_tokens: the longest run of tokens from the start that the loaded blocks of all groups
+            allow to compute on; the rest must be recomputed. Less than ``hit_tokens`` only where a
+            block failed.
+        loaded: by group, (n,): True for the pages that hold their keys' bytes. The contents of
+            other pages are undefined.
         reason: why the daemon was not asked, or a block failed (a reason of the error table or a
             ``BlockFailure``), or empty. Empty with 0 tokens is a miss.
-        bytes: copied into pages that hold their bytes.
-        seconds: from the begin of the first lookup to the end of the last copy.
+        bytes: bytes copied into pages that hold their keys' bytes.
+        seconds: time from the begin of the first lookup to the end of the last copy.
     """
 
     ticket: LoadTicket
@@ -57,7 +57,7 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class Climb:
-    """What a load asks of slower tiers: let blocks begin to climb, and wait for them so long."""
+    """Promotion options of a load: whether to start promotions, and the seconds to wait."""
 
     prefetch: bool = False
     seconds: float = 0.0
@@ -65,11 +65,11 @@ class Climb:
 
 @dataclass(eq=False)
 class LoadJob:
-    """A load inside the pipeline; only its thread changes it, but for ``cancelled``.
+    """Internal state of one load. Modified only by the pipeline's thread, except ``cancelled``.
 
     Attributes:
-        found: the last answer; its lease is the load's. None before and after the job waited.
-        wait: how that goes on; None before the first answer.
+        found: the last answer, whose lease is the load's. None before and after the job waited.
+        wait: state of the wait for promotions; None before the first answer.
     """
 
     ticket: LoadTicket
@@ -85,7 +85,7 @@ class LoadJob:
 
 @dataclass(eq=False)
 class LoadPart:
-    """One group's copies: of the blocks at ``positions`` of what was asked for."""
+    """Copies of one group, at ``positions`` among the requested blocks."""
 
     kv_group: int
     positions: I64
@@ -106,7 +106,7 @@ class LoadFlight:
 
 
 def missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
-    """The outcome of a load of which nothing came."""
+    """Return the outcome of a load that brought nothing."""
     loaded = {g: np.zeros(len(keys), np.bool_) for g, (keys, _) in groups.items()}
     return LoadDone(ticket, 0, 0, loaded, str(reason))
 
@@ -114,7 +114,7 @@ def missed(ticket: LoadTicket, groups: KeysAndPages, reason: str) -> LoadDone:
 def own_load(
     copier_pool: CopierPool, groups: KeysAndPages, blocks_max: int
 ) -> tuple[dict[int, tuple[tuple[bytes, ...], I64]], int, str]:
-    """Copies of a caller's arguments, the count of their blocks, and what is wrong with them."""
+    """Return copies of a caller's arguments, their number of blocks, and the problem or ""."""
     own = {}
     problem = ""
     for kv_group, (keys, pages) in groups.items():

@@ -1,4 +1,4 @@
-"""What an engine names its pages by."""
+"""Keys and page numbers as an engine passes them, and their checked copies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KeysAndPages = Mapping[int, tuple[Sequence[bytes], I64 | Sequence[int]]]
 
 
 def own_pages(groups: KeysAndPages) -> KeysAndPages:
-    """A caller's keys, read once, with their pages."""
+    """Return a copy of a caller's keys, which are read once, with their pages."""
     return {group: (tuple(keys), pages) for group, (keys, pages) in groups.items()}
 
 
 def page_numbers(pages: I64 | Sequence[int]) -> I64 | None:
-    """A copy of the caller's pages, shape (n,); None if these are not integers."""
+    """Return a copy of the caller's pages, shape (n,); None if they are not integers."""
     try:
         numbers = np.asarray(pages)
         if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):

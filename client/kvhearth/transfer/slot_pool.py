@@ -1,4 +1,4 @@
-"""Reserved slots in hand, so that a step never waits for an RPC to get some."""
+"""A stock of reserved slots, so that a step never waits for an RPC to get some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.worker_thread import Worker
 
 RESERVE_BLOCKS_MAX = 1024
-"""Of one call: well under any daemon's bound of keys."""
+"""Most blocks in one call: well under any daemon's bound of keys."""
 
 _TICK_S = 0.25
 _WATCH_S = 0.05
@@ -27,8 +27,8 @@ class Slots:
     """Reserved slots that were taken from a stock: to be committed, or given back.
 
     Attributes:
-        boot_id: of the daemon that gave them.
-        session_id: under which they were reserved; void when the client's is another one.
+        boot_id: boot of the daemon that granted them.
+        session_id: session that reserved them; they are void once the client has another one.
         extents: (n, shards) ``EXTENT_DTYPE``; n is 0 if there were none.
     """
 
@@ -43,14 +43,14 @@ class Slots:
 class Stock:
     """Holds reserved slots of each KV cache group; a thread refills it. Thread-safe.
 
-    What a stock holds is nobody else's: ``blocks_max`` is two steps' worth at most. A stock that is
-    half empty is refilled; one that somebody waits for goes first, and gets what others hold idle
-    if the daemon has no more to give. All is dropped when the session ends: the daemon takes it
-    back itself.
+    No other engine can use the held slots, so ``blocks_max`` is two steps' worth at most. A stock
+    that is half empty is refilled. A group that a caller waits for goes first, and gets the idle
+    slots of the other groups if the daemon has no more to give. All slots are dropped when the
+    session ends: the daemon takes them back by itself.
 
     Args:
-        client: the scheduler's.
-        blocks_max: by KV group, how many blocks to hold.
+        client: the scheduler's client.
+        blocks_max: by KV group, the number of blocks to hold.
 
     Raises:
         KVHearthError: ``bad_contract`` for an unknown group or a bound below 1.
@@ -85,28 +85,26 @@ class Stock:
 
     @property
     def silent_s(self) -> float:
-        """For how long the daemon has given no answer to a reservation, or has been away; 0 while
-        it answers.
-        """
+        """Seconds since the daemon stopped answering reservations or went away; 0 if it answers."""
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 
     def short_reason(self, kv_group: int) -> str:
-        """Why the last reservation of the group brought less than asked for, or empty."""
+        """Return why the last reservation of the group brought less than requested, or ""."""
         return self._silence or self._short.get(kv_group, "")
 
     def held(self, kv_group: int) -> int:
-        """Blocks in hand."""
+        """Return the number of blocks in hand."""
         return 0 if self._worker.foreign else len(self._held[kv_group])
 
     def take(self, kv_group: int, count: int, *, wait_s: float = 0.0) -> Slots:
-        """Up to ``count`` slots.
+        """Take up to ``count`` slots.
 
         Args:
-            kv_group: of which group; one that the stock was made for.
-            count: blocks.
-            wait_s: how long to wait for all of them; after an answer of the daemon, what is there
-                is enough.
+            kv_group: a group that the stock was made for.
+            count: number of blocks.
+            wait_s: how long to wait for all of them; after an answer of the daemon, the slots in
+                hand are enough.
         """
         if self._worker.foreign:
             return Slots("", "", self._empty[kv_group])
@@ -124,13 +122,13 @@ class Stock:
             return Slots(self._boot_id, self._session_id, held[:count])
 
     def give_back(self, kv_group: int, slots: Slots) -> None:
-        """Return slots that nobody writes to any more."""
+        """Return slots that no copy writes to any more."""
         if len(slots) and slots.session_id == self._client.session_id:
             self._client.abort({kv_group: slots.extents}, boot_id=slots.boot_id)
             self.nudge()
 
     def nudge(self) -> None:
-        """Slots were committed or given back: what was short may not be any more."""
+        """Retry a short reservation at once, because slots were committed or given back."""
         if self._worker.foreign:
             return
         with self._changed:
@@ -161,7 +159,7 @@ class Stock:
         self._refill(session_id, want)
 
     def _follow_session(self) -> None:
-        """Drop what another session's reservations brought."""
+        """Drop the slots that another session reserved."""
         session_id = self._client.session_id
         if session_id == self._session_id:
             return
@@ -171,13 +169,14 @@ class Stock:
         self._session_id = session_id
         self._pause_s = self._retry_at = 0.0
         if session_id:
-            # It may take as long to answer as any daemon, however long nobody was there before.
+            # A new session's daemon gets the full time to answer, however long none was there
+            # before.
             self._silent_since = None
         refusal = self._client.refusal
         self._note_silence(Reason.DAEMON_AWAY if refusal is None else refusal.reason)
 
     def _wanted(self) -> dict[int, int]:
-        """What to ask for; while somebody waits, nothing for the others."""
+        """Return the blocks to request by group; while a caller waits, only those of its group."""
         waiting = self._anybody_waits()
         room = RESERVE_BLOCKS_MAX
         want = {}
@@ -197,7 +196,7 @@ class Stock:
                 self._note_silence(brought.reason)
                 self._back_off()
             elif self._client.session_id != session_id or self._worker.stopping:
-                # Reserved under one of two sessions: the daemon knows whose they are.
+                # Reserved under one of two sessions: the daemon knows which one.
                 self._client.abort(brought.groups, boot_id=brought.boot_id)
             else:
                 self._put(want, brought.boot_id, brought.groups, brought.short_reason)
@@ -273,7 +272,7 @@ class Stock:
 
 
 def _in_place_order(held: Records, more: Records) -> Records:
-    """Both, side by side as they lie in memory: neighbours are copied by one call."""
+    """Join both in the order of their memory: neighbours are copied by one call."""
     every: Records = np.concatenate((held, more))
     first = every[:, 0]
     return every[np.lexsort((first["offset"], first["segment"]))]

@@ -23,7 +23,7 @@ from kvhearth.transfer.storing import StoreDone, StoreFlight, StoreJob, StoreTic
 from kvhearth.worker_thread import Worker
 
 FLIGHTS_MAX = 16
-"""Batches whose copies may be under way; together they have two full batches' blocks at most."""
+"""Most batches whose copies are under way; together they hold at most two full batches' blocks."""
 
 _SLICE_S = 0.1
 _TICK_S = 0.25
@@ -31,24 +31,24 @@ _PAUSE_S = 0.005
 
 
 class StorePipeline:
-    """Takes blocks to store: reserves, copies and commits them in order, on a thread of its own.
+    """Reserves slots for blocks, copies and commits them in order, on its own thread.
 
     A page must stay unchanged from ``submit`` until the ``StoreDone`` of its ticket. No method
-    raises, none waits longer than it says. A daemon that is full or away costs the engine nothing
-    but blocks that are not kept: a store waits up to ``reserve_wait_s`` for slots, during which a
-    full queue makes ``submit`` return None. Blocks of weights that were bumped meanwhile are not
-    kept, nor those submitted before the first attach, when the epoch is not known. Thread-safe. In
-    a forked child it takes nothing.
+    raises, and none waits longer than documented. A daemon that is full or away costs the engine
+    nothing but blocks that are not kept: a store waits up to ``reserve_wait_s`` for slots, during
+    which a full queue makes ``submit`` return None. Blocks of weights that were bumped meanwhile
+    are not kept, nor are blocks submitted before the first attach, when the epoch is not known.
+    Thread-safe. In a forked child it takes no stores.
 
     Args:
         client: a scheduler and rank 0 in one process, with the arena mapped.
         kv: by KV cache group, the registered pages.
-        queue_blocks_max: blocks submitted and not done at most.
-        stock_blocks_max: blocks of each group held reserved in advance, two steps' worth at most.
-        batch_blocks: blocks of one copy and one commit at most.
-        reserve_wait_s: how long a store may see no slot come: counted from its submission, or from
-            the last slots that any store got. A daemon that was silent for so long makes stores
-            fail at once.
+        queue_blocks_max: most blocks that are submitted and not done.
+        stock_blocks_max: blocks of each group held reserved in advance, at most two steps' worth.
+        batch_blocks: most blocks in one copy and one commit.
+        reserve_wait_s: how long a store waits without any slot coming: counted from its submission,
+            or from the last slots that any store got. If the daemon has been silent for this long,
+            stores fail at once.
         copiers: makes copiers; None for the one that fits the tensors. ``host_or_cuda(sums=False)``
             leaves checksums to the daemon.
 
@@ -82,7 +82,7 @@ class StorePipeline:
         self._flights: deque[StoreFlight] = deque()
         self._closing = False
         self._progress_at = -math.inf
-        # What the thread has at hand, for `_recover`.
+        # Work that the thread has at hand, for `_recover`.
         self._beginning: tuple[StoreJob, Slots | None] | None = None
         self._ending: list[StoreFlight] = []
         self._worker = Worker("kvhearth-store", self._step, self._recover)
@@ -108,8 +108,8 @@ class StorePipeline:
             wait_s: how long to wait for room in the queue.
 
         Returns:
-            The ticket, or None while the queue is full. Arguments that cannot be right, and more
-            blocks than the queue ever takes, are taken and fail.
+            The ticket, or None while the queue is full. Malformed arguments, and more blocks than
+            the queue ever takes, are accepted and fail.
         """
         if self._worker.foreign:
             return None
@@ -148,23 +148,24 @@ class StorePipeline:
         return ticket
 
     def poll(self) -> list[StoreDone]:
-        """Stores that are done and were not given out yet, oldest first; does not block."""
+        """Return stores that are done and were not handed out yet, oldest first; does not block."""
         return [] if self._worker.foreign else self._door.claim_all()
 
     def wait(self, ticket: StoreTicket, deadline_s: float) -> StoreDone | None:
-        """The outcome of one store, waiting up to ``deadline_s`` seconds; None if it did not come,
-        or was given out before.
+        """Return the outcome of one store, waiting up to ``deadline_s`` seconds.
+
+        None if it did not come, or was handed out before.
         """
         return None if self._worker.foreign else self._door.claim(ticket.number, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
-        """Whether all that was submitted is done, waiting up to ``deadline_s`` seconds for it."""
+        """Wait up to ``deadline_s`` seconds until all submitted stores are done; True if so."""
         return self._worker.foreign or self._door.wait_empty(deadline_s)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Take no more; fail what has not begun, finish the rest, give the stock back.
+        """Take no more stores, fail those not begun, finish the rest, give the stock back.
 
-        To be called before ``client.close``; drain first what should be kept. Idempotent.
+        Call it before ``client.close``; drain first to keep queued blocks. Idempotent.
 
         Returns:
             False if copies were still under way then: their pages are in use. Call it again.
@@ -219,7 +220,7 @@ class StorePipeline:
             return True
         kv_group = job.ticket.kv_group
         left_s = self._patience_end(job) - time.monotonic()
-        # With copies under way, ending them is the better use of the time.
+        # With copies under way, finishing them is the better use of the time.
         wait_s = 0.0 if self._flights else max(min(left_s, _SLICE_S), 0.0)
         slots = self._stock.take(kv_group, min(self._batch_blocks, job.left), wait_s=wait_s)
         if len(slots):
@@ -228,20 +229,20 @@ class StorePipeline:
                 return True
             self._stock.give_back(kv_group, slots)
             time.sleep(_PAUSE_S)
-        # Asked again: a session that has just begun starts with fresh patience.
+        # Computed again: a session that has just begun starts with full patience.
         if self._flights or time.monotonic() < self._patience_end(job):
             return False
         self._drop(job, self._stock.short_reason(kv_group) or Reason.DEADLINE)
         return True
 
     def _patience_end(self, job: StoreJob) -> float:
-        """When the job is dropped if no slots come."""
+        """Return the time at which the job is dropped if no slots come."""
         now = time.monotonic()
         silent_since = now - self._stock.silent_s
         return self._reserve_wait_s + min(max(job.submitted_at, self._progress_at), silent_since)
 
     def _copy(self, job: StoreJob, slots: Slots) -> bool:
-        """Begin to copy the job's next blocks into ``slots``; False if there is no arena for it."""
+        """Begin to copy the job's next blocks into ``slots``; False if no arena is mapped."""
         copier = self._copier_pool.copier(job.ticket.kv_group, slots.boot_id)
         if copier is None:
             return False
@@ -259,14 +260,14 @@ class StorePipeline:
         return True
 
     def _advance(self, job: StoreJob, count: int) -> None:
-        """The next ``count`` blocks of the head of the queue have begun, or never will."""
+        """Count ``count`` more blocks of the head of the queue as begun or given up."""
         job.begun += count
         if not job.left:
             with self._changed:
                 self._queue.popleft()
 
     def _end_oldest(self) -> None:
-        """Commit the oldest batch if its copies have ended, and others that have with it."""
+        """Commit the oldest batch if its copies have ended, with others that have ended too."""
         ending: list[tuple[StoreFlight, Done]] = []
         groups: set[int] = set()
         while self._flights:
@@ -297,7 +298,7 @@ class StorePipeline:
                 commits[flight.kv_group] = flight.commit_group(done)
         result = None
         if commits:
-            # The epoch of the submission: these are not the blocks of weights that came since.
+            # The epoch of the submission: newer weights did not compute these blocks.
             result = self._client.commit(commits, boot_id=boot_id, epoch=first.job.epoch)
         self._stock.nudge()
         for flight, done in ending:
@@ -323,7 +324,7 @@ class StorePipeline:
         self._fail(job, failed, reason)
 
     def _drop(self, job: StoreJob, reason: str) -> None:
-        """Give up on what the head of the queue has left."""
+        """Give up the remaining blocks of the head of the queue."""
         count = job.left
         self._client.count("store_dropped", count)
         self._advance(job, count)
@@ -338,7 +339,7 @@ class StorePipeline:
             self._door.leave(job.ticket.number, job.done())
 
     def _recover(self) -> None:
-        """After a step that raised: what it had at hand has failed."""
+        """Fail the work at hand after a step that raised."""
         self._client.count("store_crashes")
         for flight in self._ending:
             if flight in self._flights:

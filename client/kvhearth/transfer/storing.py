@@ -1,4 +1,4 @@
-"""One store: what was asked, what is under way, what became of it."""
+"""One store: its request, its copies under way, its outcome."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class StoreTicket:
 
     Attributes:
         number: unique in its pipeline, from 1.
-        kv_group: of its blocks.
-        blocks: how many.
+        kv_group: group of its blocks.
+        blocks: number of blocks.
     """
 
     number: int
@@ -29,13 +29,13 @@ class StoreTicket:
 
 @dataclass(frozen=True)
 class StoreDone:
-    """What became of a store; its pages are the engine's again. Given out once.
+    """Outcome of a store; its pages are the engine's again. Handed out once.
 
     Attributes:
         ticket: the store.
-        stored: blocks that were bound to their keys.
-        duplicate: blocks whose keys were bound already.
-        failed: the others; the three add up to the ticket's blocks.
+        stored: number of blocks that were bound to their keys.
+        duplicate: number of blocks whose keys were bound already.
+        failed: number of the others; the three add up to the ticket's blocks.
         reason: why the first of these failed (a reason of the error table or a ``BlockFailure``),
             or empty.
     """
@@ -49,7 +49,7 @@ class StoreDone:
 
 @dataclass(eq=False)
 class StoreJob:
-    """A store inside the pipeline; only its thread changes it."""
+    """Internal state of one store. Modified only by the pipeline's thread."""
 
     ticket: StoreTicket
     keys: tuple[bytes, ...]
@@ -66,7 +66,7 @@ class StoreJob:
 
     @property
     def left(self) -> int:
-        """Blocks whose copies did not begin."""
+        """Number of blocks whose copies did not begin."""
         return len(self.keys) - self.begun
 
     @property
@@ -75,13 +75,13 @@ class StoreJob:
         return self.stored + self.duplicate + self.failed == len(self.keys)
 
     def done(self) -> StoreDone:
-        """The outcome."""
+        """Return the outcome."""
         return StoreDone(self.ticket, self.stored, self.duplicate, self.failed, self.reason)
 
 
 @dataclass(eq=False)
 class StoreFlight:
-    """A batch whose copies are under way: blocks ``start`` and following of a job."""
+    """A batch whose copies are under way: the blocks of a job from ``start`` on."""
 
     job: StoreJob
     start: int
@@ -92,20 +92,20 @@ class StoreFlight:
 
     @property
     def kv_group(self) -> int:
-        """Of its blocks."""
+        """Group of its blocks."""
         return self.job.ticket.kv_group
 
     @property
     def extents(self) -> Records:
-        """(n, 1): what the blocks are copied to."""
+        """Destinations of the copies, (n, 1)."""
         return self.slots.extents
 
     def fits(self, other: StoreFlight) -> bool:
-        """Whether both may be committed by one call."""
+        """Return whether both may be committed by one call."""
         return (self.slots.session_id, self.job.epoch) == (other.slots.session_id, other.job.epoch)
 
     def commit_group(self, done: Done) -> CommitGroup:
-        """The blocks whose copies are good, as one chain.
+        """Return the successfully copied blocks, as one chain.
 
         Where a block is missing in between, its successor follows its predecessor: eviction still
         takes the chain from its end.

@@ -1,1 +1,1 @@
-"""How decisions travel: one protocol, one module a way."""
+"""Transports for decisions: one protocol, one module per transport."""

@@ -1,4 +1,4 @@
-"""The door to the daemon's decisions: a protocol, and the table of calls."""
+"""Transport protocol for the daemon's decisions, and the table of calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 
 SERVICE = "kvhearth.proto.v1.CacheService"
 TOKEN_KEY = "kvhearth-token"
-"""The metadata key of the session's token."""
+"""Metadata key of the session's token."""
 
 
 class Reply(Protocol):
-    """What all replies have in common."""
+    """The field that all replies have in common."""
 
     boot_id: str
 
@@ -25,9 +25,9 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 @dataclass(frozen=True)
 class Rpc(Generic[RequestT, ReplyT]):
-    """One call of the service: its name and how its messages become bytes.
+    """One call of the service: its name and the conversion of its messages to and from bytes.
 
-    ``parse`` takes bytes or a view of them, and keeps nothing of it.
+    ``parse`` takes bytes or a view of them, and keeps no reference to them.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Rpc(Generic[RequestT, ReplyT]):
 class CacheTransport(Protocol):
     """Carries one decision and its answer.
 
-    The caller guarantees: a positive deadline. The implementation guarantees: ``call`` returns or
-    raises by the deadline (and a little), may be used from several threads, and raises nothing but
+    The caller guarantees a positive deadline. The implementation guarantees: ``call`` returns or
+    raises by the deadline (or slightly later), may be used from several threads, and raises only
     ``KVHearthError``; after ``close``, or in a forked child, it raises ``closed``.
     """
 
@@ -52,11 +52,11 @@ class CacheTransport(Protocol):
         ...
 
     def warm(self) -> bool:
-        """Whether the next call finds out at once if the daemon has died: it has a connection."""
+        """Return whether the next call notices a dead daemon at once because it is connected."""
         ...
 
     def close(self) -> None:
-        """Let go of the connection; calls that are under way end with ``closed``. Idempotent."""
+        """Close the connection; calls that are under way end with ``closed``. Idempotent."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Decisions as frames on the daemon's calls socket: a few system calls each, no thread of its own.
+"""Decisions as frames on the daemon's calls socket: a few system calls each, no extra thread.
 
-A call has a connection to itself, so that an answer that comes too late goes down with it. Idle
+A call has a connection to itself, so that a late answer is discarded with the connection. Idle
 connections are kept for the next calls.
 """
 
@@ -25,15 +25,15 @@ from kvhearth.wire.status import BareError, decode_status
 
 _IDLE_MAX = 8
 _OPEN_MAX = 48
-"""Calls at a time; a daemon takes 64 connections of a session."""
+"""Most calls at a time; a daemon accepts 64 connections per session."""
 _BACKLOG_PAUSE_S = 0.002
 _READ_BYTES = 64 * 1024
 _Frame = tuple[int, memoryview, int, memoryview]
-"""What ``_Connection._receive`` takes: kind, body, number, and what is left."""
+"""Result of ``_Connection._receive``: kind, body, number, and the remaining bytes."""
 
 
 class FramesUnixTransport:
-    """A ``CacheTransport`` of one session; connects with its first call.
+    """A ``CacheTransport`` of one session; connects on its first call.
 
     Args:
         path: the calls socket.
@@ -46,7 +46,7 @@ class FramesUnixTransport:
         self._token = token.encode()
         self._message_bytes_max = message_bytes_max
         self._pid = os.getpid()
-        # Taken by itself it costs half of what it does through the condition.
+        # Taking the lock directly costs half as much as taking it through the condition.
         self._lock = threading.RLock()
         self._place_free = threading.Condition(self._lock)
         self._busy = 0
@@ -72,7 +72,8 @@ class FramesUnixTransport:
             if connection is None:
                 connection = self._connect(end)
             kind, reply = connection.exchange(frames.METHODS[rpc.name], body, end)
-            # Before the connection is given back, whose next call overwrites the reply.
+            # Parsed before the connection is given back, because its next call overwrites the
+            # reply.
             answer = rpc.parse(reply) if kind == frames.DONE else decode_status(bytes(reply))
         except DecodeError as error:
             self._drop(connection)
@@ -106,7 +107,7 @@ class FramesUnixTransport:
             connection.end()
 
     def _take(self, end: float) -> _Connection | None:
-        """A place, and an idle connection if there is one; ``_give`` or ``_drop`` comes after."""
+        """Take a place, and an idle connection if there is one; ends by ``_give`` or ``_drop``."""
         with self._lock:
             if self._busy >= _OPEN_MAX:
                 self._wait_for_place(end)
@@ -146,7 +147,7 @@ class FramesUnixTransport:
         return KVHearthError(Reason.CLOSED, "the transport is closed")
 
     def _give(self, connection: _Connection) -> None:
-        """A call has ended well: its connection may serve the next one."""
+        """Return the connection of a successful call, for use by the next one."""
         with self._lock:
             self._leave_place()
             if not self._closed and len(self._idle) < _IDLE_MAX:
@@ -155,7 +156,7 @@ class FramesUnixTransport:
         self._discard(connection)
 
     def _drop(self, connection: _Connection | None) -> None:
-        """A call has failed: whatever is still to come on its connection answers no other one."""
+        """Discard a failed call's connection, so that its late answer reaches no other call."""
         with self._place_free:
             self._leave_place()
         if connection is not None:
@@ -184,7 +185,7 @@ class FramesUnixTransport:
         return KVHearthError(Reason.DAEMON_AWAY, f"no daemon at {self._path} ({error})")
 
     def _forget(self) -> None:
-        """In a forked child: its copies of the connections are closed, the parent's stay."""
+        """Close a forked child's copies of the connections; the parent's stay open."""
         self._lock = threading.RLock()
         self._place_free = threading.Condition(self._lock)
         self._closed = True
@@ -203,13 +204,13 @@ class _Connection:
     def __init__(self, path: str, token: bytes, message_bytes_max: int, end: float) -> None:
         self._message_bytes_max = message_bytes_max
         self._number = 0
-        # The token travels with the first request and costs no round trip of its own.
+        # The token travels with the first request and costs no extra round trip.
         self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A timeout of Python's own would poll before each send too, and the kernel's would wake the
-        # reader when the daemon takes the request, not only when it answers.
+        # A timeout set in Python would poll before each send too. A kernel timeout would also wake
+        # the reader when the daemon takes the request, not only when it answers.
         self._socket.setblocking(False)
-        # Read into again and again: taking new memory for each answer costs more than reading it.
+        # One buffer, reused: allocating memory for each answer costs more than reading it.
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._answers = select.poll()
         self._answers.register(self._socket, select.POLLIN)
@@ -230,7 +231,7 @@ class _Connection:
                 time.sleep(_BACKLOG_PAUSE_S)
 
     def exchange(self, method: int, body: bytes, end: float) -> tuple[int, memoryview]:
-        """Send a request; the kind and body of its answer, which is good until the next one.
+        """Send a request; return the kind and body of its answer, valid until the next exchange.
 
         Raises:
             KVHearthError: ``bad_message`` if the daemon breaks the protocol; the refusal of the
@@ -253,7 +254,7 @@ class _Connection:
         return kind, reply
 
     def end(self) -> None:
-        """Wake whoever waits on it, from another thread."""
+        """Wake the thread that waits on the connection, from another thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -262,7 +263,7 @@ class _Connection:
         self._socket.close()
 
     def _send(self, data: bytes, end: float) -> int:
-        """Send all of it, mostly with one system call; the milliseconds that are left."""
+        """Send all of ``data``, mostly with one system call; return the milliseconds left."""
         left_ms = _left_ms(end)
         view = memoryview(data)
         while True:
@@ -277,7 +278,7 @@ class _Connection:
             left_ms = _left_ms(end)
 
     def _read(self, left_ms: int) -> memoryview:
-        """Wait for some bytes, so many milliseconds at most; they are good until the next ones."""
+        """Wait up to ``left_ms`` milliseconds for bytes, which are valid until the next read."""
         if not self._answers.poll(left_ms):
             raise TimeoutError
         size = self._socket.recv_into(self._buffer)
@@ -286,8 +287,10 @@ class _Connection:
         return self._buffer[:size]
 
     def _receive(self, data: memoryview, number: int, end: float) -> _Frame:
-        """Take one frame from the front of what was received, and read on as needed: its kind,
-        body and number, and what is left. A refusal with number 0 is of the whole connection.
+        """Take one frame from the front of the received data, reading more as needed.
+
+        Returns the frame's kind, body and number, and the remaining data. A refusal with number 0
+        applies to the whole connection.
         """
         header = frames.HEADER
         if len(data) < header.size:
@@ -303,7 +306,7 @@ class _Connection:
         return kind, data[header.size : total], answered, data[total:]
 
     def _fill(self, data: memoryview, size: int, end: float) -> memoryview:
-        """Read until there are ``size`` bytes, or a few more."""
+        """Read until there are at least ``size`` bytes."""
         whole = bytearray(data)
         while len(whole) < size:
             whole += self._read(_left_ms(end))
@@ -311,7 +314,7 @@ class _Connection:
 
 
 def _left_ms(end: float) -> int:
-    """Whole milliseconds until the monotonic time, at least one.
+    """Return the whole milliseconds until the monotonic time ``end``, at least one.
 
     Raises:
         TimeoutError: it has passed.
@@ -323,7 +326,10 @@ def _left_ms(end: float) -> int:
 
 
 def _refused_connection(reply: memoryview) -> KVHearthError:
-    """A refusal that says nothing about the call, but for a token that is void."""
+    """Turn a connection-level refusal into an error; only ``unknown_token`` keeps its type.
+
+    Other refusals become ``BareError``, since they say nothing about the call.
+    """
     error = decode_status(bytes(reply))
     if error.reason is Reason.UNKNOWN_TOKEN:
         return error

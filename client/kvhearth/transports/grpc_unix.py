@@ -15,7 +15,7 @@ from kvhearth.wire.status import STATUS_DETAILS_KEY, BareError, decode_status, e
 
 
 class GrpcUnixTransport:
-    """A ``CacheTransport`` of one session; its channel is made by the first call.
+    """A ``CacheTransport`` of one session; creates its channel on the first call.
 
     Args:
         target: gRPC's name of the socket (``unix:/run/kvhearth/grpc.sock``).
@@ -49,7 +49,7 @@ class GrpcUnixTransport:
         return reply
 
     def warm(self) -> bool:
-        """See ``CacheTransport.warm``; a channel may wait for a connection, so it never says so."""
+        """Return False, since a channel may wait for a connection; see ``CacheTransport.warm``."""
         return False
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class GrpcUnixTransport:
         ]
 
     def _forget(self) -> None:
-        """In a forked child: never touch the parent's channel, to destroy it may hang."""
+        """Detach from the parent's channel in a forked child: destroying it there may hang."""
         self._lock = threading.Lock()
         if self._channel is not None:
             _parents_channels.append((self._channel, self._calls))
@@ -111,7 +111,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _translate(error: grpc.RpcError) -> KVHearthError:
-    # The errors that gRPC raises are calls as well; its stubs say that nothing can be both.
+    # The errors that gRPC raises are also calls, but its stubs declare the two as unrelated.
     call: Any = error
     if not isinstance(call, grpc.Call):
         return BareError(Reason.INTERNAL, f"gRPC failed without a status: {call}")

@@ -1,1 +1,1 @@
-"""Encoding of what travels between client and daemon: frames, handshake, messages, statuses."""
+"""Encoding of the traffic between client and daemon: frames, handshake, messages, statuses."""

@@ -1,11 +1,11 @@
-"""Frames of the calls socket: one decision and its answer, without gRPC's cost for each.
+"""Frames of the calls socket: one decision and its answer, without gRPC's overhead.
 
 A frame is a header of 8 bytes, little-endian, and a body: ``u32`` bytes of the body, ``u16`` kind,
 ``u16`` number of the call. A client's kind is ``OPEN`` (body: the session's token; the first frame
 of every connection) or a method of ``METHODS`` (body: its request, protobuf). The daemon answers
 every frame in order with kind ``DONE`` (body: the reply, protobuf) or ``REFUSED`` (body: a
-``google.rpc.Status``, see ``statuses``) and the same number. A client has one call under way on
-a connection.
+``google.rpc.Status``, see ``status``) and the same number. A client has one call under way on a
+connection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPEN = 0
 DONE = 0
 REFUSED = 1
 NUMBERS = 1 << 16
-"""Call numbers are taken modulo this."""
+"""Modulus of call numbers."""
 
 METHODS: Mapping[str, int] = MappingProxyType(
     {
@@ -38,13 +38,13 @@ METHODS: Mapping[str, int] = MappingProxyType(
         "BumpEpoch": 11,
     }
 )
-"""The kinds of requests; a number is never given to another method."""
+"""Kinds of requests; a number is never reassigned to another method."""
 
 NAMES: Mapping[int, str] = MappingProxyType({number: name for name, number in METHODS.items()})
 
 
 def encode(kind: int, number: int, body: bytes, body_bytes_max: int) -> bytes:
-    """One frame.
+    """Encode one frame.
 
     Raises:
         KVHearthError: ``bad_message`` if the body is larger than ``body_bytes_max``.
@@ -54,10 +54,10 @@ def encode(kind: int, number: int, body: bytes, body_bytes_max: int) -> bytes:
 
 
 def check_size(size: int, body_bytes_max: int) -> None:
-    """Before memory is taken for a body.
+    """Check a body's size before memory is allocated for it.
 
     Raises:
-        KVHearthError: ``bad_message``.
+        KVHearthError: ``bad_message`` if it is larger than ``body_bytes_max``.
     """
     if size > body_bytes_max:
         raise KVHearthError(

@@ -1,10 +1,9 @@
-"""Frames of the attach socket: a 4-byte little-endian length, then a JSON object of that many
-bytes.
+"""Frames of the attach socket: a 4-byte little-endian length, then a JSON object of that length.
 
 The first frame of a connection is the client's ``hello``; the daemon answers ``welcome`` (with
-descriptors) or ``refused``. After that the connection is the session's life line: the client may
-send ``bye``, and its closing ends the session. Nothing here is unpickled, and a length is checked
-before memory is taken for it.
+descriptors) or ``refused``. From then on the connection stands for the session: the client may send
+``bye``, and closing the connection ends the session. Nothing here is unpickled, and a length is
+checked before memory is allocated for it.
 
 A first frame ``{"kind": "health"}`` is answered with ``{"kind": "health", "serving": bool,
 "degraded": [str, ...]}``, and the connection ends.
@@ -25,7 +24,7 @@ HEALTH_QUESTION = {"kind": "health"}
 _LENGTH = struct.Struct("<I")
 FRAME_HEADER_BYTES = _LENGTH.size
 SEGMENTS_MAX = 1 << 16
-"""An extent names its segment in 16 bits."""
+"""Bound of segment numbers: an extent names its segment in 16 bits."""
 _I32_MAX = (1 << 31) - 1
 _WELCOME_RANGES = (
     ("generation_count", 0, (1 << 32) - 1),  # an extent names its slot in 32 bits
@@ -36,7 +35,7 @@ _WELCOME_RANGES = (
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """One frame.
+    """Encode one frame.
 
     Raises:
         KVHearthError: ``bad_message`` if the message is larger than a frame may be.
@@ -60,7 +59,7 @@ class FrameDecoder:
 
         Raises:
             KVHearthError: ``bad_message`` for an oversized or malformed frame; the stream is then
-                useless.
+                unusable.
         """
         self._buffer += data
         messages = []
@@ -96,13 +95,13 @@ class Hello:
         protocol: version of this handshake.
         engine_id: the engine's name; the same in the scheduler and all ranks.
         contract: canonical JSON of the contract.
-        scheduler: this process takes the engine's decisions.
+        scheduler: whether this process takes the engine's decisions.
         rank: this process's rank, or -1 if it moves no bytes.
-        incarnation: of the group to join; 0 joins the open one or makes a new one.
-        map_arena: wants the arena's descriptors.
+        incarnation: incarnation of the group to join; 0 joins the open one or makes a new one.
+        map_arena: whether to send the arena's descriptors.
         pid: process id as the client sees it, for people.
-        previous_boot, previous_session: the session that this process held before, and
-        previous_drained: whether all copies under it have finished.
+        previous_boot, previous_session: the session that this process held before.
+        previous_drained: whether all copies under that session have finished.
     """
 
     protocol: int
@@ -118,12 +117,12 @@ class Hello:
     previous_drained: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """As a frame's message."""
+        """Return the hello as a frame's message."""
         return {"kind": "hello", **asdict(self)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Hello:
-        """Check and read a frame's message.
+        """Parse and check a frame's message.
 
         Raises:
             KVHearthError: ``bad_message`` naming the field.
@@ -143,22 +142,24 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The daemon's answer to a good hello; descriptors: one a segment, then the generations' memfd.
+    """The daemon's answer to a valid hello.
+
+    Its descriptors are one per segment, then the generations' memfd.
 
     Attributes:
-        boot_id: of this daemon's run.
+        boot_id: id of this run of the daemon.
         session: number of the session.
-        token: secret for the gRPC metadata.
-        incarnation: of the group.
+        token: secret that authenticates the session's calls.
+        incarnation: incarnation of the group.
         namespace: hex digest.
         epoch: current weights epoch.
-        generation_count: slots whose generations the memfd holds, as u32.
-        keys_max: keys that one call may carry.
-        message_bytes_max: bytes that one gRPC message may have.
-        leases_max: leases that the group may hold.
-        segments: what to map.
+        generation_count: number of slots whose generations the memfd holds, as u32.
+        keys_max: most keys in one call.
+        message_bytes_max: most bytes in one message.
+        leases_max: most leases that the group may hold.
+        segments: segments to map.
         lineage: random id of the cold start that this run descends from; the same after a warm
-            restart. Empty: the daemon does not say.
+            restart. Empty if the daemon does not send one.
     """
 
     boot_id: str
@@ -180,12 +181,12 @@ class Welcome:
         return {info.segment: info.bytes for info in self.segments}
 
     def to_message(self) -> dict[str, Any]:
-        """As a frame's message."""
+        """Return the welcome as a frame's message."""
         return {"kind": "welcome", **asdict(self)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Welcome:
-        """Check and read a frame's message.
+        """Parse and check a frame's message.
 
         Raises:
             KVHearthError: ``bad_message`` naming the field.
@@ -202,7 +203,7 @@ class Welcome:
 
 
 def _check_numbers(welcome: Welcome) -> None:
-    """A client indexes arrays, cuts keys and maps memory by these."""
+    """Check the numbers by which a client indexes arrays, cuts keys and maps memory."""
     for name, least, most in _WELCOME_RANGES:
         if not least <= getattr(welcome, name) <= most:
             raise KVHearthError(Reason.BAD_MESSAGE, f"welcome: {name!r} is not in {least}..{most}")
@@ -217,7 +218,7 @@ def _check_numbers(welcome: Welcome) -> None:
 
 
 def refused(error: KVHearthError) -> dict[str, Any]:
-    """The frame's message for a refusal."""
+    """Return the frame's message for a refusal."""
     return {
         "kind": "refused",
         "reason": str(error.reason),

@@ -1,4 +1,4 @@
-"""Between the facade's values and the protocol's messages. Pure; refuses what does not fit."""
+"""Converts between client values and protobuf messages. Pure; raises on malformed input."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from kvhearth.results import CommitGroup, GroupResult
 from kvhearth.wire.handshake import Welcome
 
 _FEW = 4
-"""So many extents cost less one by one."""
+"""Number of extents up to which a Python loop is faster than numpy."""
 
 
 def parse_extents(
     contract: Contract, welcome: Welcome, group: int, data: bytes, count: int
 ) -> Records:
-    """``count`` extents, each inside its segment and of the group's page length.
+    """Parse ``count`` extents, each inside its segment and of the group's page length.
 
     Raises:
         KVHearthError: ``bad_message``.
     """
     if len(data) != count * EXTENT_BYTES:
         raise bad_reply(f"group {group}: {len(data)} bytes are not {count} extents")
-    # A copy, so that the caller may write to it; copying the bytes is quicker than the records.
+    # A copy, so that the caller may write to it; copying the bytes is faster than copying records.
     extents = np.frombuffer(bytearray(data), EXTENT_DTYPE)
     page_bytes = contract.groups[group].page_bytes
-    # A reader or writer trusts these numbers with its memory.
+    # Readers and writers access memory by these numbers.
     if count <= _FEW:
         right, inside = _count_few(welcome, page_bytes, data)
     elif _all_good(welcome, page_bytes, extents):
@@ -59,10 +59,10 @@ def parse_extents(
 
 
 def _all_good(welcome: Welcome, page_bytes: int, extents: Records) -> bool:
-    """Whether all extents are right, and inside one segment; a no says nothing.
+    """Return whether all extents are right and inside one segment; False proves nothing.
 
     Costs a quarter of ``_count_many``: bytes are compared where they must be the same in each
-    extent, and of the other numbers only the largest is looked at.
+    extent, and only the largest of the other numbers is checked.
     """
     count = len(extents)
     if extents["length"].tobytes() != page_bytes.to_bytes(4, "little") * count:
@@ -80,7 +80,7 @@ def _all_good(welcome: Welcome, page_bytes: int, extents: Records) -> bool:
 
 
 def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int]:
-    """As ``_count_many``; for few extents numpy's calls cost more."""
+    """Count like ``_count_many``, faster for few extents because numpy's calls cost more."""
     rooms = welcome.rooms
     right = inside = 0
     for slot, segment, _, offset, length, _, _ in EXTENT_RECORD.iter_unpack(data):
@@ -91,7 +91,7 @@ def _count_few(welcome: Welcome, page_bytes: int, data: bytes) -> tuple[int, int
 
 
 def _count_many(welcome: Welcome, page_bytes: int, extents: Records) -> tuple[int, int]:
-    """How many extents have a page's length, and how many lie inside the arena if they have."""
+    """Count the extents of a page's length, and those that lie inside the arena if they have it."""
     right = int(np.count_nonzero(extents["length"] == page_bytes))
     known = extents["slot"] < welcome.generation_count
     inside = 0
@@ -106,7 +106,7 @@ def _count_many(welcome: Welcome, page_bytes: int, extents: Records) -> tuple[in
 
 
 def bad_reply(problem: str) -> KVHearthError:
-    """The error of a reply that cannot be meant so."""
+    """Return the error for a reply that cannot be valid."""
     return KVHearthError(Reason.BAD_MESSAGE, f"the daemon's reply makes no sense: {problem}")
 
 
@@ -114,7 +114,7 @@ KeysByGroup = Mapping[int, Sequence[bytes]]
 _TIERS = bytes(Tier)
 _DRAM = bytes([Tier.DRAM])
 _SLOT, _GENERATION = slice(0, 4), slice(20, 24)
-"""Of an extent's bytes."""
+"""Position of the two fields in an extent's bytes."""
 
 
 class _OfGroup(Protocol):
@@ -129,11 +129,11 @@ class Query(NamedTuple):
     """Keys as they travel.
 
     Attributes:
-        blobs: the keys that travel, by group; at most the call's bound of keys in total.
-        asked: keys that the caller named, by group.
-        sent: keys that travel, by group: the first ones of each.
-        key_count: keys that travel.
-        cut_count: keys that were left out.
+        blobs: the keys that travel, by group; in total at most the call's bound of keys.
+        asked: number of keys that the caller named, by group.
+        sent: number of keys that travel, by group: the first ones of each.
+        key_count: number of keys that travel.
+        cut_count: number of keys that were left out.
     """
 
     blobs: dict[int, bytes]
@@ -145,24 +145,24 @@ class Query(NamedTuple):
     def put_into(self, groups: Any) -> None:
         """Append to ``groups``, a request's ``repeated GroupKeys``.
 
-        Messages that are made there need not be copied there.
+        Messages that are created in place need not be copied.
         """
         for group, blob in self.blobs.items():
             groups.add(group=group, keys=blob)
 
 
 def own_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
-    """A caller's keys, read once."""
+    """Return a copy of a caller's keys, which are read once."""
     return {operator.index(group): tuple(keys) for group, keys in groups.items()}
 
 
 def own_counts(groups: Mapping[int, int]) -> dict[int, int]:
-    """A caller's counts, as plain integers."""
+    """Return a caller's counts as plain integers."""
     return {operator.index(group): operator.index(count) for group, count in groups.items()}
 
 
 def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
-    """A caller's commit, its keys read once."""
+    """Return a copy of a caller's commit, whose keys are read once."""
     return {
         operator.index(group): CommitGroup(
             tuple(item.keys), np.asarray(item.extents), item.checksums, bytes(item.parent)
@@ -172,10 +172,10 @@ def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
 
 
 def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
-    """The keys of a call.
+    """Pack the keys of a call.
 
-    Too many keys are cut to the same share of every group: its first keys, so that all groups keep
-    the same run of tokens from the start.
+    If there are too many, every group keeps the same share of its keys, the first ones, so that all
+    groups keep the same run of tokens from the start.
 
     Raises:
         KVHearthError: ``bad_group`` or ``bad_keys``.
@@ -191,7 +191,7 @@ def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
 
 
 def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
-    """The keys of a commit, counted; they travel with their slots.
+    """Count the keys of a commit; they travel with their slots.
 
     Raises:
         KVHearthError: ``too_many_keys``.
@@ -206,10 +206,10 @@ def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
 def parse_presence(
     contract: Contract, welcome: Welcome, query: Query, replies: Collection[pb.GroupPresence]
 ) -> dict[int, GroupResult]:
-    """Presence as arrays over the keys that were asked for; keys that were cut off are absent.
+    """Return presence as arrays over the requested keys; keys that were cut off are absent.
 
     Raises:
-        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+        KVHearthError: ``bad_message`` if the reply does not fit the request or leaves the arena.
     """
     by_group = _each_once(replies, query.sent)
     results = {}
@@ -236,8 +236,9 @@ def parse_presence(
 def _whole(
     contract: Contract, welcome: Welcome, reply: pb.GroupPresence, group: int, count: int
 ) -> GroupResult | None:
-    """As ``parse_presence`` of one group, without taking apart what says the same for every key;
-    None unless all keys, of at least one, are ready and leased.
+    """Fast path of ``parse_presence`` for a group whose keys are all ready and leased.
+
+    None if any key is not, or if there are no keys.
     """
     bits, in_dram, yes, tiers = _of_whole(count)
     if not count or reply.present != bits or reply.tiers != in_dram:
@@ -251,23 +252,21 @@ def _whole(
 
 @lru_cache(maxsize=64)
 def _of_whole(count: int) -> tuple[bytes, bytes, Bools, U8]:
-    """What says the same for each of ``count`` keys: a bitmap of set bits and the tiers, as in a
-    reply and as arrays to copy.
-    """
+    """Return bitmap and tiers of ``count`` keys that are all ready, as in a reply and as arrays."""
     bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
     return bits, _DRAM * count, np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
 
 
 def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
-    """The presence of a miss."""
+    """Return the presence of a miss."""
     return {group: _absent_group(len(keys)) for group, keys in groups.items()}
 
 
 def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> dict[int, Bools]:
-    """Bitmaps as arrays over the keys that were asked for.
+    """Return bitmaps as arrays over the requested keys.
 
     Raises:
-        KVHearthError: ``bad_message`` if the reply does not fit the question.
+        KVHearthError: ``bad_message`` if the reply does not fit the request.
     """
     if query.sent is query.asked and len(query.sent) == len(replies) == 1:
         for (group, count), reply in zip(query.sent.items(), replies, strict=True):
@@ -281,7 +280,7 @@ def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> d
 
 
 def pack_counts(contract: Contract, groups: Mapping[int, int]) -> list[types_pb2.GroupCount]:
-    """How many blocks of each group.
+    """Pack the number of blocks of each group.
 
     Raises:
         KVHearthError: ``bad_group``, or ``bad_message`` for a count out of range.
@@ -299,10 +298,10 @@ def parse_reservation(
     asked: Mapping[int, int],
     replies: Collection[types_pb2.GroupExtents],
 ) -> dict[int, Records]:
-    """Reserved extents by group, of shape (n, shards); a group without an answer got none.
+    """Return reserved extents by group, of shape (n, shards); a group without an answer got none.
 
     Raises:
-        KVHearthError: ``bad_message`` if the reply does not fit the question or leaves the arena.
+        KVHearthError: ``bad_message`` if the reply does not fit the request or leaves the arena.
     """
     granted = {reply.group: reply.count for reply in replies}
     by_group = _each_once(replies, granted)
@@ -318,13 +317,13 @@ def parse_reservation(
 
 
 def no_extents(contract: Contract, groups: Iterable[int]) -> dict[int, Records]:
-    """Empty arrays of shape (0, shards), for groups that the contract knows."""
+    """Return empty arrays of shape (0, shards), for groups that the contract knows."""
     known = [group for group in groups if 0 <= group < len(contract.groups)]
     return {group: np.empty((0, contract.groups[group].shards), EXTENT_DTYPE) for group in known}
 
 
 def pack_slots(contract: Contract, group: int, extents: Records) -> types_pb2.GroupSlots:
-    """Slots and generations of extents of any shape.
+    """Pack slots and generations of extents of any shape.
 
     Raises:
         KVHearthError: ``bad_group`` or ``bad_extents``.
@@ -396,7 +395,7 @@ def _shards(contract: Contract, group: int) -> int:
 
 
 def _slots_of(extents: Records) -> tuple[bytes, bytes, int]:
-    """Slots and generations as they travel, and how many there are."""
+    """Return slots and generations as they travel, and their number."""
     array = np.asarray(extents)
     if array.dtype != EXTENT_DTYPE:
         raise KVHearthError(Reason.BAD_EXTENTS, f"dtype {array.dtype} is not EXTENT_DTYPE")
@@ -422,7 +421,7 @@ def _bits(data: bytes, count: int) -> Bools:
 
 
 def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
-    """Several bitmaps, most of which say the same as the one before."""
+    """Unpack several bitmaps, most of which equal the one before."""
     found = list[Bools]()
     for index, data in enumerate(maps):
         same = index and data == maps[index - 1]

@@ -1,5 +1,4 @@
-"""Errors on the gRPC wire: a ``google.rpc.Status`` with one ``google.rpc.ErrorInfo``, in both
-directions.
+"""Errors on the wire: a ``google.rpc.Status`` with one ``google.rpc.ErrorInfo``, both directions.
 
 Pure protobuf: neither side needs ``grpcio-status``, and this module needs no gRPC.
 """
@@ -15,11 +14,11 @@ from kvhearth.errors import ERROR_DOMAIN, Code, KVHearthError, Reason, reason_of
 from kvhearth.proto.v1 import types_pb2
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-"""The trailing metadata key that carries the encoded status."""
+"""Trailing metadata key that carries the encoded status."""
 
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 
-# Trailing metadata is bounded by 8 KiB at most peers; what is longer would lose the whole answer.
+# Trailing metadata is bounded by 8 KiB at most peers; longer metadata would lose the whole answer.
 _MESSAGE_CHARS_MAX = 1024
 _DETAILS_MAX = 16
 _DETAIL_CHARS_MAX = 192
@@ -29,17 +28,17 @@ _BARE: Mapping[int, Reason] = {
     _CANCELLED: Reason.CLOSED,
     Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
     Code.PERMISSION_DENIED: Reason.PEER_NOT_ALLOWED,
-    # Too many calls at once; `error_from_code` tells a message that is larger than allowed apart.
+    # Too many calls at once; `error_from_code` distinguishes a message that is too large.
     Code.RESOURCE_EXHAUSTED: Reason.DAEMON_AWAY,
     Code.UNIMPLEMENTED: Reason.PROTOCOL_VERSION,
     Code.UNAVAILABLE: Reason.DAEMON_AWAY,
     Code.UNAUTHENTICATED: Reason.UNKNOWN_TOKEN,
 }
-"""What a status without our details means: it comes from gRPC itself, not from the daemon."""
+"""Meaning of a status without our details: it comes from gRPC itself, not from the daemon."""
 
 
 _TOO_LARGE = "larger than max"
-"""In gRPC's texts about a message beyond a bound, of either side."""
+"""Part of gRPC's texts, on either side, about a message beyond a bound."""
 
 
 class BareError(KVHearthError):
@@ -47,7 +46,7 @@ class BareError(KVHearthError):
 
 
 def encode_status(error: KVHearthError) -> bytes:
-    """The value of ``STATUS_DETAILS_KEY`` for ``error``; long texts are cut."""
+    """Return the value of ``STATUS_DETAILS_KEY`` for ``error``; long texts are cut."""
     details = list(error.details.items())[:_DETAILS_MAX]
     info = types_pb2.RpcErrorInfo(
         reason=str(error.reason),
@@ -62,7 +61,7 @@ def encode_status(error: KVHearthError) -> bytes:
 
 
 def decode_status(data: bytes) -> KVHearthError:
-    """The error in a value of ``STATUS_DETAILS_KEY``; what cannot be read becomes ``internal``."""
+    """Return the error in a value of ``STATUS_DETAILS_KEY``, ``internal`` if it is unreadable."""
     try:
         status = types_pb2.RpcStatus.FromString(data)
         for detail in status.details:
@@ -76,7 +75,7 @@ def decode_status(data: bytes) -> KVHearthError:
 
 
 def error_from_code(code: int, message: str) -> KVHearthError:
-    """The error for a gRPC status without our details."""
+    """Return the error for a gRPC status without our details."""
     reason = _BARE.get(code, Reason.INTERNAL)
     if code == Code.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
         reason = Reason.BAD_MESSAGE
@@ -84,7 +83,7 @@ def error_from_code(code: int, message: str) -> KVHearthError:
 
 
 def rebuild_error(word: str, message: str, details: Mapping[str, str]) -> KVHearthError:
-    """The error that a peer raised; a reason's word that is not known stays in the details."""
+    """Return the error that a peer raised; an unknown reason's word is kept in the details."""
     facts = {name: str(value) for name, value in details.items()}
     # The names of the constructor's own arguments cannot travel as details.
     for name in ("self", "reason", "message"):

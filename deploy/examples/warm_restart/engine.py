@@ -3,12 +3,12 @@
     python engine.py NAME DIRECTORY
 
 reads ``DIRECTORY/plan.json``, answers one prompt, writes ``DIRECTORY/NAME.npy`` (logits of the
-prompt's last position) and ``DIRECTORY/NAME.json``, and waits until its standard input is closed
-or it is killed.
+prompt's last position) and ``DIRECTORY/NAME.json``, and waits until its standard input is closed or
+it is killed.
 
-``Hearth`` is all of its use of KVHearth; the transformer and its paged pool are in model.py. There
-is no "cold" or "warm" mode: the engine always asks, and always stores what it had to compute.
-Without a daemon each of the calls below is a miss, and the engine answers all the same.
+``Hearth`` holds all uses of KVHearth; the transformer and its paged pool are in model.py. There is
+no "cold" or "warm" mode: the engine always looks up first, and always stores the blocks that it had
+to compute. Without a daemon each of the calls below is a miss, and the engine answers all the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DRAIN_TIMEOUT_S = 30.0
 
 @dataclass
 class Loaded:
-    """What came back. ``seconds`` is all of it: asking, copying, comparing checksums."""
+    """Result of a load. ``seconds`` covers everything: lookup, copies, comparison of checksums."""
 
     asked_blocks: int = 0
     found_blocks: int = 0
@@ -55,7 +55,7 @@ class Loaded:
 
 @dataclass
 class Stored:
-    """What was streamed out. Copies run beside the prefill; calls are the engine's own time."""
+    """Result of the stores. Copies run beside the prefill; calls are the engine's own time."""
 
     blocks: int = 0
     already_there_blocks: int = 0
@@ -67,7 +67,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A store under way: which keys go where."""
+    """A store under way: its keys and their extents."""
 
     keys: list[bytes]
     parent: bytes
@@ -82,7 +82,7 @@ class Hearth:
     """
 
     def __init__(self, url: str, contract: Contract, pool: PagedPool) -> None:
-        # This process is both: the scheduler, which decides, and rank 0, which moves bytes.
+        # This process is both the scheduler, which decides, and rank 0, which moves bytes.
         self._client = connect(url, contract, engine_id="demo", scheduler=True, rank=0)
         self._kv = PagedKV(pool.layers)
         self._copier: HostCopier | None = None
@@ -95,12 +95,12 @@ class Hearth:
         return self._client.wait_ready(timeout_s)
 
     def why_away(self) -> str:
-        """Why there is no cache, in a sentence."""
+        """Return the reason why there is no cache, in a sentence."""
         refusal = self._client.refusal
         return refusal.message if refusal is not None else "KVHearth is away"
 
     def load(self, keys: list[bytes], pages: I64) -> Loaded:
-        """Bring the longest good prefix of the blocks ``keys`` into ``pages``."""
+        """Copy the longest good prefix of the blocks ``keys`` into ``pages``."""
         started = time.perf_counter()
         found = self._lookup(keys)
         loaded = Loaded(asked_blocks=len(keys), miss_reason=found.reason)
@@ -109,12 +109,12 @@ class Hearth:
             self._client.release(found.lease)  # which may be None
         elif found.lease is not None:
             extents = found.groups[GROUP].extents  # the blocks before the first hole
-            # In this thread: the engine has nothing else to do until the bytes are there. With
+            # Done in this thread: the engine has nothing else to do until the bytes are there. With
             # other requests to serve it would use copier.load and copier.poll.
             done = copier.load_now(found.boot_id, extents, pages[: len(extents)])
             bad = extents[~done.ok] if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH) else None
             self._client.release(found.lease, bad=bad)
-            # One bad block ends the prefix: what follows it is of no use without it.
+            # One bad block ends the prefix: the blocks after it are of no use without it.
             loaded.good_blocks = len(extents) if done.ok.all() else int(done.ok.argmin())
             loaded.found_blocks, loaded.extents = len(extents), extents
             loaded.bytes, loaded.copy_seconds = done.bytes, done.seconds
@@ -123,9 +123,9 @@ class Hearth:
         return loaded
 
     def _lookup(self, keys: list[bytes]) -> LookupResult:
-        """Ask for all keys at once; wait a little for blocks that are there but not ready yet.
+        """Look up all keys at once; wait a little for blocks that are present but not ready yet.
 
-        After a restart the daemon sums each adopted block before it serves it.
+        After a restart the daemon checksums each adopted block before it serves it.
         """
         self._client.prefetch({GROUP: keys})
         until = time.monotonic() + PROMOTION_TIMEOUT_S
@@ -140,7 +140,7 @@ class Hearth:
             time.sleep(min(max(found.eta_us / 1e6, 0.002), 0.05))
 
     def store(self, keys: list[bytes], parent: bytes, pages: I64) -> None:
-        """Begin to stream full blocks out: reserve room, start the copies, do not wait for them."""
+        """Begin to store full blocks: reserve slots and start the copies, but do not wait."""
         started = time.perf_counter()
         self._commit_finished()
         room = self._client.reserve({GROUP: len(keys)})
@@ -149,7 +149,8 @@ class Hearth:
         count, ticket = 0, None
         if extents is not None and len(extents):
             if copier is not None:
-                # May be fewer than asked for: then the chain's end is not kept. One shard a block.
+                # May be fewer than requested: the chain's end is then not kept. One shard per
+                # block.
                 count = len(extents)
                 ticket = copier.store(room.boot_id, pages[:count], extents.reshape(-1))
             if ticket is None:  # the daemon has just died, or the copier's queue is full
@@ -166,7 +167,7 @@ class Hearth:
             self._commit(self._batches.pop(done.ticket.number), done)
 
     def _commit(self, batch: _Batch, done: Done) -> None:
-        # Only the part before the first failed copy: a chain with a hole is of no use.
+        # Commit only the part before the first failed copy: a chain with a hole is of no use.
         count = len(done.ok) if done.ok.all() else int(done.ok.argmin())
         if count < len(done.ok):
             self._client.abort({GROUP: batch.extents[count:]}, boot_id=batch.boot_id)
@@ -194,30 +195,30 @@ class Hearth:
         self.stored.call_seconds += time.perf_counter() - started
 
     def counters(self) -> dict[str, int]:
-        """The client's counters that are not zero."""
+        """Return the client's counters that are not zero."""
         return {name: count for name, count in self._client.counters().items() if count}
 
     def boot_id(self) -> str:
-        """Which run of the daemon this engine is attached to, or empty."""
+        """Return the boot id of the daemon that this engine is attached to, or ""."""
         return self._client.boot_id
 
     def _copier_for(self, boot_id: str) -> HostCopier | None:
-        """The copier into the arena of that run of the daemon; a restart brings another arena."""
+        """Return the copier into that boot's arena; a restarted daemon has another arena."""
         arena = self._client.arena
         if arena is None or not boot_id or arena.boot_id != boot_id:
             return None
         if self._copier is None or self._copier_boot != boot_id:
             if self._copier is not None:
                 self._copier.close(DRAIN_TIMEOUT_S)
-                self._batches.clear()  # what a dead daemon had reserved is gone with it
+                self._batches.clear()  # a dead daemon's reservations are gone with it
             self._copier, self._copier_boot = HostCopier(self._kv, arena), boot_id
-            # Before it lets a session go, the client waits for the copies made under it.
+            # The client waits for the copies made under a session before it closes the session.
             self._client.add_quiesce_hook(self._copier.drain)
         return self._copier
 
 
 def contract_of(sizes: Sizes) -> Contract:
-    """What must be equal for two engines to share KV bytes."""
+    """Return the contract: everything that must be equal for two engines to share KV bytes."""
     group = GroupSpec(
         GroupKind.FULL,
         block_tokens=sizes.block_tokens,
@@ -236,7 +237,7 @@ def contract_of(sizes: Sizes) -> Contract:
 
 
 class Engine:
-    """Answers prompts; computes only what KVHearth does not bring back."""
+    """Answers prompts; computes only the tokens that KVHearth does not bring back."""
 
     def __init__(self, plan: dict[str, Any], name: str, directory: Path) -> None:
         self._say = lambda text: print(f"  [engine {name}] {text}", flush=True)
@@ -246,7 +247,7 @@ class Engine:
         self._model = Transformer(sizes)
         pages = -(-(plan["tokens"] + plan["answer_tokens"]) // sizes.block_tokens)
         self._pool = PagedPool(sizes, pages + 8, order_seed=os.getpid())
-        # Once for nothing, as engines do: the first call of everything is slow in every process.
+        # A warm-up step, as in real engines: the first call of everything is slow in every process.
         self._model.step(list(range(sizes.block_tokens)), Sequence(self._pool, sizes.block_tokens))
         self._hearth = Hearth(plan["url"], contract_of(sizes), self._pool)
         attached = self._hearth.wait_ready(READY_TIMEOUT_S)
@@ -261,7 +262,7 @@ class Engine:
         )
 
     def answer(self) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
-        """The logits of the prompt's last position, and what is to be told about the run."""
+        """Return the logits of the prompt's last position, and the report of the run."""
         plan, block = self._plan, self._pool.sizes.block_tokens
         started = time.perf_counter()
         tokens = prompt_tokens(self._tokenizer, plan["tokens"])
@@ -310,7 +311,7 @@ class Engine:
     def _effect(
         self, tokens: list[int], sequence: Sequence, block: int, logits: np.ndarray[Any, Any]
     ) -> float:
-        """How far the logits would be off (largest difference) if one block's KV were lost.
+        """Return the largest difference of the logits if one block's KV were lost.
 
         A demo whose logits do not depend on the restored KV would prove nothing.
         """
@@ -337,7 +338,7 @@ def main() -> None:
     unfinished = directory / f"{name}.json.part"
     unfinished.write_text(json.dumps(report))
     unfinished.rename(directory / f"{name}.json")
-    sys.stdin.buffer.read()  # ends with run.py, whatever becomes of that
+    sys.stdin.buffer.read()  # ends with run.py, however that ends
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The transformer is Hugging Face's ``LlamaForCausalLM`` with random weights from a seed, so nothing
 is downloaded and two processes with one seed hold equal weights. Its attention reads and writes a
-paged pool through a page table, as in a serving engine: where a block of tokens lies in the pool
-differs from process to process.
+paged pool through a page table, as in a serving engine: the location of a block of tokens in the
+pool differs from process to process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvhearth.model import I64
 SEED = 7
 THREADS = 2
 CHARS_PER_TOKEN_MAX = 8
-"""Text given to the tokenizer per token wanted: about twice what one token covers on average."""
+"""Characters of text per requested token: about twice the average length of a token."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Sizes:
         init_std: standard deviation of the weights. Llama's usual 0.02 gives attention that is
             nearly flat and looks at no token in particular; three times that makes it look, so that
             wrong KV far away shows in the logits (the demo checks it), and rounding stays at 1e-5.
-        block_tokens: tokens of one block, which is one page of the pool and one block of KVHearth.
-        chunk_tokens: tokens of one prefill step; whole blocks.
+        block_tokens: tokens in one block, which is one page of the pool and one block of KVHearth.
+        chunk_tokens: tokens in one prefill step; whole blocks.
     """
 
     layers: int = 16
@@ -65,19 +65,19 @@ class Sizes:
 
     @property
     def digest(self) -> str:
-        """Identity of the weights: what they are drawn from decides what they are."""
+        """Identity of the weights: a digest of all inputs that they are drawn from."""
         versions = [torch.__version__, transformers.__version__]
         recipe = json.dumps([asdict(self), SEED, *versions], sort_keys=True)
         return hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def text() -> str:
-    """Real English text that every CPython carries: the manual's topics, in a fixed order."""
+    """Return English text that every CPython carries: the manual's topics, in a fixed order."""
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def load_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    """The BPE tokenizer in ``path``; trained on ``text()`` and written there if there is none."""
+    """Load the BPE tokenizer in ``path``; train it on ``text()`` and save it if there is none."""
     if not path.exists():
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         tokenizer = Tokenizer(models.BPE())
@@ -91,7 +91,7 @@ def load_tokenizer(path: Path, vocab: int) -> Tokenizer:
 
 
 def prompt_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
-    """The first ``count`` token ids of the text."""
+    """Return the first ``count`` token ids of the text."""
     tokens: list[int] = tokenizer.encode(text()[: count * CHARS_PER_TOKEN_MAX]).ids[:count]
     if len(tokens) < count:
         raise SystemExit(f"the text has {len(tokens)} tokens, not {count}: lower --tokens")
@@ -110,12 +110,13 @@ class PagedPool:
     def __init__(self, sizes: Sizes, pages: int, order_seed: int) -> None:
         shape = (sizes.layers, pages, 2, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
         self.sizes = sizes
-        # fill_ and not zeros: the memory must be there before the first request, as in an engine.
+        # fill_ instead of zeros: the memory must be there before the first request, as in an
+        # engine.
         self.layers = list(torch.empty(shape).fill_(0.0))
         self._free = np.random.default_rng(order_seed).permutation(pages).astype(np.int64)
 
     def take(self, count: int) -> I64:
-        """``count`` page indices, int64, no longer free."""
+        """Return ``count`` page indices, int64, which are no longer free."""
         if count > len(self._free):
             raise RuntimeError(f"{count} pages wanted, {len(self._free)} are free")
         pages, self._free = self._free[:count], self._free[count:]
@@ -123,7 +124,7 @@ class PagedPool:
 
 
 class Sequence:
-    """One request: its page table, and how many of its tokens have KV in the pool."""
+    """One request: its page table, and the number of its tokens with KV in the pool."""
 
     def __init__(self, pool: PagedPool, tokens_max: int) -> None:
         block = pool.sizes.block_tokens
@@ -145,7 +146,7 @@ class _PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, *_: object) -> None:
-        """Nothing: the pool is there already."""
+        """Do nothing: the pool is there already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
@@ -165,15 +166,15 @@ class _PagedLayer(CacheLayerMixin):
         return pages.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
 
     def get_seq_length(self, *_: object) -> int:
-        """Tokens before this step."""
+        """Return the number of tokens before this step."""
         return self._sequence.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that this step's queries see."""
+        """Return length and offset of the keys that this step's queries see."""
         return self._sequence.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """No bound of its own."""
+        """Return -1: the layer sets no bound."""
         return -1
 
 
@@ -202,7 +203,7 @@ class Transformer:
 
     @torch.inference_mode()
     def step(self, tokens: list[int], sequence: Sequence) -> torch.Tensor:
-        """Compute ``tokens`` after what ``sequence`` holds; return the last one's logits."""
+        """Compute ``tokens`` after those in ``sequence``; return the last one's logits."""
         cache = Cache(layers=[_PagedLayer(sequence, layer) for layer in range(self.sizes.layers)])
         output = self._model(
             input_ids=torch.tensor([tokens]),
@@ -216,7 +217,7 @@ class Transformer:
     def prefill(
         self, tokens: list[int], sequence: Sequence, after_chunk: Callable[[], None]
     ) -> torch.Tensor:
-        """Compute what ``sequence`` lacks of ``tokens``, chunk by chunk; return the last logits."""
+        """Compute the ``tokens`` missing in ``sequence`` chunk by chunk; return the last logits."""
         chunk = self.sizes.chunk_tokens
         while True:
             start = sequence.length
@@ -227,7 +228,7 @@ class Transformer:
                 return logits
 
     def decode(self, logits: torch.Tensor, sequence: Sequence, count: int) -> list[int]:
-        """Greedily the ``count`` tokens that follow ``logits``."""
+        """Return the ``count`` tokens that greedily follow ``logits``."""
         tokens = [int(logits.argmax())]
         while len(tokens) < count:
             tokens.append(int(self.step(tokens[-1:], sequence).argmax()))

@@ -1,4 +1,4 @@
-"""What the three runs prove: checks, a table, and the same as JSON. Pure: it prints nothing."""
+"""Evaluation of the demo's three runs: checks, a table, and the same as JSON. Prints nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.text import Text
 
 LOGITS_TOLERANCE = 1e-3
 """Largest difference of two logits that counts as rounding. Other chunk sizes alone give about
-1e-5; one block of lost KV gives about 1."""
+1e-5; one block of lost KV gives about 1.
+"""
 EFFECT_MIN = 100 * LOGITS_TOLERANCE
 CHECKSUM_MISMATCH = "checksum_mismatch"
 
@@ -27,13 +28,13 @@ class Run:
     logits: np.ndarray[Any, Any]
 
     def difference(self, other: Run) -> float:
-        """Largest absolute difference of the logits."""
+        """Return the largest absolute difference of the logits."""
         return float(np.abs(self.logits - other.logits).max())
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold: a sentence, whether it does, and the numbers."""
+    """One claim that must hold: a sentence, its outcome, and the numbers."""
 
     claim: str
     ok: bool
@@ -41,11 +42,11 @@ class Check:
 
 
 def checks(cold: Run, warm: Run, corrupt: Run, block_tokens: int, *, timed: bool) -> list[Check]:
-    """All claims of the demo.
+    """Return all checks of the demo.
 
     Args:
         cold, warm, corrupt: the runs, in this order.
-        block_tokens: tokens of one block.
+        block_tokens: tokens in one block.
         timed: also claim that warm is faster (a tiny model's times are mostly noise).
     """
     first, second, third = cold.report, warm.report, corrupt.report
@@ -78,7 +79,7 @@ def checks(cold: Run, warm: Run, corrupt: Run, block_tokens: int, *, timed: bool
         *_same_answer("warm", warm, cold),
         Check(
             "the corrupted block was caught, and only it",
-            # The daemon may still be verifying what it adopted, and then drops the block itself.
+            # The daemon may still be verifying adopted blocks, and then drops the block itself.
             failed == {CHECKSUM_MISMATCH: 1} or (not failed and third["hit_tokens"] == prefix),
             ", ".join(f"{count} {why}" for why, count in failed.items())
             or "the daemon dropped it before it was asked for",
@@ -115,12 +116,12 @@ def _same_answer(name: str, run: Run, cold: Run) -> list[Check]:
 
 
 def rate_gb_s(size_bytes: int, seconds: float) -> float:
-    """GB/s (10^9 bytes), 0 where nothing moved."""
+    """Return GB/s (10^9 bytes), 0 where nothing moved."""
     return size_bytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
 def rates(report: Report) -> dict[str, float]:
-    """GB/s each way: of the copies with their checksums alone, and with all calls to the daemon."""
+    """Return GB/s each way: of the copies and checksums alone, and with all calls to the daemon."""
     load, store = report["load"], report["store"]
     return {
         "load_gb_s": rate_gb_s(load["bytes"], load["seconds"]),
@@ -162,7 +163,7 @@ def _rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def render(runs: list[Run], found: list[Check]) -> Group:
-    """The table of the runs and the list of checks."""
+    """Return the table of the runs and the list of checks."""
     table = Table(title="One prompt, three lives of the engine", title_justify="left")
     table.add_column("")
     for name in ("cold", "warm (all restarted)", "one block corrupted"):
@@ -177,7 +178,7 @@ def render(runs: list[Run], found: list[Check]) -> Group:
 
 
 def as_json(runs: list[Run], found: list[Check], total_s: float) -> dict[str, Any]:
-    """The outcome for programs."""
+    """Return the outcome for programs."""
     names = ("cold", "warm", "corrupt")
     return {
         "ok": all(check.ok for check in found),

@@ -1,9 +1,8 @@
 """KVHearth's main job on real KV, in one command: ``make run``.
 
-A long text is answered by a transformer whose KV is streamed into KVHearth. Then the engine and
-the daemon are killed, both start anew, and the same text is answered from the KV that outlived
-them. At last one block in the arena is damaged on purpose: it must be caught, and the answer must
-not change.
+A transformer answers a long text and stores its KV in KVHearth. Then the engine and the daemon are
+killed, both start again, and the same text is answered from the KV that outlived them. Finally one
+block in the arena is damaged on purpose: it must be caught, and the answer must not change.
 
 This process only starts, watches and ends the others; it needs neither torch nor the client.
 """
@@ -57,7 +56,7 @@ SIZES = {
     "block_tokens": 64,
     "chunk_tokens": 512,
 }
-"""Of the transformer and its pages (``model.Sizes``): 107 M parameters, blocks of 2 MiB."""
+"""Geometry of the transformer and its pages (``model.Sizes``): 107 M parameters, 2 MiB blocks."""
 TOKENS = 4096 + 37
 QUICK_SIZES = SIZES | {
     "layers": 4,
@@ -71,11 +70,11 @@ QUICK_TOKENS = 512 + 21
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the text is a sentence for a person."""
+    """Raised when the demo cannot continue; the text is a sentence for a person."""
 
 
 def parse_args() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny model, short text: seconds")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
@@ -97,7 +96,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def _die_with_parent() -> None:
-    """In a child, before exec: even if run.py is killed, nothing of it stays behind."""
+    """Tie a child's life to run.py's, before exec: even if run.py is killed, no child survives."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -134,7 +133,7 @@ class Children:
         return child
 
     def kill(self, child: subprocess.Popen[bytes]) -> None:
-        """SIGKILL: no handler runs, nothing is flushed or said goodbye to."""
+        """Send SIGKILL: no handler runs, nothing is flushed, no goodbye is sent."""
         child.kill()
         child.wait(END_TIMEOUT_S)
         if child.stdin is not None:
@@ -142,7 +141,7 @@ class Children:
         self._running.remove(child)
 
     def kill_all(self) -> None:
-        """End what still runs."""
+        """Kill the processes that still run."""
         for child in list(self._running):
             self.kill(child)
 
@@ -180,7 +179,7 @@ class Demo:
         ]
         started = time.monotonic()
         daemon = self.children.start(arguments, log_name)
-        # Not attach.sock: a connection there that says nothing is worth a warning to the daemon.
+        # Not attach.sock: a connection there without a hello makes the daemon log a warning.
         socket_path = str(self._sockets / "grpc.sock")
         while not _accepts(socket_path):
             if daemon.poll() is not None:
@@ -193,7 +192,7 @@ class Demo:
         return daemon
 
     def run_engine(self, name: str) -> tuple[report.Run, subprocess.Popen[bytes]]:
-        """Start an engine, wait for its answer; it still runs when this returns."""
+        """Start an engine and wait for its answer; it still runs when this returns."""
         started = time.monotonic()
         engine = self.children.start([str(HERE / "engine.py"), name, str(self._directory)])
         result = self._directory / f"{name}.json"
@@ -207,7 +206,7 @@ class Demo:
         return report.Run(json.loads(result.read_text()), logits), engine
 
     def damage(self, extent: dict[str, int]) -> None:
-        """Flip bytes in the middle of one block, in the arena's file, behind the daemon's back."""
+        """Flip bytes in the middle of one block, in the arena's file, unknown to the daemon."""
         path = segment_file(self._arena_dir, extent["segment"])
         # Mapped, because files on hugetlbfs cannot be written.
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
@@ -221,7 +220,7 @@ class Demo:
 
 
 def main() -> int:
-    """Run the demo; 0 if every claim holds."""
+    """Run the demo; return 0 if every claim holds."""
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     started = time.monotonic()
@@ -255,7 +254,7 @@ def main() -> int:
 
 
 def story(demo: Demo, args: argparse.Namespace) -> tuple[report.Run, report.Run, report.Run]:
-    """Cold, warm, corrupted."""
+    """Run the three lives of the engine: cold, warm, corrupted."""
     say("1. a daemon with an empty cache, and an engine that computes all of the prompt")
     daemon = demo.start_daemon()
     cold, engine = demo.run_engine("cold")
@@ -285,13 +284,13 @@ def story(demo: Demo, args: argparse.Namespace) -> tuple[report.Run, report.Run,
 
 
 def say(text: str) -> None:
-    """What happens now."""
+    """Print one line of progress."""
     print(text, flush=True)
 
 
 @contextlib.contextmanager
 def directories(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """A directory for sockets, logs and results, and one for the arena; both go away afterwards."""
+    """Make directories for sockets, logs and results, and for the arena; remove them at the end."""
     directory = Path(tempfile.mkdtemp(prefix="kvhearth-demo-"))
     parent, kind = arena_parent(args)
     arena_dir = Path(tempfile.mkdtemp(prefix="kvhearth-demo-", dir=parent))
@@ -307,7 +306,7 @@ def directories(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
 
 
 def arena_parent(args: argparse.Namespace) -> tuple[Path, str]:
-    """Where the arena's files may lie: hugetlbfs if one is mounted and has room, else tmpfs."""
+    """Choose the arena's file system: hugetlbfs with room, else tmpfs, else a plain directory."""
     if args.arena_dir is not None:
         return args.arena_dir, "as asked for"
     needed = memory_bytes(args) + SLAB_BYTES  # journal and catalogue lie there too
@@ -319,7 +318,7 @@ def arena_parent(args: argparse.Namespace) -> tuple[Path, str]:
         if room.f_bsize != HUGEPAGE_BYTES:
             continue
         pages = int(FREE_HUGEPAGES.read_text())
-        if room.f_blocks:  # 0 without a size= of its own: then all free pages are its room
+        if room.f_blocks:  # 0 without a size= option: all free pages are then its room
             pages = min(pages, room.f_bavail)
         if pages * HUGEPAGE_BYTES >= needed:
             return Path(mount), "hugetlbfs, 2 MiB pages"
@@ -332,7 +331,7 @@ def arena_parent(args: argparse.Namespace) -> tuple[Path, str]:
 
 
 def memory_bytes(args: argparse.Namespace) -> int:
-    """Four times the prompt's KV, in whole slabs: a request's blocks never fill the cache."""
+    """Return four times the prompt's KV, in whole slabs: a request never fills the cache."""
     sizes = args.sizes
     token_bytes = sizes["layers"] * 2 * sizes["kv_heads"] * sizes["head_dim"] * 4
     slabs = -(-4 * args.tokens * token_bytes // SLAB_BYTES)
@@ -340,7 +339,7 @@ def memory_bytes(args: argparse.Namespace) -> int:
 
 
 def segment_file(arena_dir: Path, segment: int) -> Path:
-    """The file of a segment in the arena's directory."""
+    """Return the path of a segment's file in the arena's directory."""
     return arena_dir / f"segment-{segment}"
 
 
