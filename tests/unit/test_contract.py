@@ -51,13 +51,13 @@ def refusal(text: str) -> str:
 
 
 def refused_field(**changes: Any) -> str:
-    """Returns the field for which the base contract with changes is rejected; None removes one."""
+    """Returns the field for which the changed base contract is rejected; None removes a field."""
     values = {**raw(), **changes}
     return refusal(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
 def refused_group(index: int = 0, **changes: Any) -> str:
-    """As ``refused_field``, for a change to one group."""
+    """Returns the field for which a contract with a change to one group is rejected."""
     values = raw()
     group = {**values["groups"][index], **changes}
     values["groups"][index] = {k: v for k, v in group.items() if v is not None}

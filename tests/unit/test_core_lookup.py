@@ -1,4 +1,4 @@
-"""How much of a request can be restored: prefix, trailing window, boundary state, or all of them."""
+"""The restorable part of a request: prefix, trailing window, boundary state, all together."""
 
 from __future__ import annotations
 

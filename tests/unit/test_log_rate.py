@@ -1,4 +1,4 @@
-"""One warning of each kind in an interval, and what was held back is told."""
+"""One warning of each kind in an interval, with the number of those suppressed."""
 
 from __future__ import annotations
 

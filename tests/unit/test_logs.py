@@ -1,4 +1,4 @@
-"""Logs in both forms, the standard library's records among them; and the table of counters."""
+"""Logs in both formats, including the standard library's records; and the table of counters."""
 
 from __future__ import annotations
 
