@@ -84,7 +84,7 @@ def test_the_lock_ends_with_a_kill(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_every_life_line_is_cut_before_the_lock_comes_free(tmp_path: Path, attempt: int) -> None:
-    """Readers trust the old boot while its attach socket is open; the successor must start later."""
+    """Readers trust the old boot while its attach socket is open; the successor must come after."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = min(room // 4, 1000)
     with Child(HOLDER, str(tmp_path), str(count)) as child:

@@ -1,4 +1,4 @@
-"""Drives that fail, fill up, turn read-only or hang: degraded with a reason, never fatal or hung."""
+"""Drives that fail, fill up, hang or turn read-only: degraded with reasons, never hung or fatal."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
 
 
 def test_dicts_do_not_grow_at_the_same_time() -> None:
-    """Thirty-two dicts of one size all grew within a few calls, and each growth stalled its call."""
+    """Thirty-two dicts of one size all grew within a few calls, each growth stalling its call."""
     found, keys = KeyMap(), keys_of(range(400_000))
     sizes, most = [0] * len(found._parts), 0
     for start in range(0, len(keys), 1000):
