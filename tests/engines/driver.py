@@ -197,7 +197,7 @@ class Driver:
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine, which ``load`` made."""
+        """The engine made by ``load``."""
         assert self._engine is not None, "load first"
         return self._engine
 

@@ -119,7 +119,7 @@ _nursery: Nursery | None = None
 
 
 def engine_nursery() -> Nursery:
-    """The process that engines are forked from."""
+    """The process from which engines are forked."""
     global _nursery
     if _nursery is None:
         _nursery = Nursery(

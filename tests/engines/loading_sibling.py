@@ -77,7 +77,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         return (end - first) * BLOCK_TOKENS, end > first
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin the load that was offered."""
+        """Schedule the load that was offered."""
         if num_external_tokens:
             [table] = blocks.get_block_ids()
             first = len(table) - num_external_tokens // BLOCK_TOKENS

@@ -165,7 +165,7 @@ def _fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; ids 0-255 are the bytes."""
+    """One token per byte; ids 0-255 are the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, "<bos>", "<eos>", "<pad>"]
     names += [f"<unused{each}>" for each in range(len(names), VOCABULARY)]

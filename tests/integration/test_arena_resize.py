@@ -228,7 +228,7 @@ def test_memory_that_an_old_client_maps_is_kept_until_it_lets_go() -> None:
         assert daemon.arena_dir is not None
         held = os.open(daemon.arena_dir / "segment-0", os.O_RDWR)
         lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 777, 1, 0)
-        fcntl.fcntl(held, 37, lock)  # F_OFD_SETLK, as a client's descriptor has it
+        fcntl.fcntl(held, 37, lock)  # F_OFD_SETLK, as on a client's descriptor
         daemon.kill()
         daemon.settings["memory"] = "8MiB"
         daemon.start()

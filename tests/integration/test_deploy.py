@@ -32,7 +32,7 @@ UNIT = DEPLOY / "systemd/kvhearth.service"
 PROMETHEUS = DEPLOY / "prometheus"
 SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
 EXPOSURE_MAX = 20
-"""systemd's exposure level in tenths; below 2.0 is its green end."""
+"""Upper bound on systemd's exposure level, in tenths; a level below 2.0 is shown green."""
 
 
 def _tool(name: str, package: str) -> str:

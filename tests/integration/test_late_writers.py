@@ -86,7 +86,7 @@ def _stored(stored: Stored) -> Stored | None:
 
 
 def must_not_get(thief: Engine, held: set[int]) -> None:
-    """For a while the thief gets none of these slots, however hard it tries."""
+    """Checks that for a while the thief gets none of these slots, however hard it tries."""
     end = time.monotonic() + WINDOW_S
     taken: set[int] = set()
 
@@ -99,7 +99,7 @@ def must_not_get(thief: Engine, held: set[int]) -> None:
 
 
 def gets(thief: Engine, wanted: set[int]) -> None:
-    """The thief gets all of these slots now."""
+    """Checks that the thief gets all of these slots now."""
     taken: set[int] = set()
     until(lambda: taken.update(steal(thief)) or wanted <= taken, "the slots are used again")
 
@@ -533,7 +533,7 @@ def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
         gets(thief, slots_of(extents))
 
 
-# -- the same with a rule switched off -------------------------------------------------------------
+# -- the core with a rule switched off -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["on", "off"])

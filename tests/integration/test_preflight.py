@@ -87,7 +87,7 @@ def setting(**values: object) -> Prepare:
 
 
 def arena_at(name: str, make: Callable[[Path], object], **values: object) -> Prepare:
-    """An arena directory below the test's own."""
+    """Prepares an arena directory below the test's own."""
 
     def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
         make(folder / name)

@@ -80,7 +80,7 @@ def ballast(drive: Path, left_bytes: int) -> Path:
 
 @contextmanager
 def full_drive(drive: Path) -> Iterator[tuple[Daemon, Engine]]:
-    """A daemon on it, and an engine."""
+    """A daemon on the drive, and an engine."""
     dirs = [f"{drive}/kv={CAPACITY}"]
     with (
         running_daemon(**SSD, ssd_dirs=dirs, http=ANY_PORT) as daemon,

@@ -40,7 +40,7 @@ CHUNKS = st.sampled_from([1, 5, BLOCK_TOKENS, 40, TOKENS_MAX])
 
 
 class ConnectorMachine(RuleBasedStateMachine):
-    """The rules; ``engine`` is set by the test."""
+    """The machine's rules; the test sets ``engine``."""
 
     engine: FakeEngine
     numbers = count()

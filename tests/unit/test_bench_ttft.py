@@ -108,10 +108,10 @@ def test_nothing_cached_is_nothing() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (event(3), USAGE),  # does not end the stream
+        (event(3), USAGE),  # without the end of the stream
         (event(3), event(4), USAGE, "[DONE]"),  # too many tokens
-        (USAGE, "[DONE]"),  # none
-        (event(3), "[DONE]"),  # does not mention the cache
+        (USAGE, "[DONE]"),  # no tokens
+        (event(3), "[DONE]"),  # without a word on the cache
     ],
 )
 def test_half_a_completion_is_none(events: Sequence[str]) -> None:

@@ -79,7 +79,7 @@ def test_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--install-completion" in text
 
 
-# -- the end of a command ----------------------------------------------------------------------
+# -- how a command ends ------------------------------------------------------------------------
 
 ENDING = """
 import atexit, sys, threading

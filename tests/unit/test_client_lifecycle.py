@@ -1,4 +1,4 @@
-"""Attach, loss, re-attach, refusal and goodbye against a scripted daemon."""
+"""Attach, loss, re-attach, rejection and goodbye against a scripted daemon."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
     assert loads.wait(ticket, DONE_S) is not None
 
 
-# -- when to ask again -------------------------------------------------------------------------
+# -- repeated lookups --------------------------------------------------------------------------
 
 
 def test_an_estimate_says_when_to_ask_again() -> None:

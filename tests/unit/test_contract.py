@@ -143,7 +143,7 @@ def test_omitted_fields_have_their_defaults() -> None:
     assert Contract.from_json(json.dumps(values)) == BASE
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_the_cap_on_what_is_held_shortens_a_hit() -> None:
     # Blocks that are already held do not count again.
     again = rig.lookup(session, keys(*range(12)), lease_id=LEASE + 1)
     assert (again.hit_tokens, again.short) == (8 * 16, Reason.HELD_CAP)
-    # Without a lease there is no cap.
+    # The cap applies only with a lease.
     assert rig.lookup(session, keys(*range(12))).hit_tokens == 12 * 16
     with refused(Reason.HELD_CAP):
         rig.reserve(session, 1)

@@ -90,7 +90,7 @@ class Desk:
     def put(
         self, named: list[bytes], kv_group: int = 0, *, summed: bool = True, parent: bytes = b""
     ) -> I64:
-        """Store blocks; returns their slots."""
+        """Stores blocks; returns their slots."""
         slots, generations = self.take(len(named), kv_group)
         sums = sums_of(slots) if summed else None
         item = CommitItem(kv_group, named, slots, generations, sums, parent)
@@ -561,7 +561,7 @@ def test_a_daemon_that_dies_while_it_adopts(points: int) -> None:
 
 @pytest.mark.parametrize("kept_in", [1, 2], ids=["full", "half free"])
 def test_a_million_slots(kept_in: int) -> None:
-    """Prints the time taken; the benchmark of the core holds it to a bound."""
+    """Prints the time taken; ``tests/bench/heart.py`` holds it to a bound."""
     slab_bytes, count = 1 << 20, 1 << 20
     geometry = Geometry.of([("t", count * 4096)], slab_bytes, 4096)
     namespaces = Namespaces(8)

@@ -15,7 +15,7 @@ from kvhearth_server.observability.logs import KINDS_MAX, LimitedLog, LimitedRec
 
 
 class Clock:
-    """Seconds that only the test moves."""
+    """A clock in seconds that only the test moves."""
 
     now = 100.0
 

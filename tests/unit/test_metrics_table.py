@@ -150,7 +150,7 @@ def test_every_counter_is_shown() -> None:
     elsewhere = {
         *("reserves", "commits", "aborts"),  # rpc_requests_total counts the calls
         "lookup_keys",  # the sum of lookup_blocks_total
-        "events_lost",  # nobody subscribes to events yet
+        "events_lost",  # no client subscribes to events yet
     }
     now = a_snapshot()
     shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}

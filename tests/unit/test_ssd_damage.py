@@ -98,7 +98,7 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
     path = copy / HEAD_NAME
     whole = path.read_bytes()
     damage, doubt = DAMAGES[name]
-    slow = os.open(path, os.O_RDWR)  # of a daemon that starts at the same time
+    slow = os.open(path, os.O_RDWR)  # opened by a daemon that starts at the same time
     damage(path)
     with Opened(copy, segment_bytes=2 * SEGMENT_BYTES) as desk:
         assert path.read_bytes() == whole

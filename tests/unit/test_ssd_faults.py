@@ -140,7 +140,7 @@ def test_short_reads_and_writes(rig: Rig) -> None:
 def test_some_errors_among_many_leave_no_wrong_byte_and_no_leak(rig: Rig) -> None:
     rig.faults.rate = 0.2
     for turn in range(12):
-        rig.clock.put_forward(60.0)  # the pause after a write that failed is over
+        rig.clock.put_forward(60.0)  # the pause after a failed write is over
         rig.faults.errors = {Op.WRITE: errno.EIO, Op.READ: errno.EIO} if turn % 3 else {}
         rig.desk.store(range(100 + 8 * turn, 108 + 8 * turn))
         done = rig.desk.load(range(100, 108 + 8 * turn))

@@ -379,7 +379,7 @@ def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
 
 
 class Gate(Files):
-    """Reads only the first page of one segment file until it is let go."""
+    """Reads only the first page of one segment file until it is released."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

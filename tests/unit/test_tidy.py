@@ -1,4 +1,4 @@
-"""Bounds on the length of modules and functions, and names that no module may contain."""
+"""Bounds on the length of modules and functions, and constructs that no module may contain."""
 
 from __future__ import annotations
 
