@@ -1,4 +1,4 @@
-"""The engine answers as without a daemon, within a bounded delay, even if the daemon fails."""
+"""The engine answers as without a daemon, and soon enough, whatever happens to the daemon."""
 
 from __future__ import annotations
 

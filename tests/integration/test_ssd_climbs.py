@@ -43,7 +43,7 @@ def copy_state(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
         left = keys[start : start + PAGES // 4]
         done = engine.store(left)
         assert done.stored == len(left), done
-        # Store no faster than the tier writes: blocks would be evicted without a copy.
+        # Store no faster than the tier writes: otherwise blocks would be evicted without a copy.
         before += len(left)
         until(lambda: daemon.counters()["demoted_blocks"] >= before, "it is saved")  # noqa: B023
     found = engine.client.lookup({0: keys[:PORTION]}, lease=False)

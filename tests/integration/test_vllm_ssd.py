@@ -28,7 +28,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def fill(engine: FakeEngine, daemon: Daemon, name: str) -> None:
     """Runs prompts ``name 0`` and so on; afterwards the first of them are only on SSD.
 
-    Stores no faster than the tier writes: blocks would be evicted without a copy.
+    Stores no faster than the tier writes: otherwise blocks would be evicted without a copy.
     """
     demoted = daemon.counters()["demoted_blocks"] - engine.counts.get("store_blocks", 0)
     for number in range(PROMPTS):

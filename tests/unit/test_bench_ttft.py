@@ -111,7 +111,7 @@ def test_nothing_cached_is_nothing() -> None:
         (event(3), USAGE),  # without the end of the stream
         (event(3), event(4), USAGE, "[DONE]"),  # too many tokens
         (USAGE, "[DONE]"),  # no tokens
-        (event(3), "[DONE]"),  # without a word on the cache
+        (event(3), "[DONE]"),  # no cache usage
     ],
 )
 def test_half_a_completion_is_none(events: Sequence[str]) -> None:
