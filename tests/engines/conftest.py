@@ -1,4 +1,4 @@
-"""Engines and daemons that the engine tests share: a start costs seconds, so few are made."""
+"""Engines and daemons shared by the engine tests: a start costs seconds, so few are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAEMON_MEMORY = "256MiB"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here is marked ``engines`` and skipped where their environment is not built."""
+    """Marks every test here ``engines`` and skips it where their environment is not built."""
     absent = pytest.mark.skip(reason="needs the engines' environment: make test-engines")
     for item in items:
         if Path(__file__).parent not in item.path.parents:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where engines write their logs; ends the engines' nursery at the end."""
+    """The folder for the engines' logs; ends the engines' nursery at the end."""
     yield tmp_path_factory.mktemp("engines")
     close_nursery()
 
@@ -43,13 +43,13 @@ def reference(logs: Path) -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon whose arena outlives it."""
+    """A daemon whose arena outlives its process."""
     with running_daemon(memory=DAEMON_MEMORY) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
-    """The tiny model on that daemon."""
+    """The tiny model, connected to that daemon."""
     with running_engine(logs, **arguments(kv_transfer_config=connector(daemon))) as found:
         yield found

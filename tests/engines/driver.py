@@ -1,9 +1,9 @@
-"""One vLLM engine that a test leads: the process's other end is ``harness.Engine``.
+"""One vLLM engine driven by a test; ``harness.Engine`` is the process's other end.
 
 Runs with the interpreter of the engines' environment, forked from a nursery that has vLLM
 imported. Each line on the socket is a JSON object with ``id`` and ``do``; each answer has that
-``id`` and either what the command returns or ``error``. Commands run side by side, so that one can
-abort, look or kill while another generates.
+``id`` and either the command's return value or ``error``. Commands run concurrently, so that one
+can abort, look or kill while another generates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def serve(door: int, log: int, environment: dict[str, str]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
-    # Whatever is forked from here on, the engine's core first of all, dies with its parent.
+    # Every process forked from here on, above all the engine's core, dies with its parent.
     os.register_at_fork(after_in_child=_die_with_parent)
     asyncio.run(_serve(socket.socket(fileno=door)))
     return 0
@@ -71,14 +71,14 @@ async def _answer(driver: Driver, request: dict[str, Any], writer: asyncio.Strea
 
 
 class Driver:
-    """The commands; each returns what JSON can carry."""
+    """The commands; each returns a value that JSON can carry."""
 
     def __init__(self) -> None:
         self._engine: AsyncLLM | None = None
         self._loras: dict[str, LoRARequest] = {}
 
     async def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Start the engine from ``AsyncEngineArgs``; its sizes.
+        """Start the engine from ``AsyncEngineArgs``; return its sizes.
 
         With one rank the worker lives in the core's process, which is forked: a third of the
         time that three interpreters take.
@@ -107,7 +107,7 @@ class Driver:
         }
 
     async def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run requests together; what each got (see ``_one``)."""
+        """Run requests together; return their results (see ``_one``)."""
         return list(await asyncio.gather(*(self._one(**each) for each in requests)))
 
     async def _one(
@@ -123,7 +123,7 @@ class Driver:
         transfer: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One greedy request of token ids, perhaps aborted on its way."""
+        """Run one greedy request of token ids, optionally aborted on its way."""
         await asyncio.sleep(delay_s)
         found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached": 0, "finish": "abort"}
         name = uuid.uuid4().hex
@@ -175,7 +175,7 @@ class Driver:
         return bool(await self.engine.reset_prefix_cache(reset_connector=external))
 
     async def metrics(self) -> dict[str, float]:
-        """Counters and gauges, by Prometheus name; labels are summed over."""
+        """Return counters and gauges by Prometheus name, summed over labels."""
         found: dict[str, float] = {}
         for each in get_metrics_snapshot():
             if hasattr(each, "value"):
@@ -183,7 +183,7 @@ class Driver:
         return found
 
     async def labelled(self, name: str, label: str) -> dict[str, float]:
-        """Counters and gauges named ``name``, by the value of ``label``."""
+        """Return counters and gauges named ``name``, by the value of ``label``."""
         return {
             each.labels[label]: each.value
             for each in get_metrics_snapshot()
@@ -191,13 +191,13 @@ class Driver:
         }
 
     async def healthy(self) -> bool:
-        """Raises if the engine's core is dead."""
+        """Raise if the engine's core is dead."""
         await self.engine.check_health()
         return True
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine, which ``load`` made."""
+        """The engine made by ``load``."""
         assert self._engine is not None, "load first"
         return self._engine
 

@@ -1,7 +1,7 @@
-"""Engines that tests start, lead and end: vLLM in an environment of its own, KVHearth's beside it.
+"""Engines that tests start, drive and end: vLLM in its own environment, beside KVHearth's.
 
 An engine is forked from a nursery that has vLLM imported, so a start costs seconds, not the half
-minute of three interpreters. What a user would start is in ``serving``.
+minute of three interpreters. ``serving`` starts an engine as a user would.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",
 }
-"""Of every engine. The same number of threads with and without a connector, else the baseline
-computes in another order."""
+"""Environment of every engine. The number of threads is the same with and without a connector,
+otherwise the baseline would compute in another order.
+"""
 
 
 class EngineError(Exception):
-    """A command failed in the engine; the text is what it said."""
+    """A command failed in the engine; the text is the engine's error."""
 
 
 def model(name: str) -> Path:
-    """The folder of a model; made at first use, and anew when the recipe has changed."""
+    """The folder of a model; made at first use, and again when the recipe has changed."""
     recipe = Path(__file__).with_name("models.py")
     mark = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
     folder = HOME / "models" / f"{name}-{mark}"
@@ -87,20 +88,20 @@ def arguments(name: str = "tiny", **over: Any) -> dict[str, Any]:
 
 
 PATIENT = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
-"""Options of the URL where a busy machine must not turn a hit into a miss."""
+"""Options of the URL for tests in which a busy machine must not turn a hit into a miss."""
 
 
 def connector(
     daemon: Daemon | Path, role: str = "kv_both", *, patient: bool = True, **extra: Any
 ) -> dict[str, Any]:
-    """The flag of the README for a daemon or its socket directory.
+    """The README's flag for a daemon or its socket directory.
 
     Args:
-        daemon: it, or the directory where it would be.
-        role: of ``kv_role``.
-        patient: wait long for answers and load every hit; else the connector's own waits. The
+        daemon: the daemon, or the directory where its sockets would be.
+        role: the ``kv_role``.
+        patient: wait long for answers and load every hit; otherwise the connector's own waits. The
             tiny models compute faster than they load.
-        extra: more of ``kv_connector_extra_config``.
+        extra: further entries of ``kv_connector_extra_config``.
     """
     folder = daemon.socket_dir if isinstance(daemon, Daemon) else daemon
     options: dict[str, Any] = {"url": f"kvhearth+unix://{folder}", "policy": "always"}
@@ -118,7 +119,7 @@ _nursery: Nursery | None = None
 
 
 def engine_nursery() -> Nursery:
-    """The process that engines are forked from."""
+    """The process from which engines are forked."""
     global _nursery
     if _nursery is None:
         _nursery = Nursery(
@@ -130,12 +131,12 @@ def engine_nursery() -> Nursery:
 def inside(
     folder: Path, function: str, *, environment: dict[str, str] | None = None, **given: Any
 ) -> Any:
-    """What a function of ``engines.inside`` returns, called in the engines' environment.
+    """Return the result of a function of ``engines.inside``, called in the engines' environment.
 
     Args:
-        folder: for what it prints, which is told where it fails.
+        folder: the folder for its output, which is shown if it fails.
         function: its name.
-        environment: variables, besides those of every engine.
+        environment: variables in addition to those of every engine.
         given: its arguments.
     """
     log_path = folder / f"inside-{function}.log"
@@ -153,7 +154,7 @@ def inside(
 
 
 def close_nursery() -> None:
-    """End it, and with it the engines that still run."""
+    """End the nursery, and with it the engines that still run."""
     global _nursery
     if _nursery is not None:
         _nursery.close()
@@ -161,7 +162,7 @@ def close_nursery() -> None:
 
 
 def end_tree(pid: int) -> None:
-    """kill -9 a process and all that came from it, by their ids; wait for their ends."""
+    """Kill -9 a process and all its descendants by their ids; wait for their ends."""
     try:
         top = psutil.Process(pid)
         family = [top, *top.children(recursive=True)]
@@ -174,11 +175,11 @@ def end_tree(pid: int) -> None:
 
 
 class Engine:
-    """One engine process and what it can be told; see ``driver.Driver`` for the commands.
+    """One engine process and its commands; ``driver.Driver`` describes them.
 
     Args:
-        folder: for its log.
-        environment: variables, besides those of every engine.
+        folder: the folder for its log.
+        environment: variables in addition to those of every engine.
         options: engine arguments.
     """
 
@@ -207,10 +208,10 @@ class Engine:
             self.kill()
             raise
 
-    # -- what it does ------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def begin(self, command: str, **values: Any) -> Future[Any]:
-        """Give a command; its answer comes later."""
+        """Send a command; the answer arrives later."""
         answer: Future[Any] = Future()
         with self._lock:
             self._asked += 1
@@ -220,7 +221,7 @@ class Engine:
         return answer
 
     def ask(self, command: str, timeout_s: float = ANSWER_S, **values: Any) -> Any:
-        """Give a command and wait for its answer."""
+        """Send a command and wait for its answer."""
         answer = self.begin(command, **values)
         try:
             return answer.result(timeout_s)
@@ -232,17 +233,17 @@ class Engine:
     def generate(
         self, *prompts: Sequence[int], timeout_s: float = ANSWER_S, **options: Any
     ) -> list[dict[str, Any]]:
-        """Run prompts together with the same options; what each got."""
+        """Run prompts together with the same options; return their results."""
         requests = [{"prompt": list(each), **options} for each in prompts]
         found: list[dict[str, Any]] = self.ask("generate", timeout_s, requests=requests)
         return found
 
     def one(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
-        """Run one prompt; what it got."""
+        """Run one prompt; return its result."""
         return self.generate(prompt, **options)[0]
 
     def reset(self) -> None:
-        """Empty its own prefix cache; fails if it does not come to hold no block."""
+        """Empty its own prefix cache; fail if the engine keeps holding blocks."""
         for _ in range(200):
             if self.ask("reset"):
                 return
@@ -250,7 +251,7 @@ class Engine:
         raise AssertionError(f"the engine still holds blocks\n{self.log_tail()}")
 
     def metric(self, name: str) -> float:
-        """One counter or gauge, summed over its labels; 0 if it has none."""
+        """Return one counter or gauge, summed over its labels; 0 if it has none."""
         found: dict[str, float] = self.ask("metrics")
         return found.get(name, 0.0)
 
@@ -258,12 +259,12 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        """Its processes: the driver first, the engine's core and workers after it."""
+        """Return its processes: the driver first, then the engine's core and workers."""
         top = psutil.Process(self.process.pid)
         return [top.pid, *(one.pid for one in top.children(recursive=True))]
 
     def stop(self) -> None:
-        """End it as a user would: connectors get their ``shutdown``."""
+        """End it as a user would: connectors get ``shutdown``."""
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_WR)
         try:
@@ -276,17 +277,17 @@ class Engine:
             self._door.close()
 
     def kill(self) -> None:
-        """kill -9 of all its processes."""
+        """Kill -9 all its processes."""
         end_tree(self.process.pid)
         self.process.wait(20.0)
         self._door.close()
 
     def log_text(self) -> str:
-        """What it has printed."""
+        """Return everything printed so far."""
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = 40) -> str:
-        """The end of that, for messages."""
+        """Return the end of the log, for messages."""
         return "\n".join(self.log_text().splitlines()[-lines:])
 
     def _read(self) -> None:
@@ -310,7 +311,7 @@ class Engine:
 def running_engine(
     folder: Path, environment: dict[str, str] | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """An engine that is up; its log is printed if the block fails."""
+    """A running engine; its log is printed if the block fails."""
     engine = Engine(folder, environment, **options)
     try:
         yield engine

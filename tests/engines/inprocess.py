@@ -1,4 +1,4 @@
-"""An engine in the caller's own process, as reinforcement learning uses it: no loop steps it.
+"""An engine in the caller's own process, as in reinforcement learning: no loop steps it.
 
 Runs in a process that the engines' nursery forks; see ``harness``.
 """
@@ -13,8 +13,8 @@ from vllm import LLM, SamplingParams
 
 
 def run(out: int, go: int, log: int, options: dict[str, Any], prompts: list[list[int]]) -> int:
-    """Run the prompts, reset, sleep and wake up; run them again and reset. Waits for a byte from
-    ``go`` before each run, and writes a line of what happened to ``out`` after each.
+    """Run the prompts, reset, sleep and wake up; run them again and reset. Wait for a byte from
+    ``go`` before each run, and write a line with the results to ``out`` after each.
     """
     os.dup2(log, 1)
     os.dup2(log, 2)

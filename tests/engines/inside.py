@@ -45,9 +45,7 @@ READY_S = 20.0
 def answer(
     door: int, log: int, function: str, environment: dict[str, str], given: dict[str, Any]
 ) -> int:
-    """Call one of the functions below; what it returns goes to ``door``, what is printed to
-    ``log``.
-    """
+    """Call one of the functions below; its result goes to ``door``, its output to ``log``."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
@@ -57,8 +55,8 @@ def answer(
 
 
 def layouts(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[str | None]:
-    """The layout that vLLM would ask for on CUDA, for each ``--kv-transfer-config``; an error's
-    text where it raises.
+    """Return the layout that vLLM would demand on CUDA, for each ``--kv-transfer-config``; an
+    error's text where it raises.
     """
     config = AsyncEngineArgs(**engine).create_engine_config()
     config.device_config.device_type = "cuda"
@@ -73,7 +71,7 @@ def layouts(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[str
 
 
 def children(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[list[str]]:
-    """The names of the connectors that ``MultiConnector`` would make; ours are made."""
+    """Return the names of the connectors that ``MultiConnector`` would make; make ours."""
     config = AsyncEngineArgs(**engine).create_engine_config()
     found = []
     for transfer in transfers:
@@ -87,7 +85,9 @@ def children(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[li
 
 
 def served(words: list[str]) -> dict[str, str]:
-    """The connector of ``vllm serve`` with these words, and the daemon's address that it takes."""
+    """Return the connector of ``vllm serve`` with these words, and the daemon's address that it
+    uses.
+    """
     parser = make_arg_parser(FlexibleArgumentParser())
     parsed = parser.parse_args(["--model", words[0], *words[1:]])
     transfer = AsyncEngineArgs.from_cli_args(parsed).kv_transfer_config
@@ -96,29 +96,29 @@ def served(words: list[str]) -> dict[str, str]:
 
 
 class StuckCopier:
-    """A copier whose copies never end; ``waits`` are the times for which it was waited for."""
+    """A copier whose copies never end; ``waits`` holds the timeouts of the waits for it."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
 
     def load(self, boot_id: str, extents: Any, pages: Any) -> int:
-        """Begin."""
+        """Begin a copy."""
         return 1
 
     def wait(self, ticket: int, timeout_s: float) -> Done | None:
-        """Not ended yet."""
+        """Return None: the copy has not ended."""
         self.waits.append(timeout_s)
         return None
 
     def close(self, deadline_s: float) -> bool:
-        """Nothing runs."""
+        """Return True: nothing runs."""
         return True
 
 
 def idle_waits(engine: dict[str, Any]) -> dict[str, list[float]]:
-    """For how long steps of vLLM's second model runner wait for a load that is under way: the step
-    that begins it, another step with tokens, and one without; each by the calls that the runner
-    makes.
+    """Return how long steps of vLLM's second model runner wait for a load that is under way: the
+    step that begins it, another step with tokens, and one without; each by the calls that the
+    runner makes.
     """
     config = AsyncEngineArgs(**engine).create_engine_config()
     config.cache_config.kv_cache_layout = "LBHNC"
@@ -131,7 +131,7 @@ def idle_waits(engine: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector, WorkerConnector]:
-    """The runner's side of the connector over pages on the CPU, and our half behind it."""
+    """Make the runner's side of the connector over pages on the CPU, and our half behind it."""
     with tempfile.NamedTemporaryFile() as meeting:
         parallel_state.init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
@@ -160,7 +160,7 @@ def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector,
 def _waits(
     runner: ActiveKVConnector, worker: WorkerConnector, copier: StuckCopier, name: str
 ) -> list[float]:
-    """One step; a step named "begun" begins a load."""
+    """Run one step; a step named "begun" begins a load."""
     tokens = 0 if name == "idle" else 128
     move = Move(np.array([1]), np.zeros((1, 1), EXTENT_DTYPE))
     load = LoadJob("r", worker._client.arena.boot_id, {0: move})

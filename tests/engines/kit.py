@@ -1,4 +1,4 @@
-"""What the engine tests share: prompts, what an engine without a cache says, and comparing."""
+"""Helpers of the engine tests: prompts, answers of an engine without a cache, and comparison."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from support.daemon import Daemon, until
 
 BLOCK_TOKENS = 128
 LOGPROB_SPREAD = 2e-4
-"""fp32, but matrix products of other shapes: without any cache the engine differs from its own
-prefix cache's by up to 1e-5; a wrong block moves log-probabilities by more than 0.01."""
+"""Allowed difference in log-probabilities. fp32, but matrix products of other shapes: without any
+cache the engine differs from its own prefix cache's answers by up to 1e-5; a wrong block moves
+log-probabilities by more than 0.01.
+"""
 SETTLE_S = 60.0
 TOKENS = 12
 
@@ -22,19 +24,19 @@ Answer = dict[str, Any]
 
 
 def prompt(seed: int | str, length: int = 1000) -> list[int]:
-    """Token ids that follow from ``seed``."""
+    """Token ids derived from ``seed``."""
     source = random.Random(f"prompt {seed}")
     return [source.randrange(256) for _ in range(length)]
 
 
 def whole_blocks(length: int) -> int:
-    """Tokens in the whole blocks of a prompt that a cache may serve: its last token is computed."""
+    """Tokens in the whole blocks of a prompt that a cache may serve; the last token is computed."""
     return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 class Reference:
-    """An engine without a connector, and what it answered; each prompt runs once, with nothing in
-    its own prefix cache.
+    """An engine without a connector, and its answers; each prompt runs once, with nothing in the
+    engine's own prefix cache.
     """
 
     def __init__(self, folder: Path, name: str = "tiny", **over: Any) -> None:
@@ -42,7 +44,7 @@ class Reference:
         self._answers: dict[tuple[int, ...], Answer] = {}
 
     def answers(self, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Answer]:
-        """What it answers to each."""
+        """Return the answers to all prompts."""
         keys = [(tokens, *each) for each in prompts]
         missing = {key for key in keys if key not in self._answers}
         for key in missing:
@@ -50,7 +52,7 @@ class Reference:
         return [self._answers[key] for key in keys]
 
     def answer(self, text: Sequence[int], tokens: int = TOKENS) -> Answer:
-        """What it answers to one."""
+        """Return the answer to one prompt."""
         return self.answers([text], tokens)[0]
 
 
@@ -68,7 +70,7 @@ def _difference(found: Answer, expected: Answer) -> str:
 def same(
     found: Answer, expected: Answer, where: str = "", spread_max: float = LOGPROB_SPREAD
 ) -> None:
-    """Fail unless both have the same tokens, log-probabilities and reason to finish."""
+    """Fail unless both have the same tokens, log-probabilities and finish reason."""
     assert found["tokens"] == expected["tokens"], f"{where}: {_difference(found, expected)}"
     pairs = zip(found["logprobs"], expected["logprobs"], strict=True)
     spread = max((abs(one - other) for one, other in pairs), default=0.0)
@@ -82,20 +84,20 @@ def all_same(
     where: str = "",
     spread_max: float = LOGPROB_SPREAD,
 ) -> None:
-    """``same`` for each."""
+    """Apply ``same`` to each pair."""
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         same(one, other, f"{where} request {number}", spread_max)
 
 
 def servable(daemon: Daemon) -> int:
-    """Blocks that a lookup would find: stored or adopted, their checksums taken."""
+    """Number of blocks that a lookup would find: stored or adopted, with checksums."""
     stats = daemon.stats(check_books=False)
     unsummed = stats.counters.get("stored_blocks", 0) - stats.counters.get("summed_blocks", 0)
     return int(stats.blocks) - max(0, unsummed)
 
 
 def reserved_bytes(daemon: Daemon) -> int:
-    """Of slots that clients have reserved and not committed."""
+    """Bytes of slots that clients have reserved and not committed."""
     return sum(part.reserved_bytes for part in daemon.stats(check_books=False).segments)
 
 
@@ -105,8 +107,8 @@ def wait_stored(daemon: Daemon, blocks: int) -> None:
 
 
 def wait_attached(daemon: Daemon, engines: int = 1) -> None:
-    """Wait until as many engines are attached, their schedulers and their first ranks. Right after
-    a restart of the daemon their old groups are still listed, as gone.
+    """Wait until ``engines`` engines are attached, with their schedulers and their first ranks.
+    Right after a restart of the daemon their old groups are still listed, as gone.
     """
 
     def here() -> bool:
@@ -130,8 +132,8 @@ def wait_settled(daemon: Daemon) -> None:
 
 
 def wait_slots(daemon: Daemon) -> None:
-    """Wait until engines have the slots in hand that they want, of all their groups: one that has
-    just attached has none, and never waits for them.
+    """Wait until engines hold all the reserved slots that they want, in all their groups: an engine
+    that has just attached has none, and never waits for them.
     """
     seen: deque[int] = deque(maxlen=20)
 
@@ -145,7 +147,7 @@ def wait_slots(daemon: Daemon) -> None:
 def cold(
     engine: Engine, daemon: Daemon, text: Sequence[int], tokens: int = TOKENS, blocks: int = 0
 ) -> Answer:
-    """Run a prompt that no cache has and wait until its blocks are servable: ``blocks`` of them,
+    """Run a prompt that is in no cache and wait until its blocks are servable: ``blocks`` of them,
     or all of 128 tokens.
     """
     wait_slots(daemon)

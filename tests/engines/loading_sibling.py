@@ -1,10 +1,10 @@
 """A second connector for ``MultiConnector``: loads asynchronously from the engine's own memory.
 
-Imported by vLLM through ``kv_connector_module_path``. One rank in the scheduler's process and one
-KV cache group. It saves each full block that a step computes. What becomes of its loads is read
-from the file ``control`` of ``kv_connector_extra_config``: ``hold`` (nothing is written yet),
-``go``, ``fail`` (half is written, the request failed) or ``blocks`` (half is written, the other
-blocks are reported); ``forget`` empties the store, and nothing is saved until the next word.
+Imported by vLLM through ``kv_connector_module_path``. Works with one rank in the scheduler's
+process and one KV cache group. It saves each full block that a step computes. The file ``control``
+of ``kv_connector_extra_config`` decides about its loads: ``hold`` (nothing is written yet), ``go``,
+``fail`` (half is written, the request failed) or ``blocks`` (half is written, the other blocks are
+reported); ``forget`` empties the store, and nothing is saved until the next word.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 BLOCK_TOKENS = 128
 Wanted = list[tuple[bytes, int]]
 STORE: dict[bytes, list[Any]] = {}
-"""Block hash to the block's bytes, layer by layer."""
+"""Store: block hash to the block's bytes, layer by layer."""
 
 
 @dataclass
 class Meta(KVConnectorMetadata):
-    """Blocks to load, by request, and to save: (hash, vLLM's block id)."""
+    """Blocks to load, by request, and blocks to save: (hash, vLLM's block id)."""
 
     loads: dict[str, Wanted] = field(default_factory=dict)
     saves: Wanted = field(default_factory=list)
 
 
 class Sibling(KVConnectorBase_V1, SupportsHMA):
-    """Both roles."""
+    """The connector, in both roles."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -50,7 +50,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: it is a cache."""
+        """Return False: it is a cache."""
         return False
 
     def _word(self) -> str:
@@ -62,13 +62,13 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
     # -- the scheduler's side ----------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Remember it, for its block hashes."""
+        """Remember the request, for its block hashes."""
         self._live[request.request_id] = request
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Blocks of the store that follow on what the engine has."""
+        """Return the number of stored tokens that follow those in the engine."""
         self._word()
         first = end = num_computed_tokens // BLOCK_TOKENS
         last = (request.num_tokens - 1) // BLOCK_TOKENS
@@ -77,7 +77,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         return (end - first) * BLOCK_TOKENS, end > first
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Load what was offered."""
+        """Schedule the load that was offered."""
         if num_external_tokens:
             [table] = blocks.get_block_ids()
             first = len(table) - num_external_tokens // BLOCK_TOKENS
@@ -86,7 +86,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
             ]
 
     def build_connector_meta(self, scheduler_output: Any) -> Meta:
-        """Loads that are due, and blocks that this step fills."""
+        """Return the loads that are due, and the blocks that this step fills."""
         meta, self._due = Meta(self._due), {}
         tables = scheduler_output.kv_connector_block_state
         for name, count in scheduler_output.num_scheduled_tokens.items():
@@ -102,32 +102,32 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget it; its blocks may be freed."""
+        """Forget the request; its blocks may be freed."""
         self._live.pop(request.request_id, None)
         return False, None
 
     # -- the worker's side -------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Tensors by layer, blocks first."""
+        """Keep tensors by layer, blocks first."""
         self._caches = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Take this step's loads on; they end when the control file says so."""
+        """Take this step's loads; they end when the control file says so."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, Meta)
         self._loading |= meta.loads
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous."""
+        """Do nothing: loads are asynchronous."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are saved whole."""
+        """Do nothing: blocks are saved whole."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step has filled."""
+        """Copy the blocks that this step has filled."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, Meta)
         for key, block in meta.saves:
@@ -154,6 +154,6 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not written, once."""
+        """Return blocks that were not written, once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad

@@ -1,4 +1,4 @@
-"""Make a tiny model on disk: seeded random weights whose far-away KV changes the output.
+"""Tiny models on disk: seeded random weights whose far-away KV changes the output.
 
     python tests/engines/models.py FOLDER NAME
 
@@ -88,7 +88,7 @@ def _mla() -> PreTrainedConfig:
 
 
 def _mamba() -> PreTrainedConfig:
-    """Mamba-2 layers with one of attention in between."""
+    """Mamba-2 layers with one attention layer among them."""
     return GraniteMoeHybridConfig(
         num_hidden_layers=4,
         hidden_size=256,
@@ -111,7 +111,7 @@ def _mamba() -> PreTrainedConfig:
 
 
 def _gated_delta() -> PreTrainedConfig:
-    """Gated delta-rule layers with one of attention in between."""
+    """Gated delta-rule layers with one attention layer among them."""
     return Qwen3NextConfig(
         num_hidden_layers=4,
         hidden_size=256,
@@ -142,7 +142,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": _mamba,
     "gated-delta": _gated_delta,
 }
-"""By name. ``other`` has the shape of ``tiny`` and other weights."""
+"""Models by name. ``other`` has the shape of ``tiny`` and other weights."""
 GAINS = {
     "q_proj.weight": QUERY_KEY_GAIN,
     "k_proj.weight": QUERY_KEY_GAIN,
@@ -152,7 +152,7 @@ GAINS = {
 
 
 def _fill(model: torch.nn.Module, seed: int) -> None:
-    """Fan-in scaled normal weights, and the gains; vectors keep what the model gave them."""
+    """Fill in fan-in scaled normal weights and the gains; vectors keep their initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -165,7 +165,7 @@ def _fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; ids 0-255 are the bytes."""
+    """One token per byte; ids 0-255 are the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, "<bos>", "<eos>", "<pad>"]
     names += [f"<unused{each}>" for each in range(len(names), VOCABULARY)]

@@ -21,7 +21,7 @@ NAME = "m"
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at the moment."""
+    """A port of 127.0.0.1 without a listener at the moment."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         return int(door.getsockname()[1])
@@ -31,8 +31,8 @@ class Server:
     """One ``vllm serve`` process.
 
     Args:
-        folder: for its log.
-        options: of the command line; dictionaries become JSON, True a bare flag.
+        folder: the folder for its log.
+        options: command line options; dictionaries become JSON, True a bare flag.
     """
 
     starts = 0
@@ -74,7 +74,7 @@ class Server:
             time.sleep(0.2)
 
     def get(self, path: str, method: str = "GET") -> tuple[int, str]:
-        """Status and body of a request without a body."""
+        """Return status and body of a request without a body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         with contextlib.closing(connection):
             connection.request(method, path)
@@ -82,7 +82,7 @@ class Server:
             return answer.status, answer.read().decode()
 
     def complete(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
-        """A greedy completion, streamed: ``ttft_s``, ``tokens``, ``text``, ``cached``."""
+        """Stream a greedy completion: ``ttft_s``, ``tokens``, ``text``, ``cached``."""
         body = {
             "model": NAME,
             "prompt": prompt,
@@ -118,14 +118,14 @@ class Server:
             found["cached"] = details.get("cached_tokens") or 0
 
     def metrics(self) -> dict[str, float]:
-        """Its ``/metrics`` by name with labels."""
+        """Return its ``/metrics`` by name with labels."""
         status, text = self.get("/metrics")
         assert status == 200, text
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#"]
         return {name: float(value) for name, value in lines}
 
     def reset(self, external: bool = False) -> None:
-        """``/reset_prefix_cache``; fails if blocks stay held."""
+        """Call ``/reset_prefix_cache``; fail if blocks stay held."""
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
         end = time.monotonic() + 20.0
         while True:
@@ -136,7 +136,7 @@ class Server:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """SIGTERM, as a supervisor would; kill -9 after a while."""
+        """Send SIGTERM, as a supervisor would; kill -9 after a while."""
         self.process.terminate()
         try:
             self.process.wait(30.0)
@@ -144,22 +144,22 @@ class Server:
             self.kill()
 
     def kill(self) -> None:
-        """kill -9 of all its processes."""
+        """Kill -9 all its processes."""
         end_tree(self.process.pid)
         self.process.wait(20.0)
 
     def log_text(self) -> str:
-        """What it has printed."""
+        """Return everything printed so far."""
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = 60) -> str:
-        """The end of that, for messages."""
+        """Return the end of the log, for messages."""
         return "\n".join(self.log_text().splitlines()[-lines:])
 
 
 @contextlib.contextmanager
 def running_server(folder: Path, **options: Any) -> Iterator[Server]:
-    """A server that is up; its log is printed if the block fails."""
+    """A running server; its log is printed if the block fails."""
     server = Server(folder, **options)
     try:
         yield server

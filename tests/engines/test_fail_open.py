@@ -1,4 +1,4 @@
-"""Whatever happens to the daemon, the engine answers as if it had none, and soon enough."""
+"""The engine answers as without a daemon, and soon enough, whatever happens to the daemon."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from support.daemon import Daemon, directories, running_daemon, stopped_daemon, 
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
 DELAY_S = 30.0
-"""Most that a daemon in any state may add to an answer that takes a second: every wait in the
-connector ends, with room for a busy machine."""
+"""Bound on the delay that a daemon in any state may add to an answer that takes a second: every
+wait in the connector ends, with room for a busy machine.
+"""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Not started: the first test wants it absent."""
+    """A daemon that is not started: the first test needs it absent."""
     with stopped_daemon(memory="256MiB") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
-    """One engine for all of the daemon's fates; it started before the daemon."""
+    """One engine for all of the daemon's failures; it started before the daemon."""
     with running_engine(
         logs, **arguments(kv_transfer_config=connector(daemon, patient=False))
     ) as found:
@@ -56,7 +57,7 @@ def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
 
 @pytest.fixture
 def served(engine: Engine, daemon: Daemon) -> Iterator[Engine]:
-    """The engine, attached to the running daemon; both whole and empty-handed afterwards."""
+    """The engine, attached to the running daemon; afterwards both are healthy and hold nothing."""
     if daemon.dead:
         daemon.start()
     wait_attached(daemon)
@@ -72,7 +73,7 @@ def served(engine: Engine, daemon: Daemon) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT at the end."""
+    """Sends SIGSTOP, and SIGCONT at the end."""
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGSTOP)
     try:
@@ -82,13 +83,13 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 
 def timely(engine: Engine, texts: Sequence[Sequence[int]], reference: Reference, what: str) -> None:
-    """Run prompts; the same answers as the reference's, within the delay."""
+    """Runs prompts: the same answers as the reference's, within the delay."""
     expected = reference.answers(texts)
     all_same(engine.generate(*texts, tokens=TOKENS, timeout_s=DELAY_S), expected, what)
 
 
 def back_in_use(engine: Engine, text: Sequence[int], reference: Reference) -> None:
-    """Wait until the cache serves a prompt that it has."""
+    """Waits until the cache serves a prompt that it has."""
 
     def hit() -> bool:
         found = warm(engine, text)
@@ -145,7 +146,7 @@ def test_killed_while_it_stores(
     wait_attached(daemon)
     wait_settled(daemon)
     served.reset()
-    # What is there was adopted or stored since; none of it may be half a block.
+    # The remaining blocks were adopted or stored since; none of them may be half a block.
     all_same(served.generate(*texts, tokens=TOKENS), expected, "from what survived")
 
 
@@ -161,7 +162,7 @@ def test_stopped(served: Engine, daemon: Daemon, reference: Reference) -> None:
 
 
 def test_slow(served: Engine, daemon: Daemon, reference: Reference) -> None:
-    """A daemon that gets the processor a fifth of the time."""
+    """A daemon that gets a fifth of the processor's time."""
     known = [prompt(f"slow {number}") for number in range(3)]
     fresh = [prompt(f"slow and new {number}") for number in range(3)]
     for each in known:
@@ -188,7 +189,7 @@ def test_slow(served: Engine, daemon: Daemon, reference: Reference) -> None:
 
 
 def test_restarted_empty(served: Engine, daemon: Daemon, reference: Reference) -> None:
-    """The arena's files are gone with it: every earlier hit is a miss."""
+    """The arena's files are removed, too: every earlier hit is a miss."""
     text = prompt("restarted empty")
     same(cold(served, daemon, text), reference.answer(text), "cold")
     daemon.kill()
@@ -198,13 +199,13 @@ def test_restarted_empty(served: Engine, daemon: Daemon, reference: Reference) -
     daemon.start()
     wait_attached(daemon)
     assert servable(daemon) == 0
-    # What the engine still has it stores again.
+    # The engine stores the blocks that it still has again.
     timely(served, [text], reference, "its own prefix cache")
     back_in_use(served, text, reference)
 
 
 def _plant_wrong_bytes(daemon: Daemon, every: int) -> None:
-    """Flip bytes of the blocks, wherever they lie, behind the daemon's back."""
+    """Flips bytes of the blocks, wherever they lie, without the daemon's knowledge."""
     assert daemon.arena_dir is not None
     [segment] = daemon.arena_dir.glob("segment-*")
     with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
@@ -214,7 +215,7 @@ def _plant_wrong_bytes(daemon: Daemon, every: int) -> None:
 
 @pytest.mark.parametrize("every", [16 << 10, 4 << 20], ids=["all blocks", "some blocks"])
 def test_wrong_bytes_are_caught(reference: Reference, logs: Path, every: int) -> None:
-    """A poisoned cache, once with the engine that stored it and once with a fresh one."""
+    """Uses a poisoned cache, once with the engine that stored it and once with a fresh one."""
     texts = [prompt(f"poisoned {number}") for number in range(4)]
     expected = reference.answers(texts)
     with running_daemon(memory="64MiB") as daemon:
@@ -229,7 +230,7 @@ def test_wrong_bytes_are_caught(reference: Reference, logs: Path, every: int) ->
             engine.reset()
             all_same(engine.generate(*texts, tokens=TOKENS), expected, "poisoned")
             until(lambda: _caught(daemon) > 0, "wrong bytes are counted")
-            # What was computed instead is stored, and served without a further failure.
+            # The recomputed blocks are stored, and served without a further failure.
             wait_settled(daemon)
             engine.reset()
             all_same(engine.generate(*texts, tokens=TOKENS), expected, "healed")
@@ -243,7 +244,7 @@ def _caught(daemon: Daemon) -> int:
 
 
 def test_full(reference: Reference, logs: Path) -> None:
-    """A daemon of 24 blocks below an engine that makes 50."""
+    """A daemon with room for 24 blocks and an engine that makes 50."""
     texts = [prompt(f"full {number}", 700) for number in range(10)]
     expected = reference.answers(texts)
     with running_daemon(memory="12MiB") as daemon:
@@ -271,7 +272,7 @@ def test_full(reference: Reference, logs: Path) -> None:
 def test_another_contract(
     served: Engine, daemon: Daemon, reference: Reference, name: str, over: dict[str, Any]
 ) -> None:
-    """An engine whose KV is not interchangeable shares the daemon and nothing in it."""
+    """An engine whose KV is not interchangeable shares the daemon and no blocks."""
     text = prompt(f"contract {name} {sorted(over)}")
     same(cold(served, daemon, text), reference.answer(text), "cold")
     options = arguments(name, **over, kv_transfer_config=connector(daemon))
@@ -284,7 +285,7 @@ def test_another_contract(
 
 
 def test_a_daemon_that_is_no_daemon(reference: Reference, logs: Path) -> None:
-    """Something else listens where the daemon was: garbage on the attach socket."""
+    """Another program listens in the daemon's place: garbage on the attach socket."""
     with directories(arena=False) as (folder, _), socket.socket(socket.AF_UNIX) as door:
         (folder / "s").mkdir()
         door.bind(str(folder / "s" / "attach.sock"))

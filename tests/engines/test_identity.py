@@ -1,4 +1,4 @@
-"""A prompt that KVHearth serves is answered as if there were no cache."""
+"""A prompt that KVHearth serves gets the same answer as without a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVED = whole_blocks(LENGTH)
 
 @pytest.fixture(autouse=True)
 def _nothing_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test no lease is out, no engine block pinned, and the daemon's books balance."""
+    """Checks after each test: no lease is out, no engine block is pinned, the books balance."""
     yield
     used = {"daemon", "engine"} & set(request.fixturenames)
     if "daemon" in used:
@@ -65,7 +65,7 @@ def test_lengths_about_a_block(
     same(cold(engine, daemon, text), expected, "cold")
     found = warm(engine, text)
     same(found, expected, "warm")
-    # A prompt that ends with its block: the engine computes the last token again itself.
+    # A prompt that ends with its block: the engine recomputes the last token.
     assert found["cached"] in {whole_blocks(length), length // BLOCK_TOKENS * BLOCK_TOKENS}
 
 
@@ -86,8 +86,8 @@ def test_what_was_generated_is_stored_too(
 def test_another_engine_and_one_started_again(
     engine: Engine, daemon: Daemon, reference: Reference, logs: Path
 ) -> None:
-    """An engine that starts beside or after the one that stored finds it; its way of cutting
-    prompts into chunks does not matter.
+    """An engine that starts beside or after the one that stored finds the blocks; it may cut
+    prompts into chunks differently.
     """
     text = prompt("restart", 1500)
     expected = reference.answer(text)
@@ -145,7 +145,7 @@ def test_a_salt_keeps_prompts_apart(engine: Engine, daemon: Daemon, reference: R
 
 
 def test_prompt_logprobs_are_computed(engine: Engine, daemon: Daemon, reference: Reference) -> None:
-    """They need every position computed, so no cache may serve the prompt."""
+    """Prompt log-probabilities need every position computed, so no cache may serve the prompt."""
     text = prompt("prompt logprobs")
     same(cold(engine, daemon, text), reference.answer(text), "cold")
     engine.reset()
@@ -162,7 +162,7 @@ def test_prompt_logprobs_are_computed(engine: Engine, daemon: Daemon, reference:
 def test_without_the_engines_own_prefix_cache_and_with_preemption(
     daemon: Daemon, reference: Reference, logs: Path
 ) -> None:
-    """An engine of 20 blocks, prompts in chunks, requests that push each other out."""
+    """An engine of 20 blocks, prompts in chunks, requests that preempt each other."""
     texts = [prompt(f"preempted {number}", 500 + 37 * number) for number in range(6)]
     expected = reference.answers(texts, 200)
     options = arguments(
@@ -200,8 +200,8 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_ma
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how it runs; the tokens of its prompt that the cache serves at least, and the
-    blocks of it that are stored (0: one for each 128 tokens).
+    """A model and its options; the least number of prompt tokens that the cache serves, and the
+    number of stored blocks (0: one for each 128 tokens).
     """
 
     name: str
@@ -213,13 +213,13 @@ class Kind:
 
 KINDS = {
     "sliding-window": Kind("sliding"),
-    # Its CPU backend cannot go on from cached KV: vLLM takes chunked prefill away, we refuse.
+    # Its CPU backend cannot continue from cached KV: vLLM disables chunked prefill, we refuse.
     "mla": Kind("mla", served_min=0),
     "fp8": Kind("tiny", {"kv_cache_dtype": "fp8"}),
     "speculative": Kind("tiny", {"speculative_config": SPECULATIVE}),
     # The CPU build runs Mamba-2 only without prefix caching and then keeps no state to store.
     "mamba": Kind("mamba", {"enable_prefix_caching": False}, served_min=0),
-    # Its CPU kernels want bfloat16. Blocks have 256 tokens, but vLLM's scheduler cuts prefills at
+    # Its CPU kernels need bfloat16. Blocks have 256 tokens, but vLLM's scheduler cuts prefills at
     # the last multiple of 128: it keeps a state only where that is a multiple of 256, too.
     "gated-delta": Kind(
         "gated-delta", {"dtype": "bfloat16"}, served_min=1280, blocks=8, length=1400
@@ -229,7 +229,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_other_kinds_of_engine(daemon: Daemon, logs: Path, kind: Kind) -> None:
-    """Each against itself without a cache: cold, warm, and in an engine that started later."""
+    """Compares each with itself without a cache: cold, warm, and in an engine started later."""
     text = prompt(f"{kind.name} {sorted(kind.over)}", kind.length)
     served = []
     answers = []

@@ -1,4 +1,4 @@
-"""An engine in the caller's process gives its blocks back when its last request ends."""
+"""An engine in the caller's process releases its blocks when its last request ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engines.kit import (
 from support.daemon import Daemon, until
 
 LENGTHS = (1013, 757, 1525)
-"""The last step of 12 fills a block of each."""
+"""Prompt lengths; the last of 12 steps fills a block of each."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -35,7 +35,7 @@ def test_reset_and_sleep_after_the_last_request(
     texts = [prompt(f"in-process {ranks} {length}", length) for length in LENGTHS]
     expected = reference.answers(texts)
     before = servable(daemon)
-    # Sleep resets connectors, too, and this engine is alone in its namespace.
+    # Sleep resets connectors, too, and this engine is the only one in its namespace.
     options = arguments(
         tensor_parallel_size=ranks, kv_transfer_config=connector(daemon, on_reset="keep")
     )
@@ -44,7 +44,7 @@ def test_reset_and_sleep_after_the_last_request(
         told = json.loads(answers.readline() or "{}")
         all_same(told["first"], expected, "cold")
         assert told["reset"] is True, "blocks were held after the last step"
-        # Without a further step of the engine's.
+        # The engine takes no further step.
         wait_stored(daemon, before + sum((length + 11) // 128 for length in LENGTHS))
         go.write(b"!")
         told = json.loads(answers.readline() or "{}")
@@ -60,8 +60,8 @@ def test_reset_and_sleep_after_the_last_request(
 def led(
     daemon: Daemon, logs: Path, options: dict[str, Any], texts: list[list[int]]
 ) -> Iterator[tuple[IO[str], IO[bytes]]]:
-    """``engines.inprocess`` in a process of its own, ready to begin: its answers, and where it is
-    told to go on.
+    """Runs ``engines.inprocess`` in a separate process; yields its answers and the pipe that lets
+    it continue.
     """
     log_path = logs / "in-process.log"
     out, told = os.pipe()

@@ -72,7 +72,7 @@ def test_either_order(
 
 
 def replaced(recipe: dict[str, Any], daemon: Daemon) -> dict[str, Any]:
-    """A recipe with our sibling in the place of NIXL, on a daemon of the test."""
+    """A recipe with our sibling in place of NIXL, on a daemon of the test."""
     text = json.dumps(recipe)
     found: dict[str, Any] = json.loads(text.replace('"NixlConnector"', '"SiblingConnector"'))
     for child in found["kv_connector_extra_config"]["connectors"]:
@@ -86,7 +86,7 @@ def replaced(recipe: dict[str, Any], daemon: Daemon) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def conversing(logs: Path, daemon: Daemon) -> Iterator[list[Engine]]:
-    """The engines of the first two recipes: one that prefills and one that decodes."""
+    """The engines of the first two recipes: one prefills and one decodes."""
     prefill, decode = (replaced(recipe, daemon) for recipe in recipes()[:2])
     with (
         running_engine(logs, **arguments(kv_transfer_config=prefill)) as first,
@@ -114,8 +114,8 @@ def test_the_next_turn_finds_what_the_consumer_decoded(
 
 
 def test_vllm_takes_the_recipes(logs: Path) -> None:
-    """Each is a configuration of vLLM's whose children demand one layout on CUDA, NIXL's, and whose
-    KVHearth child can be made.
+    """Each is a valid vLLM configuration whose children demand one layout on CUDA, NIXL's, and
+    whose KVHearth child can be made.
     """
     assert len(recipes()) == 3
     made = inside(logs, "children", engine=arguments(), transfers=recipes())
@@ -128,7 +128,7 @@ def test_vllm_takes_the_recipes(logs: Path) -> None:
 
 
 def test_layouts(logs: Path) -> None:
-    """As vLLM asks for them on CUDA: of us alone, and beside the real classes of others."""
+    """Layouts that vLLM demands on CUDA: of ours alone, and beside the real classes of others."""
 
     def ours(layout: str | None) -> dict[str, Any]:
         extra = {} if layout is None else {"layout": layout}
@@ -156,7 +156,7 @@ def test_layouts(logs: Path) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_vllm_takes_the_arguments_of_a_deployed_engine(logs: Path, name: str) -> None:
-    """With a model that is there in the place of the hub's."""
+    """Uses a local model in place of the hub's."""
     engine = ENGINES[name]()
     words = [str(model("tiny")), *engine.words[1:]]
     found = inside(logs, "served", environment=engine.environment, words=words)

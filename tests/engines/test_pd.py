@@ -1,4 +1,4 @@
-"""Prefill/decode disaggregation: one engine prefills, another decodes, the daemon between them."""
+"""Prefill/decode disaggregation: one engine prefills, another decodes, through the daemon."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def decode(logs: Path, daemon: Daemon) -> Iterator[Engine]:
 
 
 def handed_over(prefill: Engine, decode: Engine, text: list[int]) -> Answer:
-    """What a proxy does: one token from the one engine, then the same prompt to the other, at
-    once, with what the first one said of the transfer.
+    """Acts as a proxy: takes one token from one engine, then sends the same prompt to the other at
+    once, with the first one's transfer parameters.
     """
     first = prefill.one(text, tokens=1)
     assert first["cached"] == 0
@@ -66,7 +66,7 @@ def test_handed_over(prefill: Engine, decode: Engine, daemon: Daemon, reference:
 def test_handed_over_at_once(
     prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference
 ) -> None:
-    """Whether or not the blocks arrived before the request, the answer is right."""
+    """The answer is right whether or not the blocks arrived before the request."""
     texts = [prompt(f"at once {number}") for number in range(6)]
     expected = reference.answers(texts)
     all_same([handed_over(prefill, decode, each) for each in texts], expected, "at once")
@@ -92,7 +92,7 @@ def test_roles_keep_to_themselves(
 def test_prefilling_engine_killed(
     prefill: Engine, decode: Engine, daemon: Daemon, reference: Reference
 ) -> None:
-    """What it stored stays, and the decoding engine goes on."""
+    """Its stored blocks stay, and the decoding engine continues."""
     text = prompt("left behind")
     before = servable(daemon)
     prefill.one(text, tokens=1)

@@ -1,5 +1,5 @@
-"""vLLM's second model runner, which CUDA has by default: its own side of the connector, on pages of
-the CPU.
+"""vLLM's second model runner, the default on CUDA: its own side of the connector, on pages of the
+CPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from support.daemon import Daemon
 
 
 def test_only_a_step_without_tokens_waits_for_a_load(logs: Path, daemon: Daemon) -> None:
-    """The runner calls ``start_load_kv`` outside of the forward pass, where there is no attention
-    metadata in a busy step either.
+    """The runner calls ``start_load_kv`` outside the forward pass, where there is no attention
+    metadata even in a busy step.
     """
     engine = arguments(kv_transfer_config=connector(daemon))
     waits = inside(logs, "idle_waits", engine=engine)

@@ -1,4 +1,4 @@
-"""The README's flag on ``vllm serve``: three processes, HTTP, and what its ``/metrics`` says."""
+"""The README's flag on ``vllm serve``: three processes, HTTP, and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
         hits = [v for n, v in metrics.items() if n.startswith("vllm:external_prefix_cache_hits_t")]
         assert sum(hits) == SERVED
         assert any(name.startswith("vllm:kvhearth_") for name in metrics), sorted(metrics)
-        # What it was told to keep, and what others share, it forgets locally only, and says so.
+        # It forgets shared blocks, and those it was told to keep, only locally, and logs that.
         server.reset(external=True)
         assert server.complete(text)["cached"] == SERVED
         assert "are kept" in server.log_text()

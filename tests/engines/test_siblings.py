@@ -26,7 +26,7 @@ SERVED = whole_blocks(LENGTH)
 GENERATED = 120
 HITS = "vllm:external_prefix_cache_hits"
 NOT_OURS = {"max_offload_tokens": 1}
-"""``kv_transfer_params`` of a request of which KVHearth stores nothing."""
+"""The ``kv_transfer_params`` of a request of which KVHearth stores nothing."""
 
 
 class Pair:
@@ -37,26 +37,26 @@ class Pair:
         self._control = control
 
     def say(self, word: str) -> None:
-        """Tell the sibling what to do; see ``engines.loading_sibling``."""
+        """Tells the sibling what to do; see ``engines.loading_sibling``."""
         fresh = self._control.with_suffix(".new")
         fresh.write_text(word)
         fresh.rename(self._control)
 
     def sibling_learns(self, *texts: list[int]) -> None:
-        """Let the sibling, and nobody else, have prompts."""
+        """Lets only the sibling have the prompts."""
         self.say("go")
         self.engine.generate(*texts, tokens=1, transfer=NOT_OURS)
         self.engine.reset()
 
     def forget(self) -> None:
-        """Leave prompts to KVHearth alone."""
+        """Leaves prompts to KVHearth alone."""
         self.say("forget")
         self.engine.reset()
 
 
 @pytest.fixture(scope="module")
 def pair(logs: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of 40 blocks, so that requests also push each other out."""
+    """A pair whose engine has 40 blocks, so that requests also preempt each other."""
     control = tmp_path_factory.mktemp("sibling") / "control"
     control.write_text("go")
     sibling = {
@@ -79,7 +79,7 @@ def pair(logs: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True)
 def _nothing_left_over(pair: Pair, daemon: Daemon) -> Iterator[None]:
-    """After each test nothing is leased, and no block of the engine is held."""
+    """Checks after each test: nothing is leased, and no block of the engine is held."""
     yield
     pair.say("go")
     wait_settled(daemon)
@@ -87,7 +87,7 @@ def _nothing_left_over(pair: Pair, daemon: Daemon) -> Iterator[None]:
 
 
 def test_aborted_while_the_sibling_loads(pair: Pair, daemon: Daemon, reference: Reference) -> None:
-    """vLLM counts the load as computed from its beginning on; its blocks hold other KV."""
+    """vLLM counts a load as computed from its beginning; its blocks still hold other KV."""
     texts = [prompt(f"sibling, aborted {number}") for number in range(3)]
     expected = reference.answers(texts)
     pair.engine.generate(*[prompt(f"old KV {n}") for n in range(4)], tokens=1, transfer=NOT_OURS)
@@ -113,7 +113,7 @@ def test_a_load_of_the_sibling_fails(
     before, hits = servable(daemon), pair.engine.metric(HITS)
     pair.say(failure)
     found = pair.engine.begin("generate", requests=[{"prompt": text, "tokens": 12}])
-    if failure == "fail":  # vLLM asks again, for all of it
+    if failure == "fail":  # vLLM asks again, for the whole prompt
         until(lambda: pair.engine.metric(HITS) > hits, "it loads")
         pair.say("forget")
     [answer] = found.result(60.0)
@@ -126,7 +126,7 @@ def test_a_load_of_the_sibling_fails(
 
 
 def test_finished(pair: Pair, daemon: Daemon, reference: Reference) -> None:
-    """Blocks that the sibling has brought are stored once the request is computed on."""
+    """Blocks loaded by the sibling are stored once the request is computed further."""
     text = prompt("sibling, finished")
     pair.sibling_learns(text)
     before = servable(daemon)

@@ -1,4 +1,4 @@
-"""The real engine on a daemon whose memory holds a part of what its SSD holds."""
+"""The real engine on a daemon whose memory holds a part of its SSD's blocks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from support.daemon import Daemon, running_daemon, until
 LENGTH = 1000
 BLOCKS = LENGTH // BLOCK_TOKENS
 TEXTS = [prompt(f"ssd {number}", LENGTH) for number in range(10)]
-"""Of 512 KiB a block: twice what the memory holds."""
+"""Prompts with blocks of 512 KiB: twice what the memory holds."""
 STOCK_TOKENS = 1024
 
 
 def from_disk(engine: Engine) -> float:
-    """Prompt tokens that had to climb, by vLLM's own count."""
+    """Returns prompt tokens that had to be promoted, by vLLM's own count."""
     name = "vllm:prompt_tokens_cached_by_source"
     found: dict[str, float] = engine.ask("labelled", name=name, label="source")
     return found.get("disk", 0.0)
 
 
 def write_back(engine: Engine, daemon: Daemon, reference: Reference) -> None:
-    """Run all prompts for the first time; all are on SSD then, the first of them there only."""
+    """Runs all prompts for the first time; then all are on SSD, the first of them only there."""
     for number, text in enumerate(TEXTS):
         until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
         found = engine.one(text)
@@ -52,7 +52,7 @@ def write_back(engine: Engine, daemon: Daemon, reference: Reference) -> None:
 def test_a_prompt_from_ssd_is_the_computed_one(
     tmp_path: Path, reference: Reference, logs: Path
 ) -> None:
-    """Also where nothing but the SSD has outlived the daemon."""
+    """Also if only the SSD has outlived the daemon."""
     options = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "2MiB"}
     with running_daemon(arena=False, memory="20MiB", **options) as daemon:
         flag = connector(daemon, stock_tokens=STOCK_TOKENS, climb_wait_ms=60_000)

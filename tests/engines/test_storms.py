@@ -1,4 +1,4 @@
-"""Aborts, preemptions and restarts by the hundred leave nothing behind in either process."""
+"""Hundreds of aborts, preemptions and restarts leave nothing behind in either process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support.daemon import Daemon, running_daemon, until
 
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "8"))
 REQUESTS = 30
-"""Of one round; 34 rounds make the thousand of the requirement."""
+"""Requests of one round; 34 rounds make the thousand of the requirement."""
 LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
 
 
 @pytest.fixture(scope="module")
 def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
-    """Of 40 blocks, so that requests also push each other out."""
+    """An engine of 40 blocks, so that requests also preempt each other."""
     options = arguments(
         max_model_len=2048,
         max_num_batched_tokens=1024,
@@ -48,13 +48,13 @@ def engine(logs: Path, daemon: Daemon) -> Iterator[Engine]:
 
 
 def descriptors(engine: Engine) -> int:
-    """Open descriptors of all its processes."""
+    """Returns the number of open descriptors of all its processes."""
     return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in engine.pids)
 
 
 def some_request(source: random.Random, texts: list[list[int]]) -> dict[str, Any]:
-    """Mostly prompts that are in the cache; aborted at once, while loading, while computing,
-    while decoding, or not at all.
+    """Mostly prompts that are in the cache; aborted at once, while loading, while computing, while
+    decoding, or not at all.
     """
     text = source.choice(texts)
     if source.random() < 0.2:
@@ -101,7 +101,7 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
 
 @pytest.fixture
 def own_daemon() -> Iterator[Daemon]:
-    """One that no other engine is attached to."""
+    """A daemon without any other engine."""
     with running_daemon(memory="256MiB") as found:
         yield found
 
@@ -109,7 +109,7 @@ def own_daemon() -> Iterator[Daemon]:
 def test_engines_killed_in_their_midst(
     own_daemon: Daemon, reference: Reference, logs: Path
 ) -> None:
-    """kill -9 while they load and store: the daemon gets everything back."""
+    """kill -9 of engines that load and store: the daemon gets everything back."""
     daemon = own_daemon
     texts = [prompt(f"midst {number}", 1500) for number in range(4)]
     expected = reference.answers(texts)
@@ -137,7 +137,7 @@ def test_engines_killed_in_their_midst(
 
 
 def hurt(daemon: Daemon, how: str) -> None:
-    """Kill and restart the daemon, or stop it for a moment."""
+    """Kills and restarts the daemon, or stops it for a moment."""
     if how == "killed":
         daemon.restart()
         return
@@ -148,7 +148,7 @@ def hurt(daemon: Daemon, how: str) -> None:
 
 
 def test_tensor_parallel_in_chaos(own_daemon: Daemon, reference: Reference, logs: Path) -> None:
-    """Two ranks load while the daemon is killed or stands still, and requests are aborted."""
+    """Two ranks load while the daemon is killed or stopped, and requests are aborted."""
     daemon = own_daemon
     texts = [prompt(f"two ranks {number}", 1000) for number in range(4)]
     expected = reference.answers(texts)
@@ -173,8 +173,8 @@ def test_tensor_parallel_in_chaos(own_daemon: Daemon, reference: Reference, logs
 def hurt_while_loading(
     pair: Engine, daemon: Daemon, texts: list[list[int]], how: str
 ) -> list[dict[str, Any]]:
-    """Run prompts one after the other, each also once aborted, and hurt the daemon when a load has
-    ended; what the ones got that were not aborted.
+    """Runs prompts one after the other, each also once aborted, and hurts the daemon after a load
+    has ended; returns the results of those not aborted.
     """
     wait_attached(daemon)
     wait_settled(daemon)

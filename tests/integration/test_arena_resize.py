@@ -1,4 +1,4 @@
-"""Settings that changed between two starts on one arena directory: blocks move, or nothing does."""
+"""Settings changed between two starts on one arena: blocks are moved, or nothing changes."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ POINTS = sorted(set(re.findall(r'\bhit\("(resize\.[a-z_]+)"\)', _RESIZE.read_tex
 
 
 def named(count: int, first: int = 0) -> list[bytes]:
-    """Keys that differ."""
+    """Distinct keys."""
     return [number.to_bytes(32, "big") for number in range(first, first + count)]
 
 
 def stored(engine: Engine, keys: list[bytes]) -> None:
-    """Store chains of 32 blocks each."""
+    """Stores chains of 32 blocks each."""
     for start in range(0, len(keys), A_SLAB):
         part = keys[start : start + A_SLAB]
         assert engine.store(part).bound == part
 
 
 def served(engine: Engine, keys: list[bytes]) -> list[bytes]:
-    """The keys that are served; a wrong byte fails.
+    """Returns the keys that are served; a wrong byte fails.
 
     A small arena leases few blocks at once, and leases come back a moment after a load, so blocks
-    that are there and got no lease are asked for again.
+    that are present but got no lease are requested again.
     """
     right: set[bytes] = set()
     absent: set[bytes] = set()
@@ -77,7 +77,7 @@ def changed(daemon: Daemon, engine: Engine, end: str, fault: str = "", **setting
 
 
 def refused(daemon: Daemon) -> str:
-    """The last words of a start that is refused because of the arena."""
+    """Returns the last words of a start that fails because of the arena."""
     assert daemon.launch().wait(EXIT_S) == 3, daemon.log_tail()
     assert "Traceback" not in daemon.log_text()
     return daemon.log_text().splitlines()[-1]
@@ -90,7 +90,7 @@ def arena_files(daemon: Daemon) -> dict[str, int]:
 
 
 def keep(daemon: Daemon, count: int) -> None:
-    """Evict all but ``count`` blocks."""
+    """Evicts all but ``count`` blocks."""
     spaces = daemon.admin(
         lambda stub, metadata: stub.ListNamespaces(
             admin_pb2.ListNamespacesRequest(), metadata=metadata
@@ -103,7 +103,7 @@ def keep(daemon: Daemon, count: int) -> None:
 
 @pytest.fixture(params=["kill -9", "SIGTERM"])
 def end(request: pytest.FixtureRequest) -> str:
-    """How the first daemon ends."""
+    """Way in which the first daemon ends."""
     return str(request.param)
 
 
@@ -126,7 +126,7 @@ def test_more_memory_keeps_every_block(end: str) -> None:
 
 
 def test_less_memory_keeps_every_block_where_all_fit(end: str) -> None:
-    """The blocks that are left lie at the arena's end, so they have to move."""
+    """The remaining blocks lie at the arena's end, so they have to be moved."""
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         stored(engine, named(5 * A_SLAB))
         keys = named(2 * A_SLAB, 10_000)
@@ -157,7 +157,7 @@ def test_less_memory_evicts_only_what_has_no_room(end: str) -> None:
 
 
 def test_a_chain_keeps_its_root() -> None:
-    """A chain that grew lately is worth keeping from its root on: without it nothing is a hit."""
+    """A chain that grew recently is kept from its root on: without the root nothing hits."""
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         root, leaf = named(A_SLAB), named(A_SLAB, 10_000)
         stored(engine, root)
@@ -208,7 +208,7 @@ def test_a_death_in_the_middle_loses_nothing_that_fits(point: str, memory: str) 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_death_in_the_middle_does_not_bind_the_operator(point: str) -> None:
-    """After it, the old size is as good as the new one."""
+    """After the daemon's death the old size works as well as the new one."""
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         keys = named(2 * A_SLAB)
         stored(engine, keys)
@@ -221,19 +221,19 @@ def test_a_death_in_the_middle_does_not_bind_the_operator(point: str) -> None:
 
 
 def test_memory_that_an_old_client_maps_is_kept_until_it_lets_go() -> None:
-    """Cutting a file under a client's mapping would end its process with SIGBUS."""
+    """Truncating a file under a client's mapping would end its process with SIGBUS."""
     with running_daemon() as daemon:
         with engine_of(daemon.url(), CONTRACT) as engine:
             stored(engine, named(A_SLAB))
         assert daemon.arena_dir is not None
         held = os.open(daemon.arena_dir / "segment-0", os.O_RDWR)
         lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 777, 1, 0)
-        fcntl.fcntl(held, 37, lock)  # F_OFD_SETLK, as a client's descriptor has it
+        fcntl.fcntl(held, 37, lock)  # F_OFD_SETLK, as on a client's descriptor
         daemon.kill()
         daemon.settings["memory"] = "8MiB"
         daemon.start()
         assert arena_files(daemon)["segment-0"] == 16 * MIB
-        # It may still write where the arena ended: that part is nobody's until it is gone.
+        # The client may still write behind the arena's new end: that part is unused until it exits.
         daemon.kill()
         daemon.settings["memory"] = "32MiB"
         assert "still map" in refused(daemon)
@@ -292,12 +292,12 @@ def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
                 assert after == before, "nothing is lost for more memory"
             assert daemon.stats().segments[0].bytes == wanted * MIB
             for engine in (wide, narrow):
-                engine.scheduler.copier()  # which lets go of the arena before
+                engine.scheduler.copier()  # releases the previous arena's mapping
             until(lambda w=wanted: arena_files(daemon)["segment-0"] == w * MIB, "it is cut")
             mebibytes = wanted
 
 
-# -- what cannot be taken over ---------------------------------------------------------------------
+# -- arenas that cannot be adopted -----------------------------------------------------------------
 
 CHANGES: list[dict[str, object]] = [
     {"slot_bytes_min": "64KiB"},
@@ -327,7 +327,7 @@ def test_an_arena_is_discarded_only_if_that_is_asked_for(change: dict[str, objec
         assert [line for line in daemon.own_lines() if "discard" in line and "warning" in line]
         assert served(engine, keys) == []
         stored(engine, keys)
-        # With the flag left in a unit's file a restart keeps what fits its settings.
+        # If the flag stays in a unit's file, a restart keeps all that fits its settings.
         assert changed(daemon, engine, "kill -9")
         assert served(engine, keys) == keys
 

@@ -1,4 +1,4 @@
-"""Bad input on the attach socket of a real daemon: a reason, a count, and nothing more."""
+"""Bad input on the attach socket of a real daemon: a reason, a count, and no other effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, encode_frame
 
 TIMEOUT_S = 0.6
-"""A hasty daemon's bound for a handshake."""
+"""Handshake timeout of the daemon in ``hasty``."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def hasty() -> Iterator[Daemon]:
-    """One that waits for a handshake no longer than ``TIMEOUT_S``; the others have time."""
+    """A daemon with the handshake timeout ``TIMEOUT_S``; the other daemons wait longer."""
     with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
         yield daemon
         end_well(daemon)
@@ -72,7 +72,7 @@ def frame(body: bytes) -> bytes:
 
 
 def raw_frame(message: dict[str, Any]) -> bytes:
-    """A frame that is JSON in UTF-8, with no escapes where none are needed."""
+    """A frame with JSON in UTF-8, with escapes only where they are needed."""
     return frame(json.dumps(message, ensure_ascii=False).encode())
 
 
@@ -278,7 +278,7 @@ def test_a_page_that_no_slab_can_hold(daemon: Daemon) -> None:
 
 
 def test_a_refusal_is_short_whatever_it_is_about(daemon: Daemon) -> None:
-    # Escaped, these 60,000 characters would be three times a frame.
+    # Escaped, these 60,000 characters would be three times as long as a frame may be.
     contract = json.dumps(grouped(kind="\U0001f525" * 60_000), ensure_ascii=False)
     with refused(daemon, Reason.BAD_CONTRACT) as caught:
         say(daemon, raw_frame(raw_hello(contract=contract)))
@@ -292,7 +292,7 @@ def test_a_contract_that_grows_when_it_is_written_out(daemon: Daemon) -> None:
     assert "canonical JSON" in caught.value.message
 
 
-# -- what the state refuses ----------------------------------------------------------------------
+# -- hellos that the state forbids ---------------------------------------------------------------
 
 
 def test_a_taken_place(daemon: Daemon) -> None:
@@ -343,7 +343,9 @@ def test_a_stale_incarnation(daemon: Daemon) -> None:
 
 
 def test_a_lie_about_the_previous_session(daemon: Daemon) -> None:
-    """Only the session's own boot and tenant may be called drained, and only when it is gone."""
+    """A client may only report its own boot's and tenant's session as drained, and only once it is
+    gone.
+    """
     with RawSession(daemon, engine_id="old") as old:
         extents = old.reserve(2)
         lie = {"previous_session": old.welcome["session"], "previous_drained": True}
@@ -352,7 +354,7 @@ def test_a_lie_about_the_previous_session(daemon: Daemon) -> None:
         assert old.abort(extents).freed_slots == 2
 
 
-# -- life lines ----------------------------------------------------------------------------------
+# -- attach sockets ------------------------------------------------------------------------------
 
 AFTER_WELCOME: dict[str, bytes] = {
     "a second hello": encode_frame(raw_hello()),
@@ -384,7 +386,7 @@ def test_half_a_frame_on_a_life_line_is_no_end(daemon: Daemon) -> None:
 
 
 def test_what_the_wire_says_is_no_namespace_of_its_own(daemon: Daemon) -> None:
-    """Spaces, order and escapes of the JSON do not make another namespace."""
+    """White space, order and escapes of the JSON do not make another namespace."""
     spaced = json.dumps(dict(reversed(GOOD.items())), indent=2)
     with RawSession(daemon) as one, RawSession(daemon, contract=spaced) as other:
         assert one.welcome["namespace"] == other.welcome["namespace"]
@@ -403,7 +405,7 @@ def test_nothing_came_before_the_first_frame(daemon: Daemon) -> None:
 
 
 def test_a_good_contract_is_good() -> None:
-    """What the broken ones above are made of is not what breaks them."""
+    """The contract underlying the broken ones above is accepted."""
     groups = (GroupSpec(GroupKind.SLIDING_WINDOW, 16, PAGE_BYTES, window_tokens=64),)
     for contract in (raw_contract(), raw_contract(groups=groups)):
         assert contract.from_json(contract.to_json()) == contract

@@ -1,4 +1,4 @@
-"""Too much of everything at the attach socket of a real daemon, and who may not see whom."""
+"""Excess of every kind at the attach socket of a real daemon, and isolation between users."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvhearth.errors import Reason
 from kvhearth.wire.handshake import encode_frame
 
 TIMEOUT_S = 1.5
-"""A hasty daemon's bound for a handshake."""
+"""Handshake timeout of the daemon in ``hasty``."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def hasty() -> Iterator[Daemon]:
-    """One that waits for a handshake no longer than ``TIMEOUT_S``, with an engine that goes on."""
+    """A daemon with the handshake timeout ``TIMEOUT_S`` and an engine at work."""
     with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
         with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
             goes_on(engine)
@@ -121,7 +121,8 @@ def test_namespaces_are_bounded() -> None:
         full.close()
         empty.line.close()
         until(lambda: daemon.stats().sessions == 0, "both left")
-        # What is empty makes place, even if a member of its last group may still write somewhere.
+        # An empty namespace gives way, even if a member of its last group may still write
+        # somewhere.
         with RawSession(daemon, **name(2)):
             assert len(seats(daemon)) == 2
             with refused(daemon, Reason.TOO_MANY_NAMESPACES):
@@ -133,12 +134,12 @@ def test_namespaces_are_bounded() -> None:
 
 
 def long_contract(number: int) -> str:
-    # An umlaut is six bytes in the canonical form: 50 KiB of at most 64.
+    # An umlaut takes six bytes in the canonical form: 50 KiB of at most 64.
     return json.dumps(fat_contract(number, "\u00fc"))
 
 
 def test_the_texts_of_all_contracts_are_bounded() -> None:
-    """Long contracts use up the room for namespaces far below their greatest number."""
+    """Long contracts use up the room for namespaces long before their maximum number is reached."""
     with running_daemon(arena=False) as daemon, contextlib.ExitStack() as held:
         with refused(daemon, Reason.TOO_MANY_NAMESPACES):
             for number in range(200):
@@ -194,8 +195,8 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def another_user(daemon: Daemon, **changes: Any) -> Iterator[dict[str, Any]]:
-    """What the daemon answers to another user's hello; the session lives as long as the block."""
-    # Who may enter is the directory's matter.
+    """Yields the daemon's answer to another user's hello; the session ends with the block."""
+    # Access to the socket is controlled by its directory.
     daemon.folder.chmod(0o755)
     daemon.socket_dir.chmod(0o755)
     words = [str(daemon.socket_dir), json.dumps(raw_hello(**changes))]
@@ -227,7 +228,7 @@ def test_a_user_of_no_tenant(daemon: Daemon) -> None:
 
 @as_root
 def test_tenants_share_nothing() -> None:
-    """The same contract, engine id and keys under another user: a miss, and another memory."""
+    """The same contract, engine id and keys under another user: a miss, and separate memory."""
     tenants = f"a=0:8MiB b={ANONYMOUS}:8MiB"
     contract = contract_of(PAGE_BYTES)
     with running_daemon(arena=False, tenants=tenants) as daemon:

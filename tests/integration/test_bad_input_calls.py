@@ -1,4 +1,4 @@
-"""Bad input on the calls socket of a real daemon: a reason, a count, and nothing more."""
+"""Bad input on the calls socket of a real daemon: a reason, a count, and no other effect."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def session(daemon: Daemon) -> Iterator[RawSession]:
 
 
 def private_bytes(daemon: Daemon) -> int:
-    """Memory of the daemon's own."""
+    """Returns the size of the daemon's private memory."""
     assert daemon.process is not None
     text = Path(f"/proc/{daemon.process.pid}/status").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("RssAnon:"))
@@ -165,7 +165,7 @@ def test_a_session_has_so_many_connections(daemon: Daemon, session: RawSession) 
 
 
 def test_many_calls_at_once_are_answered_in_order(daemon: Daemon, session: RawSession) -> None:
-    """Also where one of them waits for something: a release with a report of wrong bytes."""
+    """Even if one of them has to wait: a release that reports wrong bytes."""
     with RawCalls(daemon, session.token) as calls:
         asked = []
         for number in range(1, 301):
@@ -184,7 +184,7 @@ def test_frames_may_come_byte_by_byte(daemon: Daemon, session: RawSession) -> No
 
 
 def test_a_frame_alone_is_answered_as_one_among_others(daemon: Daemon, session: RawSession) -> None:
-    """Refused calls too; and what comes in pieces, or with the beginning of the next one."""
+    """Includes rejected calls, and frames that arrive in pieces or with the next one's head."""
     keys = GroupKeys(group=0, keys=b"k" * 32 * 40)
     lookup = pb.LookupRequest(epoch=session.epoch, groups=[keys]).SerializeToString()
     calls_made = [("Lookup", lookup), ("Heartbeat", b""), ("Lookup", b"\xff"), ("Pin", b"")]
@@ -200,7 +200,7 @@ def test_a_frame_alone_is_answered_as_one_among_others(daemon: Daemon, session: 
             for size in sizes:
                 calls.send(stream[sent : sent + size])
                 sent += size
-                time.sleep(0.02)  # so that the daemon reads it apart from the next
+                time.sleep(0.02)  # so that the daemon reads this part separately
             got = [calls.frame() for _ in asked]
         answers.append(got)
     assert [(kind, number) for kind, number, _ in answers[0]] == [
@@ -210,7 +210,7 @@ def test_a_frame_alone_is_answered_as_one_among_others(daemon: Daemon, session: 
 
 
 def test_who_does_not_read_is_asked_nothing_more(daemon: Daemon, session: RawSession) -> None:
-    """Its replies wait up to a bound, its next calls in its own socket; nobody else waits."""
+    """Replies wait up to a bound, further calls in their own socket; no other peer waits."""
     keys = GroupKeys(group=0, keys=b"k" * 32 * 1000)
     lookup = pb.LookupRequest(epoch=session.epoch, groups=[keys]).SerializeToString()
     before = private_bytes(daemon)

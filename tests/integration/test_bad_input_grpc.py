@@ -1,4 +1,4 @@
-"""What bad calls on the gRPC socket of a real daemon get: a status, a reason, a count, no harm."""
+"""Bad calls on the gRPC socket of a real daemon: a status, a reason, a count, and no harm."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
 
 @pytest.fixture
 def session(daemon: Daemon) -> Iterator[RawSession]:
-    """A scheduler whose contract has two groups: pages of 16 KiB, and of 8 KiB."""
+    """A scheduler whose contract has two groups: pages of 16 KiB and of 8 KiB."""
     groups = (
         GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),
         GroupSpec(GroupKind.FULL, 16, PAGE_BYTES // 2),
@@ -80,11 +80,11 @@ def session(daemon: Daemon) -> Iterator[RawSession]:
 
 
 def request_of(method: str) -> Any:
-    """An empty request of a method of the cache's service."""
+    """An empty request of a method of the cache service."""
     return getattr(pb, f"{method}Request")()
 
 
-# -- who is asking -------------------------------------------------------------------------------
+# -- authentication ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", CACHE_METHODS)
@@ -117,7 +117,7 @@ def test_an_incomplete_group_reserves_nothing(daemon: Daemon) -> None:
 
 
 def test_a_dead_group(daemon: Daemon) -> None:
-    """When the scheduler leaves, the group ends: for its worker too, and for all it held."""
+    """The group ends with its scheduler: for its worker too, with everything it held."""
     group = {"engine_id": "dead", "contract": raw_contract(tensor_parallel=2).to_json()}
     scheduler = RawSession(daemon, **group)
     with RawSession(daemon, **group, scheduler=False, rank=1) as worker:
@@ -232,7 +232,7 @@ def test_too_many_counters(daemon: Daemon, session: RawSession) -> None:
 
 
 def test_too_long_a_message(daemon: Daemon, session: RawSession) -> None:
-    """gRPC itself refuses it; a client tells it by its text from a daemon that is overloaded."""
+    """gRPC itself rejects it; the client distinguishes it from overload by the error's text."""
     request = pb.HeartbeatRequest(counters={"x" * MESSAGE_BYTES_MAX: 1})
     call = session.channel.unary_unary("/kvhearth.proto.v1.CacheService/Heartbeat")
     with pytest.raises(grpc.RpcError) as caught:
@@ -246,7 +246,7 @@ def test_too_long_a_message(daemon: Daemon, session: RawSession) -> None:
 
 
 def test_no_answer_is_longer_than_a_message(daemon: Daemon) -> None:
-    """Many shards make long answers, so fewer blocks go into one call, and the welcome says so."""
+    """Many shards make long answers, so a call takes fewer blocks; the welcome says how many."""
     ranks = 64
     group = GroupSpec(GroupKind.FULL, 16, 4096, shards=ranks)
     contract = raw_contract(groups=(group,), tensor_parallel=ranks).to_json()
@@ -271,7 +271,7 @@ def test_no_answer_is_longer_than_a_message(daemon: Daemon) -> None:
 
 
 def with_(extents: Records, **columns: Any) -> Records:
-    """The extents with other values in their first row."""
+    """Returns the extents with other values in their first row."""
     copy = extents.copy()
     for name, value in columns.items():
         copy[name][0] = value
@@ -314,7 +314,7 @@ BAD_COMMITS: dict[str, tuple[Callable[[Records], dict[str, Any]], Reason]] = {
 
 @pytest.mark.parametrize("name", BAD_COMMITS)
 def test_bad_commit(daemon: Daemon, session: RawSession, name: str) -> None:
-    """Nothing of a refused commit is bound, and what was reserved can still be used."""
+    """A rejected commit binds nothing, and its reserved slots stay usable."""
     change, reason = BAD_COMMITS[name]
     keys, extents = new_keys(2), session.reserve(2)
     with refused(daemon, reason):
@@ -403,7 +403,7 @@ def test_slots_that_are_not_there(daemon: Daemon, session: RawSession) -> None:
     everywhere["slot"] = np.geomspace(1, 0xFFFFFFFF, 32)
     with refused(daemon, Reason.BAD_EXTENTS):
         session.abort(everywhere)
-    # A reader's suspicion of what is not there any more is no mistake.
+    # A reader may report a block that has left meanwhile.
     session.call("Release", pb.ReleaseRequest(bad=[slots_of(everywhere)]))
 
 
@@ -466,13 +466,13 @@ def test_leases(daemon: Daemon, session: RawSession) -> None:
         with refused(daemon, Reason.UNKNOWN_LEASE):
             thief.call("Release", pb.ReleaseRequest(lease_ids=[lease_id]))
     assert daemon.stats().leases == LEASES_MAX
-    # One that is not there does not keep the others.
+    # An unknown lease does not keep the others.
     every = pb.ReleaseRequest(lease_ids=[9, 5, 1 << 63, (1 << 64) - 1])
     for _ in range(2):
         with refused(daemon, Reason.UNKNOWN_LEASE):
             session.call("Release", every)
     assert daemon.stats().leases == 0
-    # A release that overtook its lookup holds.
+    # A release that overtook its lookup stays in force.
     withdrawn = session.lookup(keys, lease_id=9)
     assert (withdrawn.lease_id, withdrawn.groups[0].extents, daemon.stats().leases) == (0, b"", 0)
     other.close()
@@ -481,7 +481,7 @@ def test_leases(daemon: Daemon, session: RawSession) -> None:
 def test_a_report_of_bad_bytes_survives_an_unknown_lease(
     daemon: Daemon, session: RawSession
 ) -> None:
-    # The sums of these blocks are zeros, which no bytes have.
+    # The checksums of these blocks are zeros, which match no bytes.
     keys, extents = session.store(2)
     failures = daemon.counters().get("checksum_failures{reader}", 0)
     many = slots_of(np.repeat(extents[:1], KEYS_MAX))

@@ -1,4 +1,4 @@
-"""Bytes that are no call, calls that are no operator's, and a flood of both, on a real daemon."""
+"""Malformed bytes, unauthorized operator calls, and a flood of both, on a real daemon."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def session(daemon: Daemon) -> Iterator[RawSession]:
 
 
 def payloads() -> Iterator[bytes]:
-    """Bytes that are no message of any method, or of some only."""
+    """Bytes that parse as no method's message, or only as some methods'."""
     chance = random.Random(7)
     yield b"\xff" * 40
     yield b"\x0a\xff\xff\xff\xff\x0f"
@@ -144,7 +144,7 @@ def test_bytes_that_are_no_grpc(daemon: Daemon, session: RawSession, name: str) 
 
 
 def admin_refusal(daemon: Daemon, method: str, request: Any, token: str | None = None) -> None:
-    """An admin call whose refusal is raised; without ``token`` it carries the right one."""
+    """Raises the rejection of an admin call; without ``token`` it carries the right one."""
 
     def call(stub: admin_pb2_grpc.AdminServiceStub, metadata: Any) -> Any:
         given = metadata if token is None else ((ADMIN, token),) if token else ()
@@ -184,7 +184,7 @@ def test_explain_of_a_broken_contract(daemon: Daemon) -> None:
 
 
 def test_a_contract_with_half_a_character(daemon: Daemon) -> None:
-    """JSON can name half of a character, protobuf cannot carry it to whoever explains it."""
+    """JSON can name half of a surrogate pair; no protobuf message can carry it to ``explain``."""
     text = raw_contract(model="half").to_json().replace('"half"', '"\\ud800"')
     with refused(daemon, Reason.BAD_CONTRACT), RawSession(daemon, contract=text):
         pass
@@ -219,7 +219,7 @@ def test_health_and_reflection(session: RawSession) -> None:
 
 
 def test_a_flood_of_bad_input(daemon: Daemon, session: RawSession, neighbour: Engine) -> None:
-    """While four peers do nothing but wrong, a good one is served with every call."""
+    """While four peers send only bad input, every call of a good one is served."""
     over = threading.Event()
     counts = [0, 0]
 

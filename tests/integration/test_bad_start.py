@@ -1,4 +1,4 @@
-"""Starts that cannot work: an exit status, and one line that says what is wrong and what to do."""
+"""Starts that must fail: an exit status, and one line with the problem and its fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_S = 30.0
 
 
 def last_words(daemon: Daemon, status: int) -> str:
-    """The one line with which a start fails; its exit status must be ``status``."""
+    """Returns the one line with which a start fails; its exit status must be ``status``."""
     process = daemon.launch()
     assert process.wait(EXIT_S) == status, daemon.log_tail()
     lines = daemon.log_text().splitlines()
@@ -33,7 +33,7 @@ def last_words(daemon: Daemon, status: int) -> str:
 
 @contextlib.contextmanager
 def failing(status: int, *, arena: bool = False, **settings: object) -> Iterator[str]:
-    """A start with these settings, and its last words."""
+    """Starts a daemon with these settings and yields its last words."""
     with stopped_daemon(arena=arena, **settings) as daemon:
         yield last_words(daemon, status)
 
@@ -42,7 +42,7 @@ def failing(status: int, *, arena: bool = False, **settings: object) -> Iterator
 
 
 UNMAPPABLE = "9000000TiB"
-"""So much that not even the table of its slots fits into an address space."""
+"""More memory than an address space could hold the table of slots for."""
 
 
 @pytest.mark.parametrize("arena", [False, True], ids=["anonymous", "tmpfs"])
@@ -101,7 +101,7 @@ def test_bad_setting(name: str) -> None:
 
 @contextlib.contextmanager
 def daemon_in(folder: Path, **settings: object) -> Iterator[Daemon]:
-    """A daemon that was not started, with this directory for its arena."""
+    """A daemon, not yet started, with this directory for its arena."""
     with stopped_daemon(arena=False, **settings) as daemon:
         daemon.arena_dir = folder
         yield daemon
@@ -192,11 +192,11 @@ def test_sockets_of_a_daemon_that_was_killed() -> None:
         assert list(daemon.socket_dir.iterdir()) == []
 
 
-# -- what an earlier run left --------------------------------------------------------------------
+# -- files of an earlier run ---------------------------------------------------------------------
 
 
 def damaged(daemon: Daemon, data: bytes) -> None:
-    """Write over the catalogue that a daemon left."""
+    """Overwrites the catalogue that a daemon left."""
     assert daemon.arena_dir is not None
     path = daemon.arena_dir / "catalogue"
     size = path.stat().st_size
@@ -223,7 +223,7 @@ BAD_ENTRIES = {
 
 @pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_a_catalogue_that_lies_is_named(name: str) -> None:
-    """Whole, and of this format, but not what we write: better no start than a wrong one."""
+    """Well-formed, but not content that we write: a failed start is better than a wrong one."""
     from kvhearth_server.memory.durable_file import DurableBlob
 
     with running_daemon(arena=True) as daemon:

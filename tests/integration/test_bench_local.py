@@ -1,4 +1,4 @@
-"""``kvhearth bench local`` runs and fills every field; how fast it finds us is not asserted."""
+"""``kvhearth bench local`` runs and fills every field; the measured values are not asserted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvhearth_lab.cli import bench as bench_verb
 from kvhearth_server.cli import app
 
 RUN_S = 280.0
-"""A quick run takes seconds; a machine that others use may need longer."""
+"""A quick run takes seconds; a shared machine may need longer."""
 pytestmark = pytest.mark.timeout(RUN_S + 20)
 NUMBERS = (*(each.name for each in FIGURES), "blocks", "stored_blocks", "seconds")
 SPREADS = (
@@ -32,7 +32,7 @@ SPREADS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The last line of a quick run."""
+    """Returns the last line of a quick run."""
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "local", "--quick"]
     ended = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=RUN_S, check=False
@@ -79,7 +79,7 @@ def test_samples_become_figures() -> None:
     assert p99([7.0]) == 7.0
     assert ratio_of([1.0, 2.0], [2.0, 2.0]) == [0.5, 1.0]
     assert median_of([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-    # Of 100 samples the 41st and the 61st.
+    # The 41st and the 61st of 100 samples.
     assert median_of([float(number) for number in range(100)]) == (49.5, 40.0, 60.0)
 
 

@@ -1,7 +1,7 @@
-"""``kvhearth bench peers`` as a whole: our daemon beside a peer in a process of its own.
+"""``kvhearth bench peers`` as a whole: our daemon beside a peer in its own process.
 
-The peer of the default test keeps its blocks in memory; the real ones need their environments, so
-that test runs only where `make bench-peers` has made them.
+The peer of the default test keeps its blocks in memory. The real peers need their environments:
+their test runs only where `make bench-peers` has made them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Peer:
 """
 
 
-@pytest.mark.timeout(300)  # six processes with their memory, on a machine that may be busy
+@pytest.mark.timeout(300)  # six processes with their memory, possibly on a busy machine
 def test_a_pair_is_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(harness.__file__), tmp_path / "harness.py")
     (tmp_path / "memory_peer.py").write_text(PEER)
@@ -80,7 +80,7 @@ def test_a_pair_is_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert pair["peer"]["load_one_p50_us"] > 0
     assert pair["ours"]["lookup512_p50_us"] > 0
     assert pair["peer"]["lookup512_p50_us"] == 0.5e6
-    # Each load of a batch and of single blocks was compared, ours in its two ways.
+    # Each load, of a batch or a single block, was compared; ours for both of its interfaces.
     loads = (SMALL.rounds + 2) * BATCH + SMALL.ones
     assert pair["peer"]["compared_bytes"] == loads * PAGE_BYTES
     assert pair["ours"]["compared_bytes"] == 2 * loads * PAGE_BYTES

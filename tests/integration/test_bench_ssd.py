@@ -1,4 +1,4 @@
-"""``kvhearth bench ssd`` runs and fills every field; how fast the drive is is not asserted."""
+"""``kvhearth bench ssd`` runs and fills every field; the drive's speed is not asserted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvhearth_server.cli import app
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 
 RUN_S = 280.0
-"""A quick run takes seconds; a machine that others use may need longer."""
+"""A quick run takes seconds; a shared machine may need longer."""
 pytestmark = pytest.mark.timeout(RUN_S + 20)
 SPREADS = (
     "raw_write_gbs",
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    """The last line of a quick run; one peer has no environment, the other none that works."""
+    """Returns the last line of a quick run; one peer has no environment, the other a broken one."""
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "ssd", "--quick", "--json"]
     where = ["--dir", str(folder), "--vllm", str(folder / "none" / "bin" / "python")]
     ended = subprocess.run(

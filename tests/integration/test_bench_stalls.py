@@ -1,4 +1,4 @@
-"""``kvhearth bench stalls`` runs and fills every field, and it finds a stall that was planted."""
+"""``kvhearth bench stalls`` runs and fills every field, and finds a planted stall."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvhearth_lab.cli import bench_stalls
 from kvhearth_server.cli import app
 
 RUN_S = 280.0
-"""A quick run takes seconds; a machine that others use may need longer."""
+"""A quick run takes seconds; a shared machine may need longer."""
 pytestmark = pytest.mark.timeout(RUN_S + 20)
 TINY = Sizes(
     growth=2000,
@@ -34,7 +34,7 @@ TINY = Sizes(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The last line of a quick run."""
+    """Returns the last line of a quick run."""
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "stalls", "--quick"]
     ended = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=RUN_S, check=False

@@ -1,4 +1,4 @@
-"""The verbs of ``kvhearth`` against a real daemon: text, JSON, exit codes, and why it is a miss."""
+"""The verbs of ``kvhearth`` against a real daemon: text, JSON, exit codes, and causes of misses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
-    """The command in this process, for the module's daemon: exit code, stdout, stderr."""
+    """Runs the command in this process, for the module's daemon: exit code, stdout, stderr."""
     monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
 
     def call(*words: str) -> tuple[int, str, str]:
@@ -60,7 +60,7 @@ def run(
 
 
 def asked(run: Run, *words: str) -> Any:
-    """What the verb says with --json; it succeeds, in one line, silently."""
+    """Returns the verb's --json output; the verb succeeds with one line and an empty stderr."""
     code, out, err = run(*words, "--json")
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
@@ -68,7 +68,7 @@ def asked(run: Run, *words: str) -> Any:
 
 
 def told(run: Run, *words: str) -> str:
-    """What the verb prints for a person; it succeeds, and stdout has no escapes."""
+    """Returns the verb's text output; the verb succeeds, and stdout has no escapes."""
     code, out, _ = run(*words)
     assert code == 0
     assert "\x1b" not in out
@@ -90,7 +90,7 @@ def test_stat(run: Run, daemon: Daemon) -> None:
 def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
     assert run("health") == (0, "serving\n", "")
     assert asked(run, "health") == {"serving": True, "problem": "", "degraded": []}
-    # as a container's HEALTHCHECK runs it
+    # the command of a container's HEALTHCHECK
     words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
     environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}
     done = subprocess.run(words, env=environ, capture_output=True, timeout=60, check=False)
@@ -298,7 +298,7 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert [systemd.recv(64) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
         assert daemon.process is not None
         daemon.process.terminate()
-        while (heard := systemd.recv(64)) != b"STOPPING=1":  # a socket that is full takes no more
+        while (heard := systemd.recv(64)) != b"STOPPING=1":  # a full socket accepts no more
             assert heard == b"WATCHDOG=1"
         assert daemon.process.wait(60) == 0
         ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)

@@ -1,4 +1,4 @@
-"""What deploy/ holds, each file by the tool of its own that reads it."""
+"""The files in deploy/, each checked with the tool that reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNIT = DEPLOY / "systemd/kvhearth.service"
 PROMETHEUS = DEPLOY / "prometheus"
 SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
 EXPOSURE_MAX = 20
-"""systemd's exposure level in tenths; below 2.0 is its green end."""
+"""Upper bound on systemd's exposure level, in tenths; a level below 2.0 is shown green."""
 
 
 def _tool(name: str, package: str) -> str:
@@ -43,7 +43,7 @@ def _tool(name: str, package: str) -> str:
 
 
 def _run(*words: object, folder: Path | None = None) -> str:
-    """Output of a command that must succeed."""
+    """Returns the output of a command that must succeed."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
@@ -58,7 +58,7 @@ def _run(*words: object, folder: Path | None = None) -> str:
 
 
 def _settings(environment: dict[str, str]) -> Settings:
-    """What the daemon makes of an environment; each variable is a setting of its own."""
+    """Returns the daemon's settings in an environment; every variable must be a setting."""
     values = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items()}
     assert all(name.startswith(ENV_PREFIX) for name in environment)
     return Settings(**values)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def _settings(environment: dict[str, str]) -> Settings:
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit with a program that exists in the place of ours: systemd looks for it."""
+    """The unit with an existing program in place of ours, since systemd looks for it."""
     text = UNIT.read_text()
     place = tmp_path / UNIT.name
     place.write_text(text.replace("/opt/kvhearth/bin/kvhearth", shutil.which("true") or ""))
@@ -181,8 +181,8 @@ def test_compose() -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_uses_the_daemon_beside_it(name: str) -> None:
-    """Its arguments name the connector, its environment the daemon, at the path of their common
-    volume; each variable of ours is one that the connector reads.
+    """Its arguments name the connector, its environment the daemon, at the path of their shared
+    volume; the connector reads each of our variables.
     """
     engine = ENGINES[name]()
     transfer = engine.transfer
@@ -199,7 +199,7 @@ def test_an_engine_uses_the_daemon_beside_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engines_weights_have_a_name(name: str) -> None:
-    """Without a commit the KV is of one run of the engine alone."""
+    """Without a commit, only one run of the engine could use the KV."""
     words = " ".join(ENGINES[name]().words)
     assert re.search(r"--revision[ =][0-9a-f]{40}\b", words)
 
@@ -222,7 +222,7 @@ _PARSE_COMPOSE = "import sys, compose_spec as c; c.PyCompose.from_yaml(sys.stdin
 
 
 def test_the_compose_specification_takes_the_file() -> None:
-    """Unknown keys, values of a wrong form, volumes and services that are nowhere are refused."""
+    """Unknown keys, malformed values, and missing volumes or services are rejected."""
     python = ROOT / ".venv-tools/bin/python"
     probe = [str(python), "-c", "import compose_spec"]
     if not python.exists() or subprocess.run(probe, check=False, capture_output=True).returncode:
@@ -236,7 +236,7 @@ def test_the_compose_specification_takes_the_file() -> None:
 
 
 def test_compose_makes_the_directories_with_what_the_image_holds(tmp_path: Path) -> None:
-    """The image has no shell and no tools: this service's words run in Python, as root there."""
+    """The image has no shell and no tools: this service's commands run in Python, as root there."""
     service = yaml.safe_load(COMPOSE.read_text())["services"]["arena"]
     assert service["entrypoint"] == ["python3", "-c"]
     (program,) = service["command"]
@@ -291,7 +291,7 @@ def _free_port() -> int:
 
 
 class Prometheus:
-    """A real one that scrapes ``target`` by our configuration, with a second as its interval."""
+    """A real Prometheus that scrapes ``target`` once a second by our configuration."""
 
     def __init__(self, tool: str, folder: Path, target: str) -> None:
         self.port = _free_port()
@@ -310,7 +310,7 @@ class Prometheus:
         self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log, cwd=folder)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Samples of an instant query; none while it starts."""
+        """Returns the samples of an instant query; none while Prometheus starts."""
         url = f"http://127.0.0.1:{self.port}/api/v1/query?query={quote(expression)}"
         try:
             with urllib.request.urlopen(url, timeout=5) as reply:
@@ -319,7 +319,7 @@ class Prometheus:
             return []
 
     def value(self, expression: str) -> float | None:
-        """Of the one sample; None if there is none."""
+        """Returns the value of the one sample; None if there is none."""
         found = self.query(expression)
         return float(found[0]["value"][1]) if found else None
 

@@ -1,4 +1,4 @@
-"""HTTP of a real daemon: probes, scrapes, state, actions, and what bad requests get."""
+"""HTTP of a real daemon: probes, scrapes, state, actions, and answers to bad requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNKNOWN = "a" * 64
 
 
 def problem(answer: Answer, status: int, reason: str) -> str:
-    """What a refusal says; fails unless it is one of this kind."""
+    """Returns a rejection's detail; fails unless the answer is a rejection of this kind."""
     assert answer.status == status, answer
     assert answer.headers["content-type"] == "application/problem+json"
     found = answer.json
@@ -70,7 +70,7 @@ def test_probes(daemon: Daemon) -> None:
 
 
 def test_heads_without_bodies(daemon: Daemon) -> None:
-    """As load balancers and `curl -I` ask; no refusal, and what GET would say."""
+    """Load balancers and `curl -I` send HEAD: the same headers as GET, not a rejection."""
     before = daemon.counters().get("refusals{bad_message}", 0)
     for path in ("/livez", "/readyz", "/version", "/openapi.json"):
         head, whole = ask(daemon, path, "HEAD"), ask(daemon, path)
@@ -123,7 +123,7 @@ def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:
 
 
 def lookups(found: dict[str, float]) -> dict[str, float]:
-    """Keys looked up by reason, the hits as ``dram``."""
+    """Returns keys looked up by reason, the hits as ``dram``."""
     name = "lookup_blocks_total"
     values = {reason: found[f"{name}{{{reason},miss}}"] for reason in MISSES}
     return values | {"dram": found[f"{name}{{,dram}}"]}
@@ -221,7 +221,7 @@ def test_bump_epoch(daemon: Daemon) -> None:
         right = json.dumps({"expected_epoch": space["epoch"]}).encode()
         assert ask(daemon, path, "POST", right, admin=True).json["epoch"] == space["epoch"] + 1
         assert ask(daemon, path, "POST", admin=True).json["epoch"] == space["epoch"] + 2
-        # An engine keeps the weights that it has, and does not pass them off as the new ones.
+        # The engine keeps its weights, and must not pass them off as the new ones.
         assert engine.client.lookup({0: new_keys(1)}).reason == "stale_epoch"
     with engine_of(daemon.url(), contract, "new") as engine:
         assert engine.wait_ready()

@@ -1,8 +1,8 @@
-"""Who may still be writing: one test a rule, on real processes that do the dangerous thing.
+"""Slots that a client may still be writing to: one test per rule, on real, misbehaving processes.
 
-In all of them a *victim* holds slots that it goes on writing 0xEE to, and a *thief*, another
-engine, stores as much as the arena takes, again and again. Had the daemon handed one of the
-victim's slots to the thief, the thief would find 0xEE where its own bytes should be.
+In all of them a *victim* holds slots that it keeps writing 0xEE to, and a *thief*, another
+engine, repeatedly stores as much as the arena takes. Had the daemon handed one of the victim's
+slots to the thief, the thief would find 0xEE in place of its own bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvhearth_server.core.state import Limits
 
 PAGE = 512 << 10
 SLOTS = 16
-"""Of 8 MiB."""
+"""Slots in the 8 MiB of memory."""
 SETTINGS = {
     "memory": "8MiB",
     "stock_fraction_max": 0.7,
@@ -44,7 +44,7 @@ SETTINGS = {
     "drain_grace_s": 0.1,
 }
 WINDOW_S = 0.4
-"""How long a thief tries to get what it must not get."""
+"""Time for which a thief tries to get slots that it must not get."""
 VICTIM = contract_of(PAGE, shards=2, model="victim")
 ALONE = contract_of(PAGE, model="victim")
 THIEF = contract_of(PAGE, model="thief")
@@ -71,9 +71,9 @@ def slots_of(extents: Records) -> set[int]:
 
 
 def steal(thief: Engine) -> set[int]:
-    """Store as much as one reservation gives, check every byte, and tell the slots."""
+    """Stores as much as one reservation gives, checks every byte, and returns the slots."""
     keys = [secrets.token_bytes(32) for _ in range(10)]
-    # Nothing is stored while the lease of the check before is still on its way back.
+    # Nothing can be stored while the lease of the previous check is still being released.
     stored = until(lambda: _stored(thief.store(keys)), "the thief stores")
     seen = thief.check(stored.bound)
     assert (seen.bad, len(seen.right)) == ([], len(stored.bound))
@@ -86,7 +86,7 @@ def _stored(stored: Stored) -> Stored | None:
 
 
 def must_not_get(thief: Engine, held: set[int]) -> None:
-    """For a while the thief gets none of these slots, however hard it tries."""
+    """Checks that for a while the thief gets none of these slots, however hard it tries."""
     end = time.monotonic() + WINDOW_S
     taken: set[int] = set()
 
@@ -99,12 +99,12 @@ def must_not_get(thief: Engine, held: set[int]) -> None:
 
 
 def gets(thief: Engine, wanted: set[int]) -> None:
-    """The thief gets all of these slots now."""
+    """Checks that the thief gets all of these slots now."""
     taken: set[int] = set()
     until(lambda: taken.update(steal(thief)) or wanted <= taken, "the slots are used again")
 
 
-# -- (a) what a group holds comes back only when every member is drained ---------------------------
+# -- (a) slots of a group come back only when every member is drained ------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_slots_stay_aside_while_anybody_may_write(
         elif holder.startswith("lives on"):
             worker.do("hang_up")
             if holder == "lives on unmapped":
-                worker.do("unmap")  # its GPU may hold pages of a mapping that is gone
+                worker.do("unmap")  # its GPU may hold pages of an unmapped mapping
         else:
             worker.kill()
         scheduler.kill()
@@ -179,7 +179,7 @@ def test_a_scheduler_that_ends_first_frees_nothing(daemon: Daemon, thief: Engine
         until(lambda: daemon.quarantined_bytes() == 6 * PAGE, "the group ends")
         assert "victim/1:attached" in daemon.members()
         must_not_get(thief, slots_of(extents))
-        # Its life line is open all the time; the end of its copies is what counts.
+        # Its attach socket stays open; only the end of its copies counts.
         worker.do("rest")
         must_not_get(thief, slots_of(extents))
         worker.do("goodbye")
@@ -187,13 +187,11 @@ def test_a_scheduler_that_ends_first_frees_nothing(daemon: Daemon, thief: Engine
         gets(thief, slots_of(extents))
 
 
-# -- (c) the lock on a description of its own ------------------------------------------------------
+# -- (c) the lock on its own file description ------------------------------------------------------
 
 
 def lock_is_held(daemon: Daemon, index: int = 0) -> bool:
-    """Whether somebody has client byte ``index`` of the first segment, as a third process sees
-    it.
-    """
+    """Whether any process holds client byte ``index`` of segment 0, as seen by a third process."""
     assert daemon.arena_dir is not None
     layout = struct.Struct("hhqqi4x")
     question = layout.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
@@ -221,7 +219,7 @@ def test_the_lock_lasts_as_long_as_somebody_can_write(daemon: Daemon, kind: str)
         assert lock_is_held(daemon), "the lock ended with the daemon"
         victim.kill()
         if kind == "plain":
-            # It forked after the descriptors were closed, and the mapping is not inherited.
+            # It forked after closing the descriptors, and the child does not inherit the mapping.
             assert not lock_is_held(daemon)
         else:
             assert lock_is_held(daemon), "the lock ended although a child can write"
@@ -229,7 +227,7 @@ def test_the_lock_lasts_as_long_as_somebody_can_write(daemon: Daemon, kind: str)
             until(lambda: not lock_is_held(daemon), "the lock ends with the last holder")
 
 
-# -- (d) what is a goodbye, and what is not --------------------------------------------------------
+# -- (d) goodbyes, and ends that are none ----------------------------------------------------------
 
 
 def test_a_client_says_goodbye_only_after_its_copies(daemon: Daemon, thief: Engine) -> None:
@@ -256,7 +254,7 @@ def test_a_client_says_goodbye_only_after_its_copies(daemon: Daemon, thief: Engi
 
 
 def test_a_copy_in_the_callers_thread_is_a_copy(daemon: Daemon) -> None:
-    """The keeper's thread asks a drain while the engine's thread is inside ``store_now``."""
+    """The manager's thread requests a drain while the engine's thread is in ``store_now``."""
     with engine_of(daemon.url(), ALONE, "victim") as victim:
         taken = victim.reserve(1)
         arena = victim.client.arena
@@ -303,7 +301,7 @@ def test_silence_is_no_goodbye(daemon: Daemon, thief: Engine) -> None:
         assert victim.commit([secrets.token_bytes(32) for _ in range(4)], extents) == 4
 
 
-# -- (e) after a restart what was reserved stays aside ---------------------------------------------
+# -- (e) reserved slots stay quarantined after a restart -------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["unmaps", "is killed", "says so"])
@@ -348,8 +346,8 @@ def test_what_is_aside_stays_aside_over_several_restarts(daemon: Daemon) -> None
 
 @pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
 def test_only_a_session_of_the_same_boot_is_declared_done(arena: bool) -> None:
-    """Session numbers of a cold start are used again: "my session 1 is done" of another boot says
-    nothing of this boot's session 1.
+    """A cold start reuses session numbers: "my session 1 is done" from another boot says nothing
+    about session 1 of this boot.
     """
     with stopped_daemon(arena=arena, **SETTINGS) as daemon, puppets(2) as (other, victim):
         daemon.start()
@@ -382,7 +380,7 @@ def test_only_a_session_of_the_same_boot_is_declared_done(arena: bool) -> None:
 
 
 class Watched:
-    """An arena that lets a test change the world after a copier asked whether the daemon lives."""
+    """An arena in which a test can act after a copier has checked that the daemon lives."""
 
     def __init__(self, arena: ArenaMapping, then: Any, *, believe: bool = False) -> None:
         self.arena = arena
@@ -393,7 +391,7 @@ class Watched:
         self.generations = arena.generations
 
     def alive(self) -> bool:
-        """The truth of before the change; with ``believe``, always True: the rule is off."""
+        """The answer from before the change; with ``believe`` always True: the rule is off."""
         answer = self.arena.alive()
         then, self.then = self.then, lambda: None
         then()
@@ -407,7 +405,7 @@ def test_a_load_over_a_restart_fails(daemon: Daemon, rule: str) -> None:
         assert reader.store(keys).bound == keys
         found = reader.client.lookup({0: keys})
         extents = found.groups[0].extents.copy()
-        extents["flags"] = 0  # without checksums only the life line can tell
+        extents["flags"] = 0  # without checksums only the attach socket shows the restart
 
         def restart_and_reuse() -> None:
             daemon.restart()
@@ -435,7 +433,7 @@ def test_a_load_of_evicted_blocks_fails(daemon: Daemon, thief: Engine, when: str
         found = reader.client.lookup({0: keys})
         extents = found.groups[0].extents.copy()
         extents["flags"] = 0
-        reader.client.release(found.lease)  # a bug of the engine: it goes on to load
+        reader.client.release(found.lease)  # a bug in the engine: it continues to load
         until(lambda: daemon.stats().leases == 0, "the lease ends")
         arena = reader.client.arena
         assert arena is not None
@@ -464,7 +462,7 @@ def test_a_worker_refuses_another_boots_extents(daemon: Daemon) -> None:
         copier, pages = reader.scheduler.copier(), reader.scheduler.pages
         assert copier is not None
         pages[:] = 7
-        # Old extents into a new arena, and extents of a boot that nobody knows.
+        # Use old extents in a new arena, and extents of an unknown boot.
         for boot_id, extents in (
             (old.boot_id, old.groups[0].extents),
             (secrets.token_hex(16), new.groups[0].extents),
@@ -519,7 +517,7 @@ def test_an_abort_in_doubt_puts_aside_and_a_plain_one_frees(daemon: Daemon, thie
 def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
     daemon: Daemon, thief: Engine
 ) -> None:
-    """The scheduler cannot know what a rank that hung up is still writing."""
+    """The scheduler cannot know whether a rank that hung up is still writing."""
     with puppets(2) as (scheduler, worker):
         scheduler.attach(daemon.url(), VICTIM)
         worker.attach(daemon.url(), VICTIM, rank=1)
@@ -535,13 +533,13 @@ def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
         gets(thief, slots_of(extents))
 
 
-# -- the same with a rule switched off -------------------------------------------------------------
+# -- the core with a rule switched off -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["on", "off"])
 def test_what_happens_to_whoever_frees_too_early(rule: str) -> None:
-    """The core alone, with memory beside it. With the rule off the late write is summed with the
-    thief's block and served under a checksum that is right.
+    """Runs the core alone, with memory beside it. With the rule off, the late write is part of the
+    thief's block, which is served under a matching checksum.
     """
     core = Core(Geometry.of([("t", 4 << 20)], 2 << 20, PAGE), Limits(stock_fraction_max=0.5))
     memory = np.zeros((8, PAGE), np.uint8)
@@ -577,7 +575,7 @@ def _fill(arena: ArenaMapping, extents: Records) -> None:
 
 
 def _load(arena: Watched, boot_id: str, extents: Records) -> tuple[Any, Any]:
-    """Load into fresh pages with a copier of its own, which compares no checksums."""
+    """Loads into fresh pages with a separate copier, which compares no checksums."""
     pages = np.zeros((len(extents), PAGE), np.uint8)
     copier = HostCopier(PagedKV([pages]), arena, verify=False)
     try:

@@ -1,4 +1,4 @@
-"""The daemon's log: who came and went, what operators did, and what a run amounted to."""
+"""The daemon's log: attached and lost engines, operator actions, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def lines(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
-    """All lines of an event."""
+    """Returns all lines of an event."""
     return [line for line in lines(daemon) if line["event"] == name]
 
 
 def event(daemon: Daemon, name: str) -> dict[str, Any]:
-    """The one line of an event; waits for it."""
+    """Returns the one line of an event; waits for it."""
     until(lambda: events(daemon, name), f"{name} is told")
     (line,) = events(daemon, name)
     return line
@@ -55,7 +55,7 @@ def event(daemon: Daemon, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def attached(daemon: Daemon, engine_id: str) -> Iterator[None]:
-    """An engine that maps nothing, and leaves without a word."""
+    """An engine that maps nothing, and leaves without a goodbye."""
     said = wire.Hello(PROTOCOL_VERSION, engine_id, CONTRACT.to_json(), map_arena=False)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(daemon.socket_dir / "attach.sock"))
@@ -66,7 +66,7 @@ def attached(daemon: Daemon, engine_id: str) -> Iterator[None]:
 
 
 def lose(daemon: Daemon, engine_id: str) -> None:
-    """An engine attaches and is gone."""
+    """Attaches an engine and drops it."""
     with attached(daemon, engine_id):
         pass
 

@@ -1,4 +1,4 @@
-"""What ``/metrics`` says while real engines store, load, miss, evict, restart and go away."""
+"""``/metrics`` while real engines store, load, miss, evict, restart and leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scrape:
         ]
 
     def of(self, name: str, **labels: str) -> float:
-        """The sum over all samples of a metric that have these labels."""
+        """Returns the sum over all samples of a metric that have these labels."""
         found = [
             sample.value
             for sample in self.samples
@@ -147,6 +147,6 @@ def test_leases_sessions_and_what_a_restart_took_over(daemon: Daemon) -> None:
 
 
 def test_contract_is_the_pipelines() -> None:
-    """The sizes above are those of its blocks: one shard of one page."""
+    """The sizes above are those of the contract's blocks: one shard of one page."""
     (group,) = CONTRACT.groups
     assert (group.page_bytes, group.shards) == (PAGE_BYTES, 1)

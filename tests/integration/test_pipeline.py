@@ -1,4 +1,4 @@
-"""Pipelines with a real daemon: order, back-pressure, nothing dropped, and every way it can die."""
+"""Pipelines with a real daemon: order, back-pressure, no lost blocks, and every way to die."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvhearth.errors import Reason
 from kvhearth.transfer import StoreDone
 
 ARENA_BLOCKS = 256
-"""Of ``support.daemon.SMALL`` in blocks of 64 KiB; a group may hold a quarter reserved."""
+"""Blocks of 64 KiB in ``support.daemon.SMALL``; a group may hold a quarter as reservations."""
 AWAY_S = 3.0
-"""How long stores wait for a daemon that is away; what does not wait takes far less."""
+"""Time for which stores wait for an absent daemon; calls that do not wait take far less."""
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def _open_gate() -> Iterator[None]:
 
 
 def outcomes(engine: PipedEngine) -> list[StoreDone]:
-    """Of everything that was submitted."""
+    """Returns the outcomes of everything that was submitted."""
     assert engine.stores.drain(DONE_S), "stores hang"
     return engine.stores.poll()
 
 
-# -- the plain way -----------------------------------------------------------------------------
+# -- without failures --------------------------------------------------------------------------
 
 
 def test_blocks_come_back_and_a_second_store_of_them_is_a_duplicate(daemon: Daemon) -> None:
@@ -107,7 +107,7 @@ def test_a_full_queue_throttles_and_holds_its_bound(daemon: Daemon) -> None:
 def test_four_times_the_arena_back_to_back_drops_nothing(daemon: Daemon) -> None:
     with piped_engine(daemon.url(), stock_blocks_max=32, batch_blocks=32) as engine:
         keys: list[bytes] = []
-        pages = engine.compute(new_keys(32))  # what they hold does not matter here
+        pages = engine.compute(new_keys(32))  # their content does not matter here
         for _ in range(4 * ARENA_BLOCKS // 32 - 4):
             more = new_keys(32)
             parent = keys[-1] if keys else b""
@@ -145,7 +145,7 @@ def test_a_daemon_that_dies_under_a_copy(daemon: Daemon) -> None:
 
 
 def die_in_mid_store(daemon: Daemon, engine: PipedEngine) -> None:
-    """Store until the daemon is dead, restart it, store again, and check every byte."""
+    """Stores until the daemon is dead, restarts it, stores again, and checks every byte."""
     keys = new_keys(160)
     pages = engine.compute(keys)
     for start in range(0, 160, 32):
@@ -158,7 +158,7 @@ def die_in_mid_store(daemon: Daemon, engine: PipedEngine) -> None:
     failed = [one for one in done if one.failed]
     assert failed
     assert all(one.reason for one in failed)
-    # While it is away: answers, and no waiting.
+    # While the daemon is away: answers without waiting.
     until(lambda: not engine.client.session_id, "the loss is noticed")
     assert engine.load(keys[:10]).reason == Reason.DAEMON_AWAY
     assert engine.store(new_keys(4)).reason
@@ -169,7 +169,7 @@ def die_in_mid_store(daemon: Daemon, engine: PipedEngine) -> None:
     again = engine.store(fresh)
     assert (again.stored, again.failed, again.reason) == (100, 0, "")
     assert engine.load(fresh).usable_tokens == 100 * BLOCK_TOKENS
-    # What was acknowledged is there, unless eviction took it; what is there is right (see close).
+    # Acknowledged blocks are served unless evicted; their bytes are right (see close).
     assert engine.loadable(keys) >= 0
 
 
@@ -230,7 +230,7 @@ def test_without_a_daemon_everything_has_an_outcome_and_a_reason() -> None:
         assert time.monotonic() - started < AWAY_S
         done = outcomes(engine)
         assert [(one.failed, one.reason) for one in done] == [(32, "daemon_away")] * 8
-        # The daemon was silent for long enough: later stores do not wait for it.
+        # The daemon has been silent for long enough: later stores do not wait for it.
         until(lambda: time.monotonic() - started > AWAY_S, "so long")
         started = time.monotonic()
         assert engine.store(keys).reason == Reason.DAEMON_AWAY
@@ -340,7 +340,7 @@ def test_a_load_that_began_with_old_weights_is_a_miss(daemon: Daemon) -> None:
         assert ticket is not None
         done = engine.loads.wait(ticket, DONE_S)
         assert done is not None
-        if done.reason:  # else it had ended before the bump
+        if done.reason:  # otherwise it would have ended before the bump
             assert (done.reason, done.usable_tokens) == (Reason.STALE_EPOCH, 0)
             assert not done.loaded[0].any()
 

@@ -1,4 +1,4 @@
-"""``kvhearth doctor`` says what ``kvhearth serve`` does with the same flags."""
+"""``kvhearth doctor`` predicts the outcome of ``kvhearth serve`` with the same flags."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Prepare = Callable[[Daemon, Path, contextlib.ExitStack], None]
 
 
 def listing(*folders: Path | None) -> list[str]:
-    """Every path below some directories."""
+    """Returns every path below some directories."""
     found = [each for each in folders if each and os.path.isdir(each)]
     return sorted(str(path) for each in found for path in each.rglob("*"))
 
 
 def advised(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code and the verdict of ``doctor``, which leaves nothing behind."""
+    """Returns exit code and verdict of ``doctor``, which leaves nothing behind."""
     before = listing(daemon.socket_dir, daemon.arena_dir)
     capsys.readouterr()
     code = app.run(["doctor", "--json", *daemon.flags()])
@@ -60,7 +60,7 @@ def advised(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 
 
 def happened(daemon: Daemon) -> int:
-    """The exit code of ``serve``, 0 if it becomes ready."""
+    """Returns the exit code of ``serve``, 0 if it becomes ready."""
     process = daemon.launch()
     until(
         lambda: process.poll() is not None or any('"ready"' in each for each in daemon.own_lines()),
@@ -76,7 +76,7 @@ def happened(daemon: Daemon) -> int:
 
 
 def as_it_is(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    """Nothing is in the way."""
+    """Leaves everything as it is: the start succeeds."""
 
 
 def setting(**values: object) -> Prepare:
@@ -87,7 +87,7 @@ def setting(**values: object) -> Prepare:
 
 
 def arena_at(name: str, make: Callable[[Path], object], **values: object) -> Prepare:
-    """An arena directory below the test's own."""
+    """Prepares an arena directory below the test's own."""
 
     def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
         make(folder / name)
@@ -212,7 +212,7 @@ def test_doctor_says_what_serve_does(
         assert (code, happened(daemon)) == (expected, expected), daemon.log_tail()
         if code:
             told = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
-            # But for how much memory is available just now.
+            # Except for the memory that is available at the moment.
             assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", verdict), "the same words"
 
 
@@ -230,10 +230,10 @@ def test_the_verdict_is_the_last_line(tmp_path: Path) -> None:
 
 
 class Pool:
-    """The machine's pool of 2 MiB pages, which nobody else uses."""
+    """The machine's pool of 2 MiB pages, unused by others."""
 
     def resize(self, pages: int) -> None:
-        """Give it so many pages."""
+        """Sets the number of pages."""
         NR_HUGEPAGES.write_text(str(pages))
         if int(NR_HUGEPAGES.read_text()) != pages:
             pytest.skip(f"this machine cannot make {pages} huge pages now")
@@ -253,13 +253,13 @@ def pool() -> Iterator[Pool]:
 
 
 def on_hugetlbfs(settings: Settings) -> int:
-    """The pages that the one sizing function counts."""
+    """Returns the pages that the one sizing function counts."""
     place = Filesystem(FilesystemKind.HUGETLBFS, HUGE, 0, 0)
     return room_of(arena_plan(settings).geometry, place).bytes // HUGE
 
 
 def number_told(text: str) -> int:
-    """The ``vm.nr_hugepages`` of a message."""
+    """Returns the ``vm.nr_hugepages`` of a message."""
     found = re.search(r"sysctl -w vm\.nr_hugepages=(\d+)", text)
     assert found, text
     return int(found[1])
@@ -291,7 +291,7 @@ def test_the_pages_that_are_told_are_exactly_enough(
                 assert engine.store(keys).bound == keys
             assert daemon.restart(), "its files have the pages already"
             daemon.kill()
-            # More memory, and less: a second journal for a moment, and every block is there.
+            # More memory, then less: a second journal for a moment, and every block stays.
             for memory in ("64MiB", "16MiB"):
                 daemon.settings["memory"] = memory
                 pool.resize(int(NR_HUGEPAGES.read_text()) - KernelMemory().pool(HUGE).free)

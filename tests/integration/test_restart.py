@@ -1,4 +1,4 @@
-"""What a restart keeps and what it does not, on real processes, started by the command line."""
+"""State that a restart keeps or drops, on real processes started by the command line."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)
 DRAIN_S = 3.0
 END_S = DRAIN_S + 25.0
-"""In what time a daemon has ended that waits for its clients no longer than that."""
+"""Time by which a daemon has ended that waits for its clients no longer than that."""
 
 
 def new_keys(count: int) -> list[bytes]:
-    """Keys that nobody knows."""
+    """Keys unknown to any daemon."""
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
 def served(engine: Engine, keys: list[bytes]) -> int:
-    """How many of the keys are served; no byte may be wrong."""
+    """Returns how many of the keys are served; no byte may be wrong."""
     seen = engine.check(keys)
     assert seen.bad == []
     return len(seen.right)
 
 
 def back(engine: Engine, boot_id: str) -> None:
-    """Wait until the engine is attached to another boot."""
+    """Waits until the engine is attached to another boot."""
     until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine attaches again")
 
 
 def logged(daemon: Daemon, word: str) -> list[str]:
-    """Lines of its log with a word."""
+    """Returns the daemon's log lines that contain a word."""
     return [line for line in daemon.log_text().splitlines() if word in line]
 
 
@@ -132,11 +132,11 @@ def test_what_was_given_back_does_not_come_back() -> None:
         assert (again.bad, again.right) == ([], left.right)
 
 
-# -- bytes that changed while nobody looked --------------------------------------------------------
+# -- bytes that changed unnoticed ------------------------------------------------------------------
 
 
 def damage(daemon: Daemon, offset: int) -> None:
-    """Flip one bit of the arena."""
+    """Flips one bit of the arena."""
     assert daemon.arena_dir is not None
     with (daemon.arena_dir / "segment-0").open("r+b") as file:
         file.seek(offset)
@@ -146,7 +146,7 @@ def damage(daemon: Daemon, offset: int) -> None:
 
 
 def offset_of(engine: Engine, key: bytes) -> int:
-    """Where a block lies."""
+    """Returns a block's offset."""
     found = engine.client.lookup({0: [key]})
     engine.client.release(found.lease)
     return int(found.groups[0].extents[0]["offset"])
@@ -270,17 +270,17 @@ def test_the_next_lookup_after_a_kill_is_away_at_once(calls: str) -> None:
             assert time.monotonic() - began < 10, "a third of its deadline"
             engine.client.release(found.lease)
             daemon.start()
-            # Another boot at the same path; an engine that is attached to it looks up again.
+            # Another boot listens at the same path; an engine attached to it looks up again.
             assert engine.client.lookup({0: keys}).reason in ("daemon_away", "")
             back(engine, found.boot_id)
             assert engine.client.lookup({0: keys}).reason == ""
 
 
-# -- a daemon that stands still --------------------------------------------------------------------
+# -- a stopped daemon ------------------------------------------------------------------------------
 
 
 def test_a_daemon_that_stands_still_hangs_nobody_and_leaks_nothing() -> None:
-    """What it answers too late must come back: leases, reservations, pins of calls given up."""
+    """Late answers to calls given up must be undone: leases, reservations, pins."""
     options = "lookup_ms=400&call_ms=600&heartbeat_ms=200"
     with (
         running_daemon() as daemon,

@@ -53,7 +53,7 @@ def _rootfs() -> ModuleType:
     return module
 
 
-# -- what is written -------------------------------------------------------------------------------
+# -- the Dockerfile --------------------------------------------------------------------------------
 
 
 def test_hadolint_has_nothing_to_say() -> None:
@@ -80,7 +80,7 @@ def test_the_dockerfile_is_what_the_script_follows() -> None:
 
 
 def test_all_that_is_copied_is_sent_to_the_engine() -> None:
-    """A name that .dockerignore leaves out would fail only where there is an engine."""
+    """A copied file that .dockerignore excludes would fail only in a container engine."""
     builder, _ = _rootfs().stages_of((ROOT / "Dockerfile").read_text())
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line[1:] for line in lines if line.startswith("!")}
@@ -89,7 +89,7 @@ def test_all_that_is_copied_is_sent_to_the_engine() -> None:
     assert all((ROOT / name).exists() for name in sent)
 
 
-# -- what is built ---------------------------------------------------------------------------------
+# -- the built image -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_size_and_what_is_not_there(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_verb_and_module_is_there(jailed: Jail) -> None:
-    """What the trimmed standard library lacks would show here, not in somebody's container."""
+    """Modules missing from the trimmed standard library show up here, not in a user's container."""
     done = jailed.run("kvhearth", "doctor", "--json", "--memory", "64MiB")
     assert "Traceback" not in done.stderr
     assert "version.grpcio" in {one["check"] for one in json.loads(done.stdout)["findings"]}
@@ -156,7 +156,7 @@ def test_store_kill_adopt_from_outside(jailed: Jail) -> None:
     flags = ["--memory", "64MiB", "--slab-bytes", "2MiB", "--hugepages", "off", "--http", "off"]
     flags += ["--arena-dir", "/arena", "--log-format", "json", "--drain-grace-s", "0.2"]
     if os.geteuid() == 0:
-        # Root is not mapped into the daemon's user namespace, so it comes as the overflow id.
+        # Root is not mapped into the daemon's user namespace, so it appears as the overflow id.
         flags += ["--allow-uids", str(OVERFLOW_UID)]
     jailed.start(*flags)
     _unprivileged(jailed)
@@ -187,7 +187,7 @@ def test_store_kill_adopt_from_outside(jailed: Jail) -> None:
 
 
 def _unprivileged(jailed: Jail) -> None:
-    """Nobody's capabilities, another pid, mount and user namespace, nothing to write to."""
+    """No capabilities, its own pid, mount and user namespace, nothing writable."""
     pid = jailed.daemon_pid
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -220,7 +220,7 @@ def _store(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> N
 
 
 def _load_all(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> None:
-    """Until the client is attached again: all blocks, byte for byte."""
+    """Waits until the client is attached again and loads all blocks, comparing every byte."""
 
     def found() -> LookupResult | None:
         answer = client.lookup({0: keys})

@@ -1,4 +1,4 @@
-"""Loads of what is on SSD only: waited for as long as the caller says, called off with the load."""
+"""Loads of blocks on SSD only: the caller bounds the wait, and promotions end with the load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvhearth.transfer import LoadDone
 
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 BLOCKS = 600
-"""More than the 16 MiB of memory hold (256)."""
+"""More blocks than the 16 MiB of memory hold (256)."""
 PORTION = 32
 
 
@@ -36,14 +36,14 @@ def engine(daemon: Daemon) -> Iterator[PipedEngine]:
 
 
 def copy_state(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
-    """Keys whose blocks are saved; the first are not in memory any more."""
+    """Returns keys whose blocks are on SSD; the first are no longer in memory."""
     before = daemon.counters()["demoted_blocks"]
     keys = [secrets.token_bytes(32) for _ in range(BLOCKS)]
     for start in range(0, BLOCKS, PAGES // 4):
         left = keys[start : start + PAGES // 4]
         done = engine.store(left)
         assert done.stored == len(left), done
-        # Not faster than they are saved: a tier that cannot follow is passed over.
+        # Store no faster than the tier writes: otherwise blocks would be evicted without a copy.
         before += len(left)
         until(lambda: daemon.counters()["demoted_blocks"] >= before, "it is saved")  # noqa: B023
     found = engine.client.lookup({0: keys[:PORTION]}, lease=False)
@@ -54,7 +54,7 @@ def copy_state(engine: PipedEngine, daemon: Daemon) -> list[bytes]:
 
 
 def load(engine: PipedEngine, keys: list[bytes], promotion_s: float) -> LoadDone:
-    """Load and compare every byte that came."""
+    """Loads blocks and compares every byte that arrived."""
     pages = range(PAGES, PAGES + len(keys))
     engine.pages[PAGES:] = 0
     done = engine.loads.load_now(
@@ -102,7 +102,7 @@ def test_loads_that_are_given_up_leave_nothing(daemon: Daemon, engine: PipedEngi
 
 
 def test_many_loads_wait_at_once(daemon: Daemon, engine: PipedEngine) -> None:
-    """All of them want the same blocks, and each its own, too."""
+    """All of them want some common blocks, and each some of its own."""
     keys = copy_state(engine, daemon)
     shared, done = keys[:8], []
 
@@ -141,7 +141,7 @@ def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
 
 
 def quiet(daemon: Daemon) -> None:
-    """Wait until nothing is leased and nothing moves between the tiers; the books are checked."""
+    """Waits until nothing is leased and nothing moves between the tiers; checks the books."""
     moved = ("promoted_blocks", "demoted_blocks", "prefetch_cancelled", "promotion_failed")
 
     def still() -> bool:

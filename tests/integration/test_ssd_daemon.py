@@ -1,4 +1,4 @@
-"""A daemon with an SSD tier: what it shows of it, what it says at the start, and the scrub."""
+"""A daemon with an SSD tier: status, messages at the start, and the scrub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def new_keys(count: int) -> list[bytes]:
-    """Keys that nobody knows."""
+    """Keys unknown to any daemon."""
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
@@ -45,12 +45,12 @@ def ssd(*folders: Path, size: str = "64MiB", **more: object) -> dict[str, object
 
 
 def on_ssd(daemon: Daemon, count: int) -> None:
-    """Wait until so many blocks are written."""
+    """Waits until so many blocks are written."""
     until(lambda: daemon.stats().ssd.blocks >= count, f"{count} blocks are on SSD")
 
 
 def metrics(daemon: Daemon) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What is scraped, by name and labels."""
+    """Returns the scraped samples by name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families(ask(daemon, "/metrics").body.decode())
@@ -62,7 +62,7 @@ def value(daemon: Daemon, name: str, **labels: str) -> float:
     return metrics(daemon)["kvhearth_" + name, frozenset(labels.items())]
 
 
-# -- what it shows ---------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def keys(daemon: Daemon, engine: Engine) -> list[bytes]:
 
 @pytest.fixture
 def run(daemon: Daemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command in this process, for the module's daemon: exit code, stdout, stderr."""
+    """Runs the command in this process, for the module's daemon: exit code, stdout, stderr."""
     monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
 
     def call(*words: str) -> tuple[int, str, str]:
@@ -181,14 +181,14 @@ def test_without_a_tier_nothing_is_said_of_it(
 
 
 def last_words(daemon: Daemon, status: int) -> str:
-    """The one line with which a start fails."""
+    """Returns the one line with which a start fails."""
     assert daemon.launch().wait(EXIT_S) == status, daemon.log_tail()
     assert "Traceback" not in daemon.log_text(), daemon.log_tail()
     return daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
 
 
 def newer_head() -> bytes:
-    """A directory's own file of a version that is yet to come."""
+    """A directory's own file in a future version."""
     row = np.frombuffer(directory_page(DirectoryHead(7, 1 << 20)), DIRECTORY_DTYPE, 1).copy()
     row["version"] = VERSION + 1
     seal(row)
@@ -268,7 +268,7 @@ def test_recovery_is_told(tmp_path: Path) -> None:
 
 
 def _read_back(daemon: Daemon) -> list[int]:
-    """Blocks that each start says it has taken over."""
+    """Returns, per start, the number of blocks reported as recovered."""
     lines = [line for line in daemon.log_text().splitlines() if "the SSD log is read back" in line]
     return [json.loads(line)["blocks"] for line in lines]
 
@@ -277,7 +277,7 @@ def _read_back(daemon: Daemon) -> list[int]:
 
 
 def damage(path: Path, key: bytes, epoch: int, shard: int = 1) -> None:
-    """Flip one bit in the middle of a block's shard, wherever in the file it is."""
+    """Flips one bit in the middle of a block's shard, wherever in the file it is."""
     wanted = bytes(content(key, shard, epoch, PAGE))
     with path.open("r+b") as file:
         at = file.read().find(wanted)

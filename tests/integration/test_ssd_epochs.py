@@ -1,5 +1,5 @@
-"""Weights that were bumped while the drive takes no file: what is told, and what must not come back
-after a cold start.
+"""Weights bumped while the drive accepts no file: reports, and blocks that must not come back after
+a cold start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCKS = 20
 
 @contextmanager
 def cold_daemon(folder: Path) -> Iterator[tuple[Daemon, list[bytes]]]:
-    """A daemon whose memory ends with it, and blocks that are on its drive."""
+    """A daemon whose memory ends with it, with blocks on its drive."""
     with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
         daemon.start()
         keys = new_keys(BLOCKS)
@@ -39,8 +39,8 @@ def cold_daemon(folder: Path) -> Iterator[tuple[Daemon, list[bytes]]]:
 
 @contextmanager
 def read_only(drive: Path) -> Iterator[None]:
-    """A mount over it that cannot be written to: files that are open for writing keep a file system
-    itself from that, but not from what the kernel does to that of a drive that fails.
+    """A read-only mount over the drive. Files open for writing prevent remounting the file system
+    itself, but not the kernel's remount after a drive's failure.
     """
     subprocess.run(["mount", "--bind", str(drive), str(drive)], check=True)
     try:
@@ -52,7 +52,7 @@ def read_only(drive: Path) -> Iterator[None]:
 
 
 def assert_old_ones_stay_out(daemon: Daemon, keys: list[bytes]) -> None:
-    """The daemon dies and starts cold."""
+    """Kills the daemon and starts it cold: no old block may be served."""
     daemon.kill()
     daemon.start()
     with engine_of(daemon.url(), CONTRACT) as engine:
@@ -63,12 +63,12 @@ def assert_old_ones_stay_out(daemon: Daemon, keys: list[bytes]) -> None:
 
 
 def failures(daemon: Daemon) -> int:
-    """Writes of the namespaces that failed."""
+    """Returns the number of failed writes of the namespaces."""
     return daemon.counters().get("ssd_catalogue_failures", 0)
 
 
 def said(folder: Path) -> bytes:
-    """What the file of the namespaces says; empty without one."""
+    """Returns the content of the namespaces file; empty without one."""
     with contextlib.suppress(FileNotFoundError):
         return (folder / "namespaces.json").read_bytes()
     return b""
@@ -79,14 +79,14 @@ def test_a_bump_is_not_confirmed_while_the_drive_hangs(tmp_path: Path) -> None:
     with cold_daemon(folder) as (daemon, keys):
         with engine_of(daemon.url(), CONTRACT) as engine:
             old = said(folder)
-            # Whoever opens it waits for a reader, as for a drive that hangs; so does root.
+            # Opening this pipe waits for a reader, as on a drive that hangs; even root waits.
             os.mkfifo(folder / "namespaces.new")
             assert engine.client.bump_epoch() == -1
             daemon.stats()
             assert failures(daemon) > 0
             assert engine.client.lookup({0: keys}, lease=False).reason
             assert "an epoch that is over could come back" in daemon.log_text()
-            # It goes on, and fails: then there is no file, and nothing can come back.
+            # The write continues and fails: then there is no file, and no block can come back.
             fifo = os.open(folder / "namespaces.new", os.O_RDONLY | os.O_NONBLOCK)
             (folder / "namespaces.new").unlink(missing_ok=True)
             os.close(fifo)
@@ -96,7 +96,7 @@ def test_a_bump_is_not_confirmed_while_the_drive_hangs(tmp_path: Path) -> None:
 
 
 def assert_bumped_again(engine: Engine) -> None:
-    """The engine asks until its new weights have an epoch."""
+    """Bumps until the engine's new weights have an epoch."""
     until(lambda: engine.client.bump_epoch() > 0, "the bump is confirmed")
     fresh = new_keys(4)
     store_all(engine, fresh)
@@ -131,7 +131,7 @@ def test_one_damaged_half_of_the_arenas_catalogue_brings_no_epoch_back(tmp_path:
             assert epoch > 0
             whole = path.read_bytes()
             daemon.kill()
-        # Of the instant after the bump, and the half that was written last is damaged.
+        # The catalogue is of the instant after the bump; its most recently written half is damaged.
         assert whole == path.read_bytes()
         half = len(whole) // 2
         numbers = [int.from_bytes(whole[at + 16 : at + 24], "little") for at in (0, half)]
@@ -156,7 +156,7 @@ def test_what_waits_is_written_before_an_orderly_end_in_an_arena_too(tmp_path: P
             store_all(engine, keys)
             assert daemon.terminate() == 0
         assert daemon.arena_dir is not None
-        for path in daemon.arena_dir.iterdir():  # the machine is rebooted
+        for path in daemon.arena_dir.iterdir():  # after a reboot of the machine
             path.unlink()
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
@@ -165,7 +165,7 @@ def test_what_waits_is_written_before_an_orderly_end_in_an_arena_too(tmp_path: P
 
 
 def test_what_is_acknowledged_while_the_doors_close_is_written_too(tmp_path: Path) -> None:
-    for number in range(5):  # half of them have a commit at the wrong moment
+    for number in range(5):  # half of the rounds have a commit at the wrong moment
         folder = tmp_path / f"ssd{number}"
         with stopped_daemon(arena=False, **SSD, ssd_dirs=[f"{folder}=64MiB"]) as daemon:
             daemon.start()

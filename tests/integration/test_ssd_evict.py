@@ -38,7 +38,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def verb(
     daemon: Daemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Verb:
-    """The command for the daemon: exit code, stdout, stderr."""
+    """Runs the command for the daemon: exit code, stdout, stderr."""
     monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
 
     def call(*words: str) -> tuple[int, str, str]:
@@ -49,7 +49,7 @@ def verb(
 
 
 def removed(verb: Verb, *words: str) -> tuple[int, int]:
-    """Blocks that ``evict`` removed from memory and from SSD."""
+    """Returns the numbers of blocks that ``evict`` removed from memory and from SSD."""
     code, out, err = verb("evict", *words, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -57,7 +57,7 @@ def removed(verb: Verb, *words: str) -> tuple[int, int]:
 
 
 def stored(daemon: Daemon, engine: Engine) -> list[bytes]:
-    """Keys of blocks that are in memory and on SSD."""
+    """Returns the keys of blocks that are in memory and on SSD."""
     keys, before = new_keys(BLOCKS), daemon.counters().get("demoted_blocks", 0)
     store_all(engine, keys)
     saved(daemon, before + BLOCKS)
@@ -65,10 +65,10 @@ def stored(daemon: Daemon, engine: Engine) -> list[bytes]:
 
 
 def found(engine: Engine, keys: list[bytes]) -> tuple[int, int]:
-    """How many are in memory, and how many are there at all."""
+    """Returns how many blocks are in memory, and how many are present at all."""
     answer = engine.client.lookup({0: keys}, lease=False)
     assert not answer.reason
-    # An answer tells the longest run from the first key on.
+    # An answer covers only the longest run from the first key on.
     ready = [engine.client.lookup({0: [key]}, lease=False).groups[0] for key in keys]
     return sum(bool(g.ready.all()) for g in ready), sum(bool(g.present.all()) for g in ready)
 
@@ -238,7 +238,7 @@ def test_a_bump_that_no_drive_noted_is_told(tmp_path: Path, daemon: Daemon, verb
     names = tmp_path / "ssd" / "namespaces.json"
     fresh = names.with_name("namespaces.new")
     until(names.exists, "the namespaces are written")
-    fresh.mkdir()  # neither replaced nor, below, removed
+    fresh.mkdir()  # can neither be replaced nor, below, removed
     names.unlink()
     names.mkdir()
     (names / "stuck").touch()

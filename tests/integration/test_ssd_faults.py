@@ -1,5 +1,5 @@
-"""The SSD tier when its drive or its settings are not what one would wish: stores go on, what is
-read is right, and counters say why.
+"""The SSD tier with a bad drive or bad settings: stores continue, reads are right, and counters say
+why.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ EIO, ENOSPC, EROFS = 5, 28, 30
 
 
 class Drive:
-    """What the daemon's drive does; it looks at the file again and again."""
+    """Commands for the daemon's drive, in a file that the daemon polls."""
 
     def __init__(self, path: Path, **orders: object) -> None:
         self._path = path
         self.order(**orders)
 
     def order(self, **orders: object) -> None:
-        """From now on."""
+        """Gives orders that apply from now on."""
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps(orders))
         os.replace(fresh, self._path)
@@ -67,8 +67,8 @@ def faulty_drive(
 
 
 def promoted(engine: Engine, keys: list[bytes]) -> bool:
-    """Whether all that is there of the keys is in memory, up to the first that is not there: what
-    comes after it is no use to an engine and does not climb. Asks for what is not in memory.
+    """Whether all blocks up to the first missing one are in memory. Later ones are useless to an
+    engine and not promoted. Requests promotion of blocks that are not in memory.
     """
     found = engine.client.lookup({0: keys}, lease=False, prefetch=True)
     if found.reason:
@@ -78,7 +78,7 @@ def promoted(engine: Engine, keys: list[bytes]) -> bool:
 
 
 def right_ones(engine: Engine, keys: list[bytes]) -> int:
-    """How many of the keys can be had, by climbing too; none with a wrong byte."""
+    """Returns how many of the keys can be loaded, after promotion; none with a wrong byte."""
     got = 0
     for start in range(0, len(keys), PAGES):
         portion = keys[start : start + PAGES]
@@ -90,7 +90,7 @@ def right_ones(engine: Engine, keys: list[bytes]) -> int:
 
 
 def count(daemon: Daemon, name: str) -> int:
-    """A counter, over all its labels."""
+    """Returns a counter's sum over all its labels."""
     found = daemon.counters()
     return sum(value for key, value in found.items() if key.split("{")[0].split("/")[0] == name)
 
@@ -158,7 +158,7 @@ def test_a_hot_block_that_rotted_is_found_as_it_is_carried(tmp_path: Path) -> No
 
         def found() -> int:
             store_paced(engine, daemon, new_keys(PAGES))
-            assert engine.check(hot).bad == []  # and asked for, they stay in memory
+            assert engine.check(hot).bad == []  # and looked up, so that they stay in memory
             return daemon.counters().get("checksum_failures{ssd}", 0)
 
         assert until(found, "its segment is reclaimed", 60) == 1
@@ -168,7 +168,7 @@ def test_a_hot_block_that_rotted_is_found_as_it_is_carried(tmp_path: Path) -> No
 
 
 def degradations(daemon: Daemon, kind: str) -> list[str]:
-    """``begins`` and ``over`` as the log tells them of one kind, each with its directory's name."""
+    """Returns the log's ``begins`` and ``over`` of one kind, each with its directory's name."""
     events = {
         "the SSD tier is degraded": "begins",
         "a degradation of the SSD tier is over": "over",
@@ -202,7 +202,7 @@ def test_the_log_tells_when_the_tier_is_degraded_and_when_no_longer(
         drive.order()
 
         def over() -> bool:
-            store_all(engine, new_keys(1))  # a write that ends well is what shows it
+            store_all(engine, new_keys(1))  # a successful write ends it
             time.sleep(0.2)
             return degradations(daemon, kind) == ["begins ssd", "over ssd"]
 
@@ -247,7 +247,7 @@ def test_namespaces_that_cannot_be_written_are_told_and_not_believed(tmp_path: P
         with engine_of(daemon.url(), CONTRACT) as engine:
             store_all(engine, keys)
             saved(daemon, len(keys))
-            (folder / "namespaces.new").mkdir()  # in the way of the file; root meets it, too
+            (folder / "namespaces.new").mkdir()  # blocks the file, even for root
             assert engine.client.bump_epoch()
             until(lambda: count(daemon, "ssd_catalogue_failures"), "the failure is counted")
             store_all(engine, new_keys(2 * MEMORY_BLOCKS))

@@ -1,5 +1,5 @@
-"""The SSD tier on a real file system that runs full: the daemon serves, says why it is degraded,
-and goes on when there is room again.
+"""The SSD tier on a real file system that fills up: the daemon serves, reports why it is degraded,
+and continues once there is room again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MIB = 1 << 20
 DRIVE_BYTES = 80 * MIB
 CAPACITY = 48 * MIB
 LEFT_BYTES = 14 * MIB
-"""That others leave on the file system: some segments, but not all."""
+"""Bytes that other files leave on the file system: room for some segments, but not all."""
 FULL = "no space left on its file system"
 AGAIN_S = 100.0
-"""The tier asks for room once a minute."""
+"""Time in which the tier retries; it asks for room once a minute."""
 
 
 @contextmanager
 def ext4(folder: Path) -> Iterator[Path]:
-    """A small ext4 on a file, for the time of the test; root only."""
+    """A small temporary ext4 on a file; root only."""
     tool = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if os.geteuid() != 0 or tool is None:
         pytest.skip("a file system on a file needs root and mkfs.ext4")
@@ -53,7 +53,7 @@ def ext4(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def tmpfs(folder: Path) -> Iterator[Path]:
-    """The same without a drive under it."""
+    """A tmpfs of the same size, without a drive under it."""
     with mounted("tmpfs", f"size={DRIVE_BYTES}", folder / "drive") as place:
         yield place
 
@@ -63,13 +63,13 @@ KINDS = {"ext4": ext4, "tmpfs": tmpfs}
 
 @pytest.fixture(params=KINDS)
 def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """A separate small file system."""
     with KINDS[request.param](tmp_path) as place:
         yield place
 
 
 def ballast(drive: Path, left_bytes: int) -> Path:
-    """A file of somebody else's that leaves so much room."""
+    """Makes a foreign file that leaves so much room."""
     path = drive / "ballast"
     found = os.statvfs(drive)
     size = found.f_bavail * found.f_frsize - left_bytes
@@ -80,7 +80,7 @@ def ballast(drive: Path, left_bytes: int) -> Path:
 
 @contextmanager
 def full_drive(drive: Path) -> Iterator[tuple[Daemon, Engine]]:
-    """A daemon on it, and an engine."""
+    """A daemon on the drive, and an engine."""
     dirs = [f"{drive}/kv={CAPACITY}"]
     with (
         running_daemon(**SSD, ssd_dirs=dirs, http=ANY_PORT) as daemon,
@@ -90,7 +90,7 @@ def full_drive(drive: Path) -> Iterator[tuple[Daemon, Engine]]:
 
 
 def says(daemon: Daemon, text: str) -> Callable[[], bool]:
-    """Whether its readiness says so; it must be ready in any case."""
+    """A condition: the daemon's readiness contains the text; it must be ready in any case."""
 
     def look() -> bool:
         reply = ask(daemon, "/readyz?verbose")
@@ -101,7 +101,7 @@ def says(daemon: Daemon, text: str) -> Callable[[], bool]:
 
 
 def serves(daemon: Daemon, engine: Engine) -> None:
-    """More than memory holds is stored, the last of it served, and the capacity kept."""
+    """Stores more than memory holds: the last blocks are served, and the capacity is kept to."""
     keys = new_keys(2 * MEMORY_BLOCKS)
     store_all(engine, keys)
     last = keys[-MEMORY_BLOCKS // 4 :]
@@ -117,7 +117,7 @@ def test_a_file_system_that_runs_full(drive: Path) -> None:
         until(says(daemon, FULL), "it says what is wrong")
         files = len(segment_files(folder))
         assert 2 <= files <= LEFT_BYTES // (2 * MIB)
-        # What there is of the log is reused.
+        # The log's existing segments are reused.
         before = daemon.counters()["demoted_blocks"]
         serves(daemon, engine)
         assert daemon.counters()["demoted_blocks"] > before

@@ -1,4 +1,4 @@
-"""Several lives of a daemon over one arena and one tier: what was on its way when it died."""
+"""Several runs of a daemon over one arena and one tier: blocks in transit when it died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 400
 
 
 def ask_until_dead(daemon: Daemon, engine: Engine, keys: list[bytes]) -> None:
-    """Look up and store until the daemon has died at its fault point."""
+    """Looks up and stores until the daemon has died at its fault point."""
     end = time.monotonic() + 30
     while not daemon.dead:
         assert time.monotonic() < end, "it does not come to its fault point"

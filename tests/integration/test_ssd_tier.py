@@ -1,4 +1,4 @@
-"""The SSD tier under a real daemon: blocks sink before they are evicted, and come back right."""
+"""The SSD tier under a real daemon: blocks are written back before eviction, promoted intact."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from support.engine import PAGES, engine_of
 from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all, store_paced
 
 BLOCKS = 600
-"""More than the 16 MiB of memory hold (256)."""
+"""More blocks than the 16 MiB of memory hold (256)."""
 
 
 @pytest.fixture
 def ssd(tmp_path: Path) -> dict[str, object]:
-    """Settings of a tier of its own."""
+    """Settings of a tier in a temporary directory."""
     return {**SSD, "ssd_dirs": [f"{tmp_path}/ssd=256MiB"]}
 
 

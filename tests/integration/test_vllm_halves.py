@@ -1,4 +1,4 @@
-"""Both halves of the vLLM connector on a real daemon, led by a scheduler of the test's own."""
+"""Both halves of the vLLM connector on a real daemon, driven by a test's scheduler."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_hybrid_loads_what_the_boundary_needs(
         engine.finish(request)
         engine.settle()
         again = engine.add("b", f"hybrid {kind}", 160)
-        # One block is left: a state cannot step back a token.
+        # One block is missing: a state cannot go back one token.
         assert engine.admit(again) == 144
         assert engine.wait_loaded(again)
         assert all(engine.holds(again, 0, at) for at in range(9))
@@ -181,7 +181,7 @@ def test_one_engine_prefills_and_another_decodes(daemon: Daemon) -> None:
         first.prefill(request)
         told = first.finish(request)
         assert told == {HANDOVER: 160}
-        # The stores are under way only: the other one waits for them, but not for ever.
+        # The stores are still under way: the other engine waits for them, but not forever.
         other = second.add("b", "handed over", 160, kv_transfer_params=told)
         assert second.half.matched(other, 0)[0] is None
         first.settle()
@@ -194,7 +194,7 @@ def test_one_engine_prefills_and_another_decodes(daemon: Daemon) -> None:
 
 
 def test_an_adapter_is_known_by_its_content(engine: FakeEngine, tmp_path: Path) -> None:
-    """vLLM's hashes name it by its path only."""
+    """vLLM's hashes identify an adapter only by its path."""
     adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=False)
     (tmp_path / "adapter.bin").write_bytes(b"first")
     assert engine.run("a", "adapter", 96, lora_request=adapter) == 0
@@ -207,7 +207,7 @@ def test_an_adapter_is_known_by_its_content(engine: FakeEngine, tmp_path: Path) 
 
 
 def test_a_bug_of_ours_costs_a_hit_and_not_the_engine(engine: FakeEngine) -> None:
-    """Loads that were promised end, whatever becomes of stores."""
+    """Promised loads complete, whatever happens to stores."""
     engine.run("a", "bug", 96)
     other = engine.add("b", "another", 96)
     engine.admit(other)
@@ -265,7 +265,7 @@ def test_a_daemon_that_stands_still_delays_a_request_by_no_more_than_its_patienc
 def test_an_engine_that_cannot_go_on_from_cached_kv_is_not_served(
     lacks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM asks connectors even where its backend ignores what they load."""
+    """vLLM asks connectors even if its backend ignores the blocks that they load."""
     config = config_of("kv_both", "refused")
     config.scheduler_config.enable_chunked_prefill = lacks != "chunks"
     config.model_config.is_prefix_caching_supported = lacks != "prefixes"
@@ -322,7 +322,7 @@ def test_a_reset_drops_only_what_is_the_engines_own(daemon: Daemon) -> None:
 
 
 def test_after_a_reset_what_runs_stores_nothing(daemon: Daemon) -> None:
-    """Its KV is of two weights."""
+    """The request's KV comes from two sets of weights."""
     with fake_engine(daemon.url(), engine_id="live", on_reset="drop") as engine:
         engine.run("a", "weights", 96)
         request = engine.add("b", "weights", 160)
@@ -413,8 +413,8 @@ GROUP_SETS = {
 def test_block_tables_are_asked_for_at_boundaries_only(
     daemon: Daemon, groups: tuple[GroupSpec, ...]
 ) -> None:
-    """vLLM makes a new list of all blocks for each question: 1 to 19 ms a step for 64 long
-    requests, if each is asked about in every step.
+    """vLLM makes a new list of all blocks for each query: 1 to 19 ms a step for 64 long requests,
+    if it is queried for each of them in every step.
     """
     steps = 8 * BLOCK_TOKENS
     with fake_engine(daemon.url(), groups=groups, engine_id=f"tables{len(groups)}") as engine:
@@ -441,7 +441,7 @@ def test_block_tables_are_not_asked_for_without_a_daemon() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_nobody_steps_holds_no_block_at_its_end(daemon: Daemon, ranks: int) -> None:
-    """After the last request of an engine in the caller's process comes no further step."""
+    """After the last request of an engine in the caller's process there is no further step."""
     with fake_engine(daemon.url(), engine_id=f"unstepped {ranks}", ranks=ranks) as engine:
         engine.half.serve_unstepped(engine.workers[0] if ranks == 1 else None)
         others = [engine.add(name, f"unstepped {name}", 160) for name in "ab"]

@@ -1,4 +1,4 @@
-"""Requests whose KV another connector of the engine loads: only what was written is stored."""
+"""Requests whose KV another connector of the engine loads: only written blocks are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.vllm_world import STOCK_BLOCKS, World
 TOKENS = 6 * BLOCK_TOKENS + 3
 BLOCKS = TOKENS // BLOCK_TOKENS
 FULL = -1
-"""Number of a store that takes all the room."""
+"""The number for a store that takes all the room."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture(params=[0, 1], ids=["steps one by one", "steps ahead"])
 def world(engine: FakeEngine, request: pytest.FixtureRequest) -> World:
-    """A sibling that has all of every test's text."""
+    """A world whose sibling has every test's whole text."""
     found = World(engine, sibling_first=True, lag=request.param)
     found.text = request.node.name
     found.sibling_has[found.text] = TOKENS
@@ -35,13 +35,15 @@ def world(engine: FakeEngine, request: pytest.FixtureRequest) -> World:
 
 
 def began(world: World, *, generated: int = 1, sync: bool = False, fails: bool = False) -> None:
-    """Admit the request ``a`` with a load of the sibling's."""
+    """Admits the request ``a`` with a load by the sibling."""
     world.add("a", world.text, TOKENS, generated)
     assert world.admit("a", 1, fails=fails, sync=sync)
 
 
 def stored(world: World) -> int:
-    """End what is left and load the text; the blocks that were stored, all of them right."""
+    """Ends the remaining requests and loads the text; returns the number of stored blocks, all
+    right.
+    """
     return world.close([world.text], TOKENS)
 
 
@@ -59,7 +61,7 @@ def test_aborted_after_the_siblings_load(world: World) -> None:
 
 
 def test_finished(world: World) -> None:
-    """All blocks that the sibling brought are stored once the request is computed on."""
+    """All blocks loaded by the sibling are stored once the request is computed further."""
     began(world)
     world.sibling_done("a")
     world.resume("a")
@@ -90,7 +92,7 @@ def test_aborted_after_a_failure(world: World, failure: str) -> None:
 
 
 def test_preempted_and_loaded_again(world: World) -> None:
-    """The blocks of the second admission are others, and nothing is in them yet."""
+    """The second admission gets other blocks, which hold nothing yet."""
     holds, blocks = world.engine.half._holds, len(world.engine.pool.blocks)
     holds.hold(FULL, [1] * blocks)  # no room: nothing is stored before the preemption
     began(world, generated=20, sync=True)
@@ -106,7 +108,7 @@ def test_preempted_and_loaded_again(world: World) -> None:
 
 
 def test_a_load_within_the_step_fails(world: World) -> None:
-    """What the step computed on it is not committed, and the engine computes it again."""
+    """Blocks computed in that step are not committed, and the engine computes them again."""
     began(world, generated=20, sync=True, fails=True)
     world.step({})
     world.abort("a")

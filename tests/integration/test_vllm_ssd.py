@@ -1,4 +1,4 @@
-"""The vLLM connector's halves on a daemon whose memory is small and whose SSD is not."""
+"""The vLLM connector's halves on a daemon with small memory and a large SSD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhearth.contract import GroupKind, GroupSpec
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 TOKENS = 320
 PROMPTS = 80
-"""Each of 20 blocks: more than 16 MiB of memory hold (51)."""
+"""Prompts of 20 blocks each: more than 16 MiB of memory hold (51)."""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def fill(engine: FakeEngine, daemon: Daemon, name: str) -> None:
-    """Prompts ``name 0`` and so on; the first of them are on SSD only then.
+    """Runs prompts ``name 0`` and so on; afterwards the first of them are only on SSD.
 
-    Not faster than they are saved: a tier that cannot follow is passed over.
+    Stores no faster than the tier writes: otherwise blocks would be evicted without a copy.
     """
     demoted = daemon.counters()["demoted_blocks"] - engine.counts.get("store_blocks", 0)
     for number in range(PROMPTS):
@@ -48,14 +48,14 @@ def test_a_prompt_that_sank_is_loaded(daemon: Daemon) -> None:
         assert counts["hit_ssd_tokens"] + counts.get("hit_dram_tokens", 0) == 20 * TOKENS
         assert counts["climb_waits"] >= 10
         assert counts["load_bytes"] == 20 * TOKENS // BLOCK_TOKENS * PAGE_BYTES
-        # They are in memory now.
+        # The blocks are in memory now.
         assert engine.run("third", "sunk 19", TOKENS) == TOKENS
         assert engine.counts["climb_waits"] == counts["climb_waits"]
     daemon.wait_quiet()
 
 
 def test_a_prompt_of_which_a_part_sank(daemon: Daemon) -> None:
-    """Its beginning was used again, its end was not."""
+    """The prompt's beginning was used again, its end was not."""
     with fake_engine(daemon.url(), engine_id="part") as engine:
         fill(engine, daemon, "part")
         params = {"max_load_tokens": 160}
@@ -106,7 +106,7 @@ def test_requests_with_the_same_prompt_climb_and_load_together(daemon: Daemon) -
 
 
 def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
-    """What sank is found again, though the memory is empty."""
+    """Blocks written back are found again, though memory is empty."""
     with running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own:
         with fake_engine(own.url(), engine_id="first") as engine:
             fill(engine, own, "kept")

@@ -1,8 +1,8 @@
-"""The connector's scheduler half against a model of what each of the engine's pages holds.
+"""The connector's scheduler half against a model of the content of each engine page.
 
-Requests come, are admitted from the engine's own cache, from the daemon or by a second connector
+Requests arrive, are admitted from the engine's own cache, from the daemon or by a second connector
 (which loads at once or later, and may fail), are computed in chunks, speculate, are preempted,
-finish or are aborted. Whatever is stored must be right: each text is loaded at the end, block by
+finish or are aborted. Every stored block must be right: each text is loaded at the end, block by
 block.
 """
 
@@ -40,7 +40,7 @@ CHUNKS = st.sampled_from([1, 5, BLOCK_TOKENS, 40, TOKENS_MAX])
 
 
 class ConnectorMachine(RuleBasedStateMachine):
-    """The rules; ``engine`` is set by the test."""
+    """The machine's rules; the test sets ``engine``."""
 
     engine: FakeEngine
     numbers = count()
@@ -48,7 +48,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @initialize(sibling_first=st.booleans(), lag=st.integers(0, 1))
     def begin(self, sibling_first: bool, lag: int) -> None:
-        """Start with texts that nobody has."""
+        """Starts with texts that are in no cache."""
         self.world = World(self.engine, sibling_first=sibling_first, lag=lag)
         number = next(self.numbers)
         self.texts = [f"machine {number} {each}" for each in range(TEXTS)]

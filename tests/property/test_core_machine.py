@@ -1,12 +1,12 @@
 """Random clients against core, engine and journal, compared with a plain model.
 
-The adversary is the worst that is allowed: after every step, whoever may write to a slot has
+The adversary is the worst one allowed: after every step, every client that may write to a slot has
 written garbage to it (attached ranks before their commit, ranks that vanished until they are
-drained, engines that outlived the daemon). The daemon is killed between calls and inside of the
-journal's operations. What is served must all the same be what was committed under that key, in that
-namespace and epoch; checksums are not consulted for it.
+drained, engines that outlived the daemon). The daemon is killed between calls and inside the
+journal's operations. Nevertheless every served block must be the one committed under that key, in
+that namespace and epoch; checksums are not consulted for it.
 
-A failure prints the steps and a blob that repeats them; the slow one prints its seed, too.
+A failure prints the steps and a blob that repeats them; the slow test also prints its seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS = settings(
 
 
 class CoreMachine(WritingRules, ReadingRules, RefusalRules):
-    """All rules together."""
+    """The rules of all groups together."""
 
 
 def test_the_core_against_a_model() -> None:

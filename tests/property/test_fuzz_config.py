@@ -1,6 +1,6 @@
-"""Settings of any kind from file, environment and flags: valid, or one line that says what is not.
+"""Arbitrary settings from file, environment and flags: valid, or one line that names the problem.
 
-What ``config validate`` says is what ``serve`` does: they read the same.
+``config validate`` and ``serve`` agree: they read the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """These variables beside those that are there."""
+    """Sets these variables in addition to the existing ones."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -61,7 +61,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-# -- what may be written ---------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 WORDS = """64MiB 1GiB 2TiB 4096 0 -1 1.5GiB 12bananas 1e999 30s 500ms 0.5 1d nan inf on off true
 None ~ ~root ~nobody-x/y a=1:64MiB a=1,2:64MiB;b=3:64MiB a=:1 a=1: /mnt/kv=1GiB /=9TiB a=1GiB
@@ -96,7 +96,7 @@ pieces = st.sampled_from([*(f"{token} " for token in TOKENS.split()), *LAYOUT])
 
 
 def dumped(found: dict[str, Any]) -> bytes:
-    """As YAML; half surrogate pairs as escapes."""
+    """Returns the settings as YAML; half surrogate pairs as escapes."""
     return yaml.safe_dump(found, allow_unicode=False).encode("utf-8", "surrogatepass")
 
 
@@ -115,7 +115,7 @@ files = st.one_of(
 
 
 def command(*words: str) -> tuple[int, str, str]:
-    """The command in this process: exit code, stdout and stderr."""
+    """Runs the command in this process: exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = app.run(words)
@@ -123,7 +123,7 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def served(config: Path | None, given: dict[str, object]) -> Settings | None:
-    """The settings that ``serve`` would run with; None if it refuses them."""
+    """Returns the settings that ``serve`` would run with; None if it rejects them."""
     refusal = None
     with contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -137,13 +137,13 @@ def served(config: Path | None, given: dict[str, object]) -> Settings | None:
 
 
 def one_clear_line(text: str) -> None:
-    """Something for a person to read, and to print on a terminal."""
+    """Checks that the text is readable and safe to print on a terminal."""
     assert text.isprintable(), text
     assert 0 < len(text) <= LINE_CHARS_MAX
 
 
 def complaint(err: str) -> str:
-    """The last line on stderr, which must be the command's own."""
+    """Returns the last line on stderr, which must be the command's own."""
     last = err.splitlines()[-1]
     assert last.startswith("kvhearth: error: ")
     return last
@@ -210,7 +210,7 @@ def test_any_flags(tmp_path: Path, examples: int) -> None:
 
 @depths(40)
 def test_any_words(examples: int) -> None:
-    """What is no flag at all ends with a usage error, and never with a daemon."""
+    """Words that are no flags end with a usage error, never with a daemon."""
 
     @settings(base, max_examples=examples)
     @given(
@@ -290,5 +290,5 @@ def test_valid_settings_start_or_say_why_not(examples: int) -> None:
 
 
 def ready(daemon: Daemon) -> bool:
-    """Whether it says so."""
+    """Whether the daemon reports that it is ready."""
     return any("attach=" in line or '"attach"' in line for line in daemon.log_text().splitlines())

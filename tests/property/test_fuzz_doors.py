@@ -1,4 +1,4 @@
-"""Anything at all into what decodes a peer's bytes: out comes a value or a ``KVHearthError``."""
+"""Arbitrary input to every decoder of a peer's bytes: it yields a value or a ``KVHearthError``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WELCOME = Welcome("b", 1, "t", 1, "n", 1, 9, 9, 9, 9, [SegmentInfo(0, 4096, 4096
 
 
 def tried(decode: Callable[[], Any]) -> Any:
-    """The decoded value; None if it was refused. Any other exception passes, and is a failure."""
+    """Returns the decoded value, or None if it was rejected. Any other exception is a failure."""
     with contextlib.suppress(KVHearthError):
         return decode()
     return None
@@ -72,7 +72,9 @@ def tried(decode: Callable[[], Any]) -> Any:
 
 
 def fed(data: bytes, cuts: list[int]) -> tuple[list[dict[str, Any]], bool]:
-    """What a decoder makes of data that comes in pieces, and whether it refused some of it."""
+    """Returns a decoder's messages for data that arrives in pieces, and whether it rejected any of
+    it.
+    """
     decoder, found, start = FrameDecoder(), [], 0
     for end in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
         try:
@@ -155,7 +157,7 @@ def test_any_segment_of_a_welcome(segment: dict[str, Any]) -> None:
 
 @st.composite
 def contracts(draw: st.DrawFn) -> str:
-    """A contract's JSON, a little or very wrong."""
+    """Draws a contract's JSON, slightly or badly wrong."""
     message = draw(changed(json.loads(CONTRACT.to_json())))
     if draw(st.booleans()):
         group = dataclasses.asdict(draw(st.sampled_from(GROUPS)))
@@ -164,7 +166,7 @@ def contracts(draw: st.DrawFn) -> str:
 
 
 def tame(contract: Contract) -> bool:
-    """Whether its numbers are of a size that the core's arithmetic takes."""
+    """Whether its numbers are within the range of the core's arithmetic."""
     steps = math.lcm(*(group.block_tokens for group in contract.groups))
     windows = max(group.window_tokens for group in contract.groups)
     return max(steps, windows) < 1 << 63
@@ -187,7 +189,7 @@ def test_any_contract(text: str) -> None:
 
 
 def looked_up(contract: Contract) -> None:
-    """What the core computes for a lookup."""
+    """Computes what the core computes for a lookup."""
     ready = np.ones(3, np.bool_)
     found = hit_boundaries([(group, ready) for group in contract.groups])
     for spec in contract.groups:
@@ -268,7 +270,7 @@ def test_any_counts(groups: list[types_pb2.GroupCount]) -> None:
     assert wants is None or sum(count for _, count in wants) <= keys_max
 
 
-# -- refusals ------------------------------------------------------------------------------------
+# -- rejections ----------------------------------------------------------------------------------
 
 
 @fuzz
@@ -285,7 +287,7 @@ def test_a_refusal_fits_every_wire(reason: Reason, message: str, details: dict[s
     plain = plain_error(KVHearthError(reason, message, **details))
     assert len(encode_frame(refused(plain))) < FRAME_BYTES_MAX
     data = encode_status(plain)
-    # As base64 in a header, of which a peer takes 8 KiB in all.
+    # It travels as base64 in a header; a peer accepts 8 KiB of headers in all.
     assert len(data) < 5000
     assert decode_status(data).reason is reason
     assert decode_status(data).message == plain.message

@@ -1,7 +1,6 @@
-"""Hellos of any form, lines that come and go, and descriptors that nobody wants, beside a good
-engine.
+"""Arbitrary hellos, connections that come and go, and unwanted descriptors, beside a good engine.
 
-Each connection gets a welcome or a refusal with a reason, and each refusal is counted.
+Each connection gets a welcome or a rejection with a reason, and each rejection is counted.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from kvhearth.wire.handshake import FRAME_BYTES_MAX, FrameDecoder, encode_frame
 from kvhearth.wire.status import rebuild_error
 
 HANDSHAKE_S = 1.0
-"""The daemon's bound."""
+"""The daemon's handshake timeout."""
 DESCRIPTORS_MAX = 253
-"""The kernel's bound for one message."""
+"""The kernel's limit for one message."""
 GOOD_CONTRACT = json.loads(raw_contract().to_json())
 
 
@@ -57,7 +56,7 @@ def neighbour(daemon: Daemon) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def nothing_left(daemon: Daemon, neighbour: Engine) -> Iterator[None]:
-    """As ``unharmed``; and whoever was let in and went without a word is drained."""
+    """Like ``unharmed``; also drains sessions that were admitted and left without a goodbye."""
     with unharmed(daemon, neighbour):
         yield
         boot_id = daemon.stats().boot_id
@@ -69,7 +68,7 @@ def nothing_left(daemon: Daemon, neighbour: Engine) -> Iterator[None]:
 
 
 def answered(answer: dict[str, Any]) -> Reason | None:
-    """The reason of a refusal; None for a welcome."""
+    """Returns the reason of a rejection; None for a welcome."""
     if answer["kind"] == "welcome":
         return None
     assert answer["kind"] == "refused", answer
@@ -88,7 +87,7 @@ def whole(data: bytes) -> bool:
 
 
 def said(daemon: Daemon, parts: list[bytes]) -> Reason | None:
-    """Say ``parts`` on a line of its own, and what becomes of it."""
+    """Sends ``parts`` on a new connection and returns the outcome."""
     with RawLine(attach_path(daemon)) as line:
         for part in parts:
             line.send(part)
@@ -97,7 +96,7 @@ def said(daemon: Daemon, parts: list[bytes]) -> Reason | None:
         reason = answered(line.answer())
         if reason is None:
             line.send(encode_frame({"kind": "bye"}))
-            # Bytes behind the hello may be the head of a frame that swallows the goodbye.
+            # Bytes after the hello may be the head of a frame that swallows the goodbye.
             line.half_close()
         assert line.ended(), "it has answered, but keeps the connection"
         return reason
@@ -112,13 +111,13 @@ def frame(body: bytes) -> bytes:
 
 
 def written(message: dict[str, Any], ascii_only: bool) -> bytes:
-    """JSON; half surrogate pairs as bytes that are no UTF-8 where escapes are not wanted."""
+    """Encodes JSON; half surrogate pairs become bytes that are not UTF-8 unless ``ascii_only``."""
     return json.dumps(message, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
 
 
 @st.composite
 def hellos(draw: st.DrawFn) -> bytes:
-    """A hello's body, a little or very wrong."""
+    """Draws a hello's body, slightly or badly wrong."""
     message = draw(changed(raw_hello()))
     if draw(st.booleans()):
         contract = draw(changed(GOOD_CONTRACT))
@@ -147,9 +146,9 @@ bodies = (
 
 @st.composite
 def openings(draw: st.DrawFn) -> bytes:
-    """What a peer says first: a frame, half of one, one of a wrong length, or two.
+    """Draws a peer's first bytes: a frame, half of one, one of a wrong length, or two.
 
-    Who says nothing at all is not refused: that is how one looks whether a daemon lives.
+    A peer that sends nothing is not rejected: probes for a living daemon do that.
     """
     body = draw(bodies)
     match draw(
@@ -195,13 +194,13 @@ def test_any_opening(daemon: Daemon, neighbour: Engine, examples: int) -> None:
         after = refusals_by_reason(daemon)
         assert daemon.counters()["sessions_opened"] == opened + welcome
     for reason, count in refused.items():
-        # After a welcome, bytes that followed may be refused too.
+        # After a welcome, bytes that follow may be rejected, too.
         more = welcome if reason is Reason.BAD_MESSAGE else 0
         assert count <= after[reason] - before[reason] <= count + more
     assert refused[Reason.INTERNAL] == 0
 
 
-# -- lines that come and go ------------------------------------------------------------------------
+# -- connections that come and go ------------------------------------------------------------------
 
 LINES = 8
 moves = st.lists(
@@ -215,14 +214,14 @@ HELLO = encode_frame(raw_hello())
 
 
 class Crowd:
-    """Lines that say things in any order, and close at any time."""
+    """Connections that send anything in any order, and close at any time."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._lines: dict[int, RawLine] = {}
 
     def move(self, number: int, what: str) -> None:
-        """One of them does something; one that is not there comes first."""
+        """Lets one connection act; a missing one connects first."""
         if number not in self._lines:
             self._lines[number] = RawLine(attach_path(self._daemon))
         line = self._lines[number]
@@ -242,7 +241,7 @@ class Crowd:
             self._lines.pop(number).close()
 
     def close(self) -> None:
-        """All hang up."""
+        """Closes all connections."""
         for line in self._lines.values():
             line.close()
 
@@ -260,16 +259,16 @@ def test_lines_that_come_and_go(daemon: Daemon, neighbour: Engine, examples: int
     with nothing_left(daemon, neighbour):
         play()
     after = daemon.counters()
-    # Nobody is left in between: who came in has left, but for the neighbour.
+    # No session stays: each one that was opened has been closed, except the neighbour's.
     came = after["sessions_opened"] - before["sessions_opened"]
     assert came == after["sessions_closed"] - before["sessions_closed"]
 
 
-# -- descriptors that nobody wants -----------------------------------------------------------------
+# -- unwanted descriptors --------------------------------------------------------------------------
 
 
 def at_its_end(read_end: int) -> bool:
-    """Whether nobody can write into a pipe any more."""
+    """Whether the pipe has no writer left."""
     try:
         return os.read(read_end, 1) == b""
     except BlockingIOError:
@@ -278,7 +277,7 @@ def at_its_end(read_end: int) -> bool:
 
 @depths(60)
 def test_descriptors_that_nobody_wants(daemon: Daemon, neighbour: Engine, examples: int) -> None:
-    """A pipe tells whether all copies of its other end are closed."""
+    """A pipe shows whether all copies of its other end are closed."""
 
     @settings(fuzz, max_examples=examples)
     @given(

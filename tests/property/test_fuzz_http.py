@@ -1,7 +1,7 @@
-"""Requests made from the daemon's own OpenAPI description, right and wrong, beside a good engine.
+"""Requests derived from the daemon's OpenAPI description, right and wrong, beside a good engine.
 
-Each answer must be one that the description knows; each refusal is a problem document with a reason
-of the error table, and counted.
+The description must know each answer; each rejection is counted, and is a problem document with a
+reason of the error table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def place() -> Iterator[Place]:
 
 
 def judge(response: Any) -> Reason | None:
-    """The reason of a refusal, None if it is none; fails unless it is a problem document."""
+    """Returns a rejection's reason, None for success; a rejection must be a problem document."""
     if 200 <= response.status_code < 300:
         return None
     assert response.headers["content-type"] == ["application/problem+json"], response.text
@@ -97,7 +97,7 @@ def url_of(daemon: Daemon) -> str:
 
 
 def refusals_total(daemon: Daemon) -> float:
-    """The sum of the metric over its reasons."""
+    """Returns the sum of the metric over its reasons."""
     lines = ask(daemon, "/metrics").body.decode().splitlines()
     found = [one for one in lines if one.startswith("kvhearth_refusals_total{")]
     return sum(float(one.rpartition(" ")[2]) for one in found)
@@ -117,7 +117,7 @@ def test_requests_of_the_description(place: Place, label: str, examples: int) ->
     def send(case: Any, admitted: bool, known: bool) -> None:
         if known and "ns" in (case.path_parameters or {}):
             case.path_parameters["ns"] = place.victim
-        # A daemon that drains takes no stores: the neighbour would be right to complain.
+        # A draining daemon accepts no stores: the neighbour would be right to complain.
         headers = {"Authorization": f"Bearer {token}"} if admitted and label != DRAIN else {}
         response = case.call(base_url=base_url, session=line, headers=headers, timeout=20)
         case.validate_response(response, checks=CHECKS)

@@ -1,6 +1,6 @@
-"""Bytes that are no HTTP, or only almost, beside a good engine.
+"""Bytes that are not, or not quite, HTTP, beside a good engine.
 
-Whatever is answered is an HTTP response, and a refusal is a problem document with a reason.
+Every answer is an HTTP response, and a rejection is a problem document with a reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
 
 ANSWER_S = 10.0
 QUIET_S = 0.05
-"""How long a connection that may owe nothing more is listened to."""
+"""Time to listen on a connection that may have nothing more to send."""
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def neighbour(daemon: Daemon) -> Iterator[Engine]:
 
 
 def opened(daemon: Daemon) -> socket.socket:
-    """A connection to its HTTP."""
+    """Opens a connection to the daemon's HTTP server."""
     return socket.create_connection(address_of(daemon), timeout=ANSWER_S)
 
 
 def heard(line: socket.socket, quiet_s: float = QUIET_S) -> tuple[bytes, bool]:
-    """What the daemon says until it says nothing for a while, and whether it has hung up."""
+    """Returns the bytes received until a pause, and whether the daemon has hung up."""
     data = b""
     line.settimeout(quiet_s)
     while True:
@@ -66,7 +66,7 @@ def heard(line: socket.socket, quiet_s: float = QUIET_S) -> tuple[bytes, bool]:
 
 
 class _Readable:
-    """As much of a socket as ``HTTPResponse`` wants."""
+    """The part of a socket that ``HTTPResponse`` uses."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)
@@ -76,10 +76,10 @@ class _Readable:
 
 
 def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
-    """The responses in ``data``; of the last one the end may be missing."""
+    """Returns the responses in ``data``; the last one may be cut off."""
     found = []
     while data:
-        if data.startswith(b"HTTP/1.1 100 "):  # come, says the daemon; what comes may be no body
+        if data.startswith(b"HTTP/1.1 100 "):  # asks for a body, which may never come
             data = data[data.index(b"\r\n\r\n") + 4 :]
             continue
         response = http.client.HTTPResponse(_Readable(data))  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
 
 
 def judged(data: bytes) -> list[Reason]:
-    """The reasons of all refusals in ``data``; fails for what is none, or no response."""
+    """Returns the reasons of all rejections in ``data``; malformed rejections or responses fail."""
     reasons = []
     for status, headers, body in answers(data):
         assert status < 500, body
@@ -106,7 +106,7 @@ def judged(data: bytes) -> list[Reason]:
     return reasons
 
 
-# -- what may come ---------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 junk = st.binary(max_size=40)
 words = st.sampled_from(
@@ -133,7 +133,7 @@ ends = st.sampled_from([b"\r\n", b"\n", b"\r"])
 
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    """Something like a request: most of it right, so that the rest gets far."""
+    """Draws something like a request: most of it right, so that the rest gets far."""
     if draw(st.integers(0, 9)) == 0:
         return draw(junk)
     end = draw(ends) if draw(st.integers(0, 9)) == 0 else b"\r\n"
@@ -190,7 +190,7 @@ def test_a_good_request_before_bad_ones_is_answered(daemon: Daemon, neighbour: E
         assert judged(found) == [Reason.BAD_MESSAGE]
 
 
-# -- requests that stop halfway --------------------------------------------------------------------
+# -- incomplete requests ---------------------------------------------------------------------------
 
 
 SIZED, CHUNKS = b"Content-Length: 18\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
@@ -199,7 +199,7 @@ HALVES = (SIZED, SIZED + b'{"keep_bytes"', CHUNKS, CHUNKS + b"zz\r\n")
 
 @pytest.mark.parametrize("sent", HALVES)
 def test_half_a_body_does_nothing(daemon: Daemon, neighbour: Engine, sent: bytes) -> None:
-    """Without its body the action would mean all that nobody holds."""
+    """Without its body the action would evict everything not held."""
     token = (daemon.socket_dir / "admin.token").read_bytes()
     contract = raw_contract(model="halved").to_json()
     with unharmed(daemon, neighbour), RawSession(daemon, contract=contract) as session:
@@ -227,7 +227,7 @@ def test_silent_connections_have_a_bound(daemon: Daemon, neighbour: Engine) -> N
             line.sendall(b"GET /li"[: number % 8])
         assert ask(daemon, "/livez").status == 200
         assert daemon.descriptor_count() <= before + CONNECTIONS_MAX + 20
-        # Whom the first of them made room for is still there.
+        # The connection for which the earliest ones were closed is still open.
         good = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         line.sendall(good[number % 8 :])
         found, _ = heard(line, ANSWER_S)
@@ -250,7 +250,7 @@ def test_too_many_requests_under_way(daemon: Daemon, neighbour: Engine) -> None:
 
 
 def dripping(line: socket.socket, drip: bytes, most_s: float) -> tuple[float, bytes]:
-    """Send ``drip`` again and again; after what time the daemon hung up, and what it said."""
+    """Sends ``drip`` repeatedly; returns the time until the daemon hung up, and its answer."""
     started, data, ended = time.monotonic(), b"", False
     while not ended and time.monotonic() < started + most_s:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

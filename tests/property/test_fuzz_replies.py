@@ -1,4 +1,4 @@
-"""What a client makes of a daemon that says anything at all: a value, or a ``KVHearthError``."""
+"""Arbitrary answers of a daemon to a client: the result is a value or a ``KVHearthError``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ASKED = {0: [bytes(32)] * 3, 1: [bytes([1]) * 32] * 2}
 
 
 def told(decode: Callable[[], Any]) -> Any:
-    """The value; None if it was refused. Any other exception passes, and is a failure."""
+    """Returns the value, or None if it was rejected. Any other exception is a failure."""
     with contextlib.suppress(KVHearthError):
         return decode()
     return None
@@ -58,7 +58,7 @@ def told(decode: Callable[[], Any]) -> Any:
 
 
 class Liar:
-    """A daemon's attach socket that answers each hello with what it was told to say."""
+    """A daemon's attach socket that answers each hello with scripted bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.says: list[bytes] = []
@@ -70,7 +70,7 @@ class Liar:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._listener.close()
@@ -130,7 +130,7 @@ def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl], examples: int) -> 
 
     before = len(os.listdir("/proc/self/fd"))
     say()
-    # Two are the liar's: the line and the file that it passes on.
+    # Two belong to the liar: the connection and the file that it passes on.
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
@@ -166,7 +166,7 @@ bits = st.binary(max_size=3)
 
 @st.composite
 def extents(draw: st.DrawFn) -> bytes:
-    """Some extents, most of them inside the arena; perhaps cut."""
+    """Draws extents, most of them inside the arena, possibly truncated."""
     found = np.zeros(draw(st.integers(0, 6)), EXTENT_DTYPE)
     for position in range(len(found)):
         good = draw(st.integers(0, 4)) > 0
@@ -195,13 +195,13 @@ granted = st.builds(types_pb2.GroupExtents, group=numbers, count=numbers, extent
 
 @st.composite
 def welcomes(draw: st.DrawFn) -> Welcome:
-    """What a client has accepted from a daemon: as it should be, or only just."""
+    """Draws welcomes that a client accepts: normal ones, and barely valid ones."""
     found = told(lambda: Welcome.from_message(draw(changed(WELCOME.to_message()))))
     return WELCOME if found is None else found
 
 
 def inside(found: Any, welcome: Welcome) -> None:
-    """Extents that a client may use lie in a segment, and have the length of a page."""
+    """Checks that usable extents lie inside a segment and have the length of a page."""
     rooms = {info.segment: info.bytes for info in welcome.segments}
     for each in found.reshape(-1) if rooms else ():
         assert int(each["offset"]) + int(each["length"]) <= rooms[int(each["segment"])]
@@ -243,7 +243,7 @@ def test_any_bitmaps_and_reservations(examples: int) -> None:
 
 
 def test_good_replies_are_taken() -> None:
-    """What the broken ones above are made of is not what breaks them."""
+    """The reply underlying the broken ones above is accepted."""
     found = np.zeros(4, EXTENT_DTYPE)
     found["length"] = PAGE_BYTES
     assert len(found.tobytes()) == 4 * EXTENT_BYTES
@@ -256,7 +256,7 @@ def test_good_replies_are_taken() -> None:
 
 
 def good(welcome: Welcome, found: Any) -> bool:
-    """What ``parse_extents`` must take: said once more, one extent after the other."""
+    """Whether ``parse_extents`` must accept them: the same rules, one extent after the other."""
     rooms = {info.segment: info.bytes for info in welcome.segments}
     lengths = all(int(each["length"]) == PAGE_BYTES for each in found)
     return lengths and all(
@@ -276,7 +276,7 @@ changes_ = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(CHANGES)), max
 
 @depths(300)
 def test_extents_are_taken_if_each_of_them_is_good(examples: int) -> None:
-    """Whichever way they are looked at: few, many of one segment, or many of several ones."""
+    """Covers every path of the check: few extents, many of one segment, many of several."""
 
     @settings(fuzz, max_examples=examples)
     @given(
@@ -308,7 +308,7 @@ def test_extents_are_taken_if_each_of_them_is_good(examples: int) -> None:
 
 @depths(200)
 def test_any_status_of_a_call(examples: int) -> None:
-    """Made of parts that parse, so that it gets further than random bytes."""
+    """Built from parts that parse, so that it gets further than random bytes."""
 
     @settings(fuzz, max_examples=examples)
     @given(

@@ -1,4 +1,4 @@
-"""Random loads from a drive with bad pages: a block comes right, or it alone does not come."""
+"""Random loads from a drive with bad pages: a block arrives intact, or only that block fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = [
 MOST = 16
 
 Batch = tuple[int, list[int]]
-"""A family's index and blocks' numbers."""
+"""A family's index and block numbers."""
 
 which = st.integers(0, len(FAMILIES) - 1)
 stored = st.tuples(which, st.lists(st.integers(0, 40), min_size=1, max_size=MOST, unique=True))
@@ -37,7 +37,7 @@ loaded = st.tuples(which, st.one_of(runs, some))
 
 
 class World:
-    """A tier, what was stored into it, and which pages its drive cannot read."""
+    """A tier, its stored blocks, and the pages that its drive cannot read."""
 
     def __init__(self, folder: Path, depth: int, request_bytes: int) -> None:
         self.rig = ReadRig(
@@ -55,7 +55,7 @@ class World:
         return result // 2 if self._reads in self.fails else result
 
     def spoil(self, batch: Batch, at: int) -> None:
-        """A page of one of these blocks, of a header or of a payload, is bad from now on."""
+        """Makes a page of one of these blocks unreadable, of a header or of a payload."""
         of = FAMILIES[batch[0]]
         pages = 1 + payload_pages(of.length)
         block, rest = divmod(at % (len(batch[1]) * of.shards * pages), of.shards * pages)
@@ -72,7 +72,7 @@ class World:
         )
 
     def load(self, batch: Batch, *, cancel: bool) -> None:
-        """Load blocks and compare how they fared with what they deserve."""
+        """Loads blocks and compares their outcomes with the expected ones."""
         which, numbers = batch
         of = FAMILIES[which]
         there = self.rig.present(numbers, of)
@@ -93,7 +93,7 @@ class World:
 
 
 def outcomes_of(done: Completion, count: int) -> Sequence[Outcome]:
-    """One outcome for each row."""
+    """Returns one outcome for each row."""
     found = sorted((row, index) for index, part in enumerate(done.parts) for row in part[1])
     assert [row for row, _ in found] == list(range(count)), "each row once"
     return [done.parts[index][0] for _, index in found]

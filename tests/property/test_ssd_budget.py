@@ -1,4 +1,4 @@
-"""Random stores, loads and passing of time: drives never take more than their budget.
+"""Random stores, loads and pauses: drives never write more than their budget.
 
 A failure prints the steps and a blob that repeats them.
 """
@@ -20,7 +20,7 @@ from kvhearth_server.tiers.ssd.write_limits import DAY_S
 
 SEGMENTS_A_DAY = 240
 BURST_BYTES = SEGMENTS_A_DAY * SEGMENT_BYTES // 24 // 10
-"""That a fresh daemon may write at once."""
+"""Bytes that a fresh daemon may write at once."""
 
 STEPS = st.lists(
     st.one_of(
@@ -35,7 +35,7 @@ STEPS = st.lists(
 
 
 class Driven:
-    """A tier whose time passes by its steps only."""
+    """A tier whose time passes only in its steps."""
 
     def __init__(self, folders: list[Path], *, prewrite: bool, flush: bool = False) -> None:
         arena = Arena()
@@ -54,7 +54,7 @@ class Driven:
         self.stored = 0
 
     def step(self, what: str, number: int) -> None:
-        """One of them; then the bound holds."""
+        """Takes one step; then the bound must hold."""
         if what == "store":
             self.desk.store(range(self.stored, self.stored + number))
             self.stored += number
@@ -69,13 +69,13 @@ class Driven:
         self.check()
 
     def check(self) -> None:
-        """No more was written than came in, but for a debt of at most one segment."""
+        """Checks that writes keep to the budget, except for a debt of at most one segment."""
         allowed = BURST_BYTES + (self.now - 1000.0) / DAY_S * SEGMENTS_A_DAY * SEGMENT_BYTES
         written = self.tier.counts["written_bytes"]
         assert written <= allowed + SEGMENT_BYTES, f"{written} of {allowed:.0f}"
 
     def close(self) -> None:
-        """The books must balance."""
+        """Closes the tier; the books must balance."""
         assert self.tier.drain(20.0)
         self.check()
         self.tier.check()
@@ -106,7 +106,7 @@ def test_two_hours_of_a_budget_with_hot_blocks(tmp_path: Path, *, prewrite: bool
         for step in (("pass", 30), ("store", 32), ("load", 100), ("load", 80)):
             driven.step(*step)
     counts = driven.tier.counts
-    # Two hours bring 20 segments: they are used, also for what is hot.
+    # Two hours bring 20 segments: they are used, partly for hot blocks.
     assert counts["written_bytes"] > 18 * SEGMENT_BYTES
     assert counts["carried_blocks"] > 0
     driven.close()

@@ -1,4 +1,4 @@
-"""Random engines and a slower tier that may refuse, fail, hang, forget and lie about nothing.
+"""Random engines and a lower tier that may reject, fail, hang and forget, but never lies.
 
 A failure prints the steps and a blob that repeats them.
 """

@@ -1,7 +1,7 @@
-"""Eight engines of random processes that die and are born again, under a daemon that lives on.
+"""Eight engines of random processes that die and are replaced, under a daemon that lives on.
 
-Some engines have a second rank in a process of its own, which goes on writing for a while when its
-scheduler dies. No wrong byte may be served, and when all are gone nothing may be left of them:
+Some engines have a second rank in its own process, which continues to write for a while when its
+scheduler dies. No wrong byte may be served, and at the end nothing of the clients may be left:
 slots, leases, sessions, descriptors. ``KVHEARTH_SEED`` repeats a run's choices (not its timing),
 ``KVHEARTH_SOAK_S`` is the length of the slow test.
 """
@@ -37,7 +37,7 @@ DAEMON_FAULTS = ("", "", "commit.after:40", "journal.bind_half:25", "sum.compute
 
 
 class Cradle:
-    """One engine's processes, one generation after the other."""
+    """Processes of one engine, one generation after the other."""
 
     def __init__(self, daemon: Daemon, number: int, dice: random.Random, folder: Path) -> None:
         self._daemon = daemon
@@ -49,8 +49,8 @@ class Cradle:
         self.deaths: Counter[int] = Counter()
 
     def tend(self) -> None:
-        """Bear the next generation once somebody of the last one has died; the others of it end
-        by themselves, beside the new one.
+        """Starts the next generation once a process of the last one has died; the others of the
+        last one end by themselves, beside the new one.
         """
         before = len(self.living)
         for child in self.living:
@@ -62,7 +62,7 @@ class Cradle:
             self.living += self._born()
 
     def hit(self) -> None:
-        """Something happens to one of them."""
+        """Kills or stops one of the processes."""
         if not self.living:
             return
         child = self._dice.choice(self.living)
@@ -72,7 +72,7 @@ class Cradle:
             child.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Whoever was stopped goes on."""
+        """Continues every stopped process."""
         for child in self.living:
             child.send_signal(signal.SIGCONT)
 
@@ -102,7 +102,7 @@ class Cradle:
 
 
 def run(seconds: float, daemon_life_s: float) -> None:
-    """Engines live and die for so long, and the daemon at about the given age."""
+    """Runs engines for so long, and ends the daemon at about the given age."""
     seed = int(os.environ.get("KVHEARTH_SEED") or secrets.randbelow(1 << 32))
     print(f"\nKVHEARTH_SEED={seed}")
     dice = random.Random(seed)
@@ -134,7 +134,7 @@ def live(
     seconds: float,
     daemon_life_s: float,
 ) -> int:
-    """The random part; how often the daemon died."""
+    """Runs the random part; returns how often the daemon died."""
     start = time.monotonic()
     # The last daemon is not killed, and lives long enough to show a leak.
     calm_at = start + seconds / 2
@@ -159,13 +159,13 @@ def live(
 
 
 def reported(daemon: Daemon) -> bool:
-    """Whether a client found what must not be."""
+    """Whether a client reported a violation."""
     path = daemon.folder / "report"
     return path.exists() and path.stat().st_size > 0
 
 
 def die(cradles: list[Cradle]) -> None:
-    """All end: half by themselves, half by kill -9."""
+    """Ends all processes: half by themselves, half by kill -9."""
     for number, cradle in enumerate(cradles):
         cradle.go_on()
         for child in cradle.living:
@@ -178,7 +178,7 @@ def die(cradles: list[Cradle]) -> None:
 
 
 def tally_of(daemon: Daemon) -> Counter[str]:
-    """What the clients counted."""
+    """Returns the clients' counts."""
     found: Counter[str] = Counter()
     for line in (daemon.folder / "tally").read_text().splitlines():
         what, _, amount = line.partition(" ")
@@ -187,7 +187,7 @@ def tally_of(daemon: Daemon) -> Counter[str]:
 
 
 def nothing_is_left(daemon: Daemon, descriptors: int) -> None:
-    """Of all clients, in the daemon that lives now; what it serves is right."""
+    """Checks that the present daemon holds nothing of any client, and that its blocks are right."""
     daemon.wait_quiet()
     assert not reported(daemon), (daemon.folder / "report").read_text()
     counters = daemon.counters()

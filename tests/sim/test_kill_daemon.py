@@ -1,8 +1,8 @@
 """kill -9 of the daemon, at random moments and at every fault point: no wrong byte, nothing lost.
 
 Each lane runs one world after the other: an arena, two engines that store, check, pin and abort,
-and a daemon that is killed and started again. Bytes follow from keys, so whatever is served can be
-compared. In a roomy world nothing is ever evicted: there, each acknowledged block must come back.
+and a daemon that is killed and started again. Bytes follow from keys, so every served block can be
+compared. A roomy world never evicts: there, each acknowledged block must come back.
 
 ``KVHEARTH_SEED`` repeats a run's choices (not its timing), ``KVHEARTH_SOAK_S`` is the length of the
 slow test.
@@ -30,17 +30,17 @@ LANES = 2
 KILLS = 60
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
 TRAFFIC_S = 0.3
-"""Longest life of a daemon in a round, after what it adopted was checked."""
+"""Longest life of a daemon in a round, after its adopted blocks were checked."""
 WORLD_ROUNDS = 9
 AT_START = ("catalogue", "durable")
 EARLY = "start"
-"""Instead of a fault: die at a random moment of the start."""
+"""Marker instead of a fault: the daemon dies at a random moment of its start."""
 BLOCKS_MAX = 700
-"""Blocks in a roomy world, of at most 48 KiB and two shards: less than half of its memory."""
+"""Bound on blocks in a roomy world, of at most 48 KiB and two shards: less than half its memory."""
 
 
 def fault_points() -> list[str]:
-    """Every fault point of the daemon's sources, but those that only an SSD tier comes to: see
+    """Every fault point of the daemon's sources, except those that only an SSD tier reaches: see
     ``integration/test_ssd_lives``, ``sim/test_kill_ssd`` and the chaos kit.
     """
     texts = (path.read_text() for path in (ROOT / "server").rglob("*.py"))
@@ -51,15 +51,17 @@ def fault_points() -> list[str]:
 
 
 def seed_of_run() -> int:
-    """From the environment, or a new one."""
+    """Returns the seed from the environment, or a new one."""
     return int(os.environ.get("KVHEARTH_SEED") or secrets.randbelow(1 << 32))
 
 
 @dataclass
 class Known:
-    """What one engine knows of its blocks under one weights epoch.
+    """One engine's knowledge of its blocks under one weights epoch.
 
-    ``bound``: acknowledged. ``tried``: perhaps there.
+    Attributes:
+        bound: acknowledged blocks.
+        tried: blocks that may be present.
     """
 
     bound: dict[bytes, None] = field(default_factory=dict)
@@ -67,20 +69,20 @@ class Known:
 
 
 class Notes:
-    """What one engine knows, by epoch; ``epoch_min`` is the newest epoch that was acknowledged."""
+    """One engine's knowledge by epoch; ``epoch_min`` is the newest acknowledged epoch."""
 
     def __init__(self) -> None:
         self.epochs: dict[int, Known] = {}
         self.epoch_min = 0
 
     def of(self, engine: Engine) -> Known:
-        """Of the epoch that the engine runs with."""
+        """Returns the knowledge for the epoch that the engine runs with."""
         epoch = engine.client.epoch
         assert epoch < 0 or epoch >= self.epoch_min, f"epoch {epoch}, after {self.epoch_min}"
         return self.epochs.setdefault(epoch, Known())
 
     def void(self, engine: Engine) -> list[bytes]:
-        """Keys that were stored under another epoch only."""
+        """Returns keys that were stored under other epochs only."""
         now = self.of(engine).tried
         return sorted(
             {key for each in self.epochs.values() for key in each.tried if key not in now}
@@ -113,7 +115,7 @@ class World:
     # -- one round ---------------------------------------------------------------------------------
 
     def round(self, fault: str) -> None:
-        """Start with ``fault`` armed, check what was adopted, make traffic, die."""
+        """Starts with ``fault`` armed, checks the adopted blocks, makes traffic, dies."""
         if fault == EARLY:
             process = self.daemon.launch()
             time.sleep(self.random.uniform(0, 0.08))
@@ -123,12 +125,12 @@ class World:
             self._be_reborn()
             with ThreadPoolExecutor(len(self.engines)) as pool:
                 list(pool.map(self._live, range(len(self.engines))))
-        died_at_fault = self.daemon.dead  # or at its start
+        died_at_fault = self.daemon.dead  # or during its start
         self.daemon.kill()
         self.deaths[fault.partition(":")[0] if died_at_fault else "random"] += 1
 
     def _be_reborn(self) -> None:
-        """Some engines end with the daemon, the others attach again by themselves."""
+        """Replaces some engines; the others attach again by themselves."""
         for number, contract in enumerate(self.contracts):
             if number >= len(self.engines):
                 self.engines.append(self._born(number, contract))
@@ -140,7 +142,7 @@ class World:
         return Engine(self.daemon.url(), contract, f"e{number}")  # type: ignore[arg-type]
 
     def _live(self, number: int) -> None:
-        """One engine's life until the daemon dies."""
+        """Runs one engine until the daemon dies."""
         engine, notes = self.engines[number], self.notes[number]
         dice = random.Random(self.random.random())
         if not engine.wait_ready(give_up=lambda: self.daemon.dead):
@@ -183,7 +185,7 @@ class World:
     # -- what must hold ----------------------------------------------------------------------------
 
     def check(self, engine: Engine, notes: Notes, *, final: bool) -> None:
-        """Compare all that is served. In a roomy world each acknowledged block is there; at the
+        """Compares all served blocks. In a roomy world each acknowledged block is present; at the
         end, it is also right.
         """
         if engine.client.epoch < 0:
@@ -209,9 +211,7 @@ class World:
         return seen
 
     def finish(self) -> None:
-        """A last start without a fault: everything is checked, given back, and the books
-        balance.
-        """
+        """Starts once more without a fault: checks everything, releases it, checks the books."""
         self.daemon.start()
         self._be_reborn()
         for engine, notes in zip(self.engines, self.notes, strict=True):
@@ -229,20 +229,20 @@ class World:
         assert self.daemon.terminate() == 0
 
     def close(self) -> None:
-        """End the engines."""
+        """Ends the engines."""
         for engine in self.engines:
             engine.close()
         self.engines.clear()
 
 
 def _some(dice: random.Random, keys: Iterable[bytes], count: int) -> list[bytes]:
-    """Up to ``count`` of ``keys``, in their order."""
+    """Returns up to ``count`` of ``keys``, in their order."""
     every = list(keys)
     return [every[i] for i in sorted(dice.sample(range(len(every)), min(count, len(every))))]
 
 
 def plan(random_: random.Random) -> Iterator[str]:
-    """Deaths without end: at every fault point in turn, in random order, and random ones."""
+    """Yields deaths without end: every fault point in turn, in random order, and random moments."""
     while True:
         points = [*fault_points(), EARLY, EARLY, "", "", ""]
         random_.shuffle(points)
@@ -254,7 +254,7 @@ def plan(random_: random.Random) -> Iterator[str]:
 
 @dataclass
 class Tally:
-    """What a lane did."""
+    """Results of one lane."""
 
     deaths: Counter[str] = field(default_factory=Counter)
     checked: int = 0
@@ -262,7 +262,7 @@ class Tally:
 
 
 def log_dir(seed: int, kills: int, deadline: float) -> Tally:
-    """Worlds one after the other until so many kills or the time."""
+    """Runs worlds one after the other until the number of kills or the deadline is reached."""
     dice = random.Random(seed)
     faults = plan(dice)
     tally = Tally()
@@ -288,7 +288,7 @@ def log_dir(seed: int, kills: int, deadline: float) -> Tally:
 
 
 def run(kills: int, seconds: float) -> Counter[str]:
-    """All lanes; how often the daemon died where."""
+    """Runs all lanes; returns how often the daemon died at each point."""
     seed = seed_of_run()
     print(f"\nKVHEARTH_SEED={seed}")
     deadline = time.monotonic() + seconds

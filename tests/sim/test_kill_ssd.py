@@ -1,4 +1,4 @@
-"""kill -9 of a process that stores: what it acknowledged is there, and nothing wrong ever is."""
+"""kill -9 of a process that stores: every acknowledged block is served, and never a wrong one."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run_writer(
     kill_after: int = 0,
     fault: str = "",
 ) -> list[int]:
-    """Store blocks in a process and end it with SIGKILL: after ``kill_after`` acknowledgements, or
-    at its fault point. What it had acknowledged, in order.
+    """Stores blocks in a process and ends it with SIGKILL, after ``kill_after`` acknowledgements or
+    at its fault point; returns the acknowledged blocks, in order.
     """
     acknowledged: list[int] = []
     words = (str(numbers.start), str(numbers.stop), str(segments), str(shards), interface)
@@ -74,13 +74,13 @@ def run_writer(
 
 
 def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -> list[int]:
-    """Load blocks after recovery, comparing every byte; those that are served."""
+    """Loads blocks after recovery, comparing every byte; returns those that are served."""
     arena = Arena()
     tier = SsdTier(settings(folder, segments=segments), [arena.bytes])
     desk = Desk(tier, arena)
     try:
         end = time.monotonic() + DEADLINE_S
-        while tier.status.locked_files:  # requests of the dead process end first
+        while tier.status.locked_files:  # requests of the dead process must end first
             desk.pump(0.02)
             assert time.monotonic() < end
         served = []
@@ -139,6 +139,6 @@ def test_killed_while_segments_are_filled_again(tmp_path: Path) -> None:
         start = 1000 * life
         found += run_writer(folder, range(start, start + 400), segments=6, kill_after=kill_after)
         served = check(folder, found, segments=6)
-        # Room was made by evicting the oldest; what came last is there.
+        # Eviction of the oldest made room; the newest blocks are present.
         assert served[-16:] == found[-16:]
         assert len(served) < len(found)

@@ -1,7 +1,7 @@
-"""Random work on the SSD tier with a drive that misbehaves and restarts in between, from a seed.
+"""Random work on the SSD tier, from a seed, with a drive that misbehaves and with restarts.
 
-Whatever is said to be loaded has the bytes that were stored (``Desk.load`` compares them all); the
-books agree whenever nothing is in flight; the capacity is kept to at every step.
+Every block reported as loaded has the bytes that were stored (``Desk.load`` compares them all); the
+books agree whenever nothing is in flight; every step keeps to the capacity.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAMILIES = [
 
 
 class Life:
-    """One run of a tier after another over the same directories."""
+    """Successive runs of a tier over the same directories."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)

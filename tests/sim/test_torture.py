@@ -1,4 +1,4 @@
-"""The chaos kit: what is planted is found, and its parts do what they say."""
+"""The chaos kit: it finds planted faults, and its parts work as described."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MIB = 1 << 20
 PAGE_BYTES = 16384
 
 
-# -- what is planted is found ----------------------------------------------------------------------
+# -- planted faults are found ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def a_world(
     clients: tuple[tuple[int, bool], ...] = ((0, True), (1, False)),
     blocks: int = 200,
 ) -> Iterator[tuple[World, Report]]:
-    """A world with a daemon and clients at work, no faults of its own."""
+    """A world with a daemon and clients at work, without faults."""
     if not os.access(ARENA_ROOT, os.W_OK):
         pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
     shape = Shape(
@@ -104,7 +104,7 @@ def a_world(
 
 
 def told(world: World) -> str:
-    """What is known of clients and the daemon."""
+    """Returns the known state of clients and daemon."""
     each = [
         f"{one.name}: {len(world.oracle.known(one.model))} blocks, alive {one.alive}, "
         f"at {one.doing}, {one.log_tail(8)}"
@@ -114,10 +114,10 @@ def told(world: World) -> str:
 
 
 def until_sealed(world: World, blocks: int) -> None:
-    """Wait until so many blocks of each model were acknowledged."""
+    """Waits until so many blocks of each model have been acknowledged."""
     end = time.monotonic() + 60
     while late := [c for c in world.clients if len(world.oracle.known(c.model)) < blocks]:
-        # Only these: the first one would store all that the world may store.
+        # Only these clients: otherwise the first one would use up the world's blocks.
         for client in late:
             world.go(client, blocks)
         time.sleep(0.05)
@@ -125,12 +125,12 @@ def until_sealed(world: World, blocks: int) -> None:
 
 
 def found_of(report: Report) -> dict[str, int]:
-    """What was found, by kind."""
+    """Returns the findings by kind."""
     return {kind: count for kind, count in report.found.items() if count}
 
 
 def forge(world: World) -> None:
-    """Give a block other bytes and their checksum, as only a broken daemon could."""
+    """Gives a block other bytes and a matching checksum, as only a broken daemon could."""
     block = damage.in_arena(world.arena_dir, world.shape.memory_bytes)[0]
     wrong = os.urandom(block.length)
     with block.path.open("r+b") as segment:
@@ -233,7 +233,7 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
     how = {"client": 0, "passages": 1}
     clients = ((0, True), (0, False), (1, False))
     with a_world(tmp_path, ROOMY, clients=clients, blocks=2000) as (world, report):
-        while not report.figures["clients_stopped_in_a_copy"]:  # a busy machine's is too late
+        while not report.figures["clients_stopped_in_a_copy"]:  # may come too late
             TABLE["stop_client_copying"].run(world, how)
         check(world)
         assert found_of(report) == {}, report.texts
@@ -244,7 +244,7 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
             forget_reserved(world)
 
         monkeypatch.setattr(world, "kill_daemon", kill_and_forget)
-        # Whether others come by these slots is the dice's affair.
+        # It is up to chance whether other clients get these slots.
         for number in range(15):
             TABLE["stop_client_copying"].run(world, {**how, "client": number})
             check(world)
@@ -254,7 +254,7 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
 
 
 def forget_reserved(world: World) -> None:
-    """Let a dead daemon's journal say that slots are free to which clients may still write."""
+    """Marks slots as free in a dead daemon's journal although clients may still write to them."""
     geometry = Geometry.of([("default", world.shape.memory_bytes)], SLAB_BYTES, SLOT_BYTES_MIN)
     start = geometry.slab_count * 8
     with journal_path(world.arena_dir).open("r+b") as journal:
@@ -270,7 +270,7 @@ def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         with world.paused():
             world.kill_daemon()
-            # What nobody expects to be served must be right if it is.
+            # A block that is not expected must still be right if it is served.
             first = damage.in_arena(world.arena_dir, world.shape.memory_bytes)[0]
             world.excuse([first.key], "test")
             forge(world)
@@ -353,7 +353,7 @@ def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
             return said
 
         monkeypatch.setattr(world.daemon, "stats", claims_more)
-        # Each before the daemon dies: its successor would know nothing of it.
+        # Each check comes before the daemon's death: its successor would know nothing of it.
         for count, (name, how) in enumerate([("write_errors", errors), ("torn_records", torn)], 1):
             TABLE[name].run(world, how)
             assert len(report.texts) == count
@@ -385,7 +385,7 @@ def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: boo
 
 
 def until_written_back(world: World) -> None:
-    """Wait until all that is sealed is on the drive."""
+    """Waits until all acknowledged blocks are on the drive."""
     end = time.monotonic() + 20
     while any(world.not_on_disk(sealed=True).values()):
         time.sleep(0.05)
@@ -398,7 +398,7 @@ def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:
             stop_daemon(world)
         check(world)
         assert not report.found[STALL], report.texts
-        # A machine that is late all the time explains what nobody announced.
+        # On a machine that is always late, even an unannounced stall is explained.
         for _ in range(6):
             stop_daemon(world)
             world.traffic(0.3)
@@ -410,7 +410,7 @@ def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:
 
 
 def stop_daemon(world: World) -> None:
-    """For longer than a stall may be."""
+    """Stops the daemon for longer than a stall may last."""
     world.daemon.stop()
     time.sleep(2.5)
     world.daemon.go_on()
@@ -446,14 +446,14 @@ def test_what_the_oracle_expects() -> None:
     assert oracle.sealed("m") == (0, [1, 2])
     assert oracle.excuse("m", [2, 9], "flip") == 1
     assert oracle.excused == {"flip": 1}
-    oracle.bound("m", 0, [2])  # stored again: promised again
+    oracle.bound("m", 0, [2])  # stored again: expected again
     assert oracle.sealed("m") == (0, [1, 2])
     oracle.bumped("m", 1)
     oracle.tried("m", 1, [])
     assert (oracle.sealed("m"), oracle.vanished) == ((1, []), 0)
     oracle.bound("m", 1, [5])
-    oracle.bound("m", 0, [6])  # of the old weights, told late
-    oracle.tried("m", 7, [])  # nobody asked for that
+    oracle.bound("m", 0, [6])  # of the old weights, reported late
+    oracle.tried("m", 7, [])  # a bump that no operator requested
     assert (oracle.sealed("m"), oracle.vanished) == ((7, []), 1)
     assert Oracle(keeps=False).sealed("m") == (-1, [])
 
@@ -484,7 +484,7 @@ def test_a_metronome_tells_when_its_process_stood_still() -> None:
         time.sleep(0.5)
         process.send_signal(signal.SIGCONT)
         while float(process.stdout.readline()) < 0.4:
-            pass  # the machine was late by itself
+            pass  # the machine itself was late
         process.stdin.close()
     assert told == []
 

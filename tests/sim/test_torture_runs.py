@@ -1,7 +1,7 @@
-"""Runs of the chaos kit: a short one finds nothing, and all choices are its seed's.
+"""Runs of the chaos kit: a short run finds nothing, and a seed determines all choices.
 
 ``KVHEARTH_SEED`` repeats a run's choices (not its timing), ``KVHEARTH_SOAK_S`` is the length of the
-slow one.
+slow run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
 
 
 def run_kit(tmp_path: Path, seconds: float, *words: str) -> tuple[dict[str, object], str]:
-    """``kvhearth torture`` with a seed; its object and what it printed on stderr."""
+    """Runs ``kvhearth torture`` with a seed; returns its JSON object and its stderr."""
     seed = os.environ.get("KVHEARTH_SEED") or str(secrets.randbelow(1 << 32))
     print(f"\nKVHEARTH_SEED={seed}")
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "torture", "--json"]
@@ -71,7 +71,7 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
 def test_minutes_of_faults_find_nothing(tmp_path: Path) -> None:
     found, told = run_kit(tmp_path, SOAK_S)
     assert found["passed"], told
-    # How many there is time for is the machine's affair; that they differ is the deck's.
+    # The number of worlds depends on the machine; the deck only guarantees that they differ.
     names, faults = found["faults_by_name"], found["faults"]
     assert isinstance(names, dict)
     assert isinstance(faults, int)
@@ -123,7 +123,7 @@ def test_an_end_by_signal_leaves_nothing(tmp_path: Path) -> None:
         pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
     arenas = Path(tempfile.mkdtemp(prefix="kvh-", dir=ARENA_ROOT))
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "torture", "--seconds", "300"]
-    drive = Path(tempfile.mkdtemp(prefix="kvh-"))  # short: sockets are in it
+    drive = Path(tempfile.mkdtemp(prefix="kvh-"))  # a short path, since it holds sockets
     command += ["--dir", str(drive), "--arena-root", str(arenas), "--faults", "restart_daemon"]
     log = tmp_path / "steps"
     try:
@@ -148,7 +148,7 @@ def test_an_end_by_signal_leaves_nothing(tmp_path: Path) -> None:
 
 
 def until_step(log: Path) -> None:
-    """Wait until a run has begun its first step."""
+    """Waits until a run has begun its first step."""
     end = time.monotonic() + 60
     while not log.exists() or '"fault"' not in log.read_text():
         time.sleep(0.05)
@@ -156,7 +156,7 @@ def until_step(log: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, other than one that nobody has waited for."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -164,5 +164,5 @@ def alive(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that its main thread started."""
+    """Returns the processes that its main thread started."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

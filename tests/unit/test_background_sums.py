@@ -1,4 +1,4 @@
-"""The task that takes checksums goes on after a failure, with what it had before."""
+"""The checksum task continues after a failure, with the work that it had before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvhearth_server.observability.counters import Counters
 
 
 class Failing(Background):
-    """Its first sum fails."""
+    """A background task whose first checksum fails."""
 
     def __init__(self, engine: Any, supervisor: Supervisor) -> None:
         super().__init__(engine, supervisor, sum_threads=1, verify=False)

@@ -1,7 +1,7 @@
-"""``kvhearth bench peers``: the lines between runner and adapter, and how samples become figures.
+"""``kvhearth bench peers``: the line protocol between runner and adapter, and figures from samples.
 
-The adapters here are small programs that speak the same lines; the peers themselves are measured by
-``make bench-peers``.
+The adapters here are small programs that speak the same protocol; ``make bench-peers`` measures
+the peers themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ADAPTERS = Path(harness.__file__).parent
 
 
 def samples(**times: list[float]) -> Samples:
-    """Each beside a plain copy that takes a second."""
+    """Samples, each beside a plain copy that takes one second."""
     made = Samples()
     for name, seconds in times.items():
         for each in seconds:
@@ -54,7 +54,7 @@ def test_a_peers_interpreter_needs_nothing_of_ours(path: Path) -> None:
     assert set(ours) == {harness.__name__}, "it has only this one, which the harness stands in for"
 
 
-# The lines.
+# The line protocol.
 
 
 def test_an_answer_is_an_object() -> None:
@@ -92,7 +92,7 @@ def test_a_reason_is_the_last_line_that_says_something() -> None:
     assert len(reason_of("x" * 5000)) == 300
 
 
-# Which peers can be tried.
+# Which peers are available.
 
 
 def test_a_peer_without_an_interpreter_is_skipped(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_run_without_peers_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "no interpreter was given with --lmcache" in printed.err
 
 
-# The process of a peer, with a program in its place.
+# A peer's process, with a program in its place.
 
 PROGRAM = """
 import json, os, sys, time
@@ -154,7 +154,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapter]:
-    """An adapter whose harness is ``PROGRAM``, prepared."""
+    """A prepared adapter whose harness is ``PROGRAM``."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     monkeypatch.setattr(adapters, "_HARNESS", program)
@@ -198,14 +198,14 @@ def test_the_end_takes_what_it_started_with_it(started: Adapter, tmp_path: Path)
     os.killpg(group, 0)
     started.close()
     end = time.monotonic() + 20
-    while _lives(group):  # the grandchild has another parent now, which reaps it
+    while _lives(group):  # the grandchild now has another parent, which reaps it
         assert time.monotonic() < end
         time.sleep(0.01)
     assert not (tmp_path / "left").exists()
 
 
 def _lives(group: int) -> bool:
-    """Whether a process of the group is more than a name in the table."""
+    """Whether a process of the group still runs (a zombie does not count)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
@@ -216,15 +216,15 @@ def _lives(group: int) -> bool:
     return False
 
 
-# The harness, in this process.
+# The harness, run in this process.
 
 
 class Memory:
-    """A peer that is a dictionary.
+    """A peer backed by a dictionary.
 
     Args:
-        wrong: it does not copy on a load.
-        stale: it keeps the first bytes that it got.
+        wrong: a load copies nothing.
+        stale: a key keeps the first bytes stored under it.
     """
 
     def __init__(self, wrong: bool = False, stale: bool = False) -> None:
@@ -283,7 +283,7 @@ CONFIG = {
 
 
 def asked(peer: Memory, *requests: Mapping[str, Any]) -> list[Any]:
-    """What the harness answers."""
+    """Returns the harness's answers to the requests."""
     answers: list[Any] = []
     lines = io.StringIO("".join(json.dumps(each) + "\n" for each in requests))
     harness.serve(peer, Path(), lines, answers.append)

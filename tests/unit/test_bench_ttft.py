@@ -1,6 +1,6 @@
-"""``kvhearth bench ttft``: events of an engine, its counters, and how samples become figures.
+"""``kvhearth bench ttft``: an engine's events and counters, and figures from samples.
 
-The engines themselves are measured by ``make bench-ttft``.
+``make bench-ttft`` measures the engines themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOKENS = (7, 8)
 
 
 def cut(text: bytes, part_bytes: int) -> list[str]:
-    """All events of ``text``, fed in parts."""
+    """Returns all events of ``text``, fed in parts."""
     stream = EventStream()
     parts = (text[at : at + part_bytes] for at in range(0, len(text), part_bytes))
     return [data for part in parts for data in stream.feed(part)]
@@ -88,7 +88,7 @@ USAGE = json.dumps({"choices": [], "usage": {"prompt_tokens_details": {"cached_t
 
 
 def completion(*events: str) -> Completion:
-    """Each event a second after the one before; the request was at 10."""
+    """A completion with one event a second; the request was sent at 10."""
     made = Completion(10.0)
     for second, data in enumerate(events, 11):
         made.take(data, float(second))
@@ -108,10 +108,10 @@ def test_nothing_cached_is_nothing() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (event(3), USAGE),  # not at its end
+        (event(3), USAGE),  # without the end of the stream
         (event(3), event(4), USAGE, "[DONE]"),  # too many tokens
-        (USAGE, "[DONE]"),  # none
-        (event(3), "[DONE]"),  # no word of the cache
+        (USAGE, "[DONE]"),  # no tokens
+        (event(3), "[DONE]"),  # no cache usage
     ],
 )
 def test_half_a_completion_is_none(events: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ def test_a_session_is_found_behind_any_name() -> None:
 
 @pytest.fixture
 def family(tmp_path: Path) -> Iterator[BlockSpec]:
-    """A process with a child that outlives it unless it is ended with it."""
+    """A process with a child that outlives it unless both are ended."""
     child = "import time; time.sleep(60)"
     code = (
         "import subprocess, sys, time\n"
@@ -230,7 +230,7 @@ def sample(
 
 
 def good_samples() -> list[Sample]:
-    """Three prompts: cold in 1, 2, 3 seconds, warm in a twentieth of that or less."""
+    """Three prompts: cold in 1, 2 and 3 seconds, warm in at most a twentieth of that."""
     made = []
     for number in range(3):
         cold = number + 1.0
@@ -242,7 +242,7 @@ def good_samples() -> list[Sample]:
 
 
 def costs(start: int = 0, more: float = 1.01, count: int = 5) -> list[Cost]:
-    """Prompts of different cost; ours costs ``more`` of each, and the daemon a tenth."""
+    """Prompts of different cost; KVHearth costs ``more`` of each, the daemon a tenth."""
     made = []
     for number in range(count):
         seconds = number + 1.0
@@ -318,7 +318,7 @@ def test_overhead_is_by_start_too() -> None:
 
 
 def test_runs_there_and_back_are_one_block() -> None:
-    """A machine that becomes slower while a block runs, the engine alone being first and last."""
+    """A machine that slows down while a block runs; the engine alone runs first and last."""
     runs = [(ALONE, 1.0), (OURS, 1.1), (OURS, 1.2), (ALONE, 1.3)]
     drifting = [Cost(side, 0, 0, seconds, 0.0, 1000) for side, seconds in runs]
     assert overheads(drifting, OURS, with_daemon=False) == pytest.approx([0.0])

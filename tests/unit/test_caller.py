@@ -1,4 +1,4 @@
-"""When a call asks for the daemon's life line, and what it says of a daemon that has gone."""
+"""When a call checks the attach socket, and which error it reports once the daemon is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhearth.transports.base import LOOKUP
 
 
 class Line:
-    """A session, its transport and its keeper, as far as a caller sees them."""
+    """A session, its transport and its manager, as far as a caller sees them."""
 
     def __init__(self, *, warm: bool = True, living: bool = True) -> None:
         self.session = self.transport = self
@@ -84,7 +84,7 @@ def test_a_transport_that_would_wait_is_not_asked_while_the_daemon_is_dead() -> 
 
 @pytest.mark.parametrize("fails", [Reason.DAEMON_AWAY, Reason.UNKNOWN_TOKEN, Reason.GROUP_GONE])
 def test_a_daemon_that_died_is_away_whatever_the_call_says(fails: Reason) -> None:
-    """Another one may listen at the same path, and know nothing of the session."""
+    """Another daemon may listen at the same path without knowing the session."""
     line = Line(living=False)
     line.fails = fails
     error = refused(lambda: ask(caller_of(line)))

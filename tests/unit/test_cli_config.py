@@ -32,7 +32,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command in this process: its exit code, stdout and stderr."""
+    """Runs the command in this process: its exit code, stdout and stderr."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = app.run(words)

@@ -1,4 +1,4 @@
-"""``kvhearth doctor``: each check on a machine that has it and on one that has not."""
+"""``kvhearth doctor``: each check on a machine that passes it and on one that fails it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THP = "sys/kernel/mm/transparent_hugepage"
 
 
 class Told(Machine):
-    """A machine with files below a directory of its own, and a kernel that says what it is told."""
+    """A machine with files under a temporary directory and a scripted kernel."""
 
     def __init__(self, root: Path, *, good: bool, nofile: int = 65536) -> None:
         super().__init__(root)
@@ -81,7 +81,7 @@ def machine_files(root: Path, *, pages: int, available_mib: int, thp: str) -> No
 
 
 def a_drive(root: Path, name: str, number: str, *, model: str = "", partitions: int = 0) -> None:
-    """A drive as /sys has it; its partitions' numbers follow its own."""
+    """A drive as in /sys; its partitions' numbers follow its own."""
     place = root / "sys/devices/block" / name
     write(place, "size", f"{2 << 30}\n")
     write(place, "device/model", f"{model}   \n")
@@ -97,7 +97,7 @@ def a_drive(root: Path, name: str, number: str, *, model: str = "", partitions: 
 
 
 def gpus(root: Path, *, driver: str = "", on_bus: int = 0, nodes: int = 0) -> None:
-    """NVIDIA's GPUs; those on the bus have a driver if there is one."""
+    """NVIDIA GPUs; with a driver, those on the bus are bound to it."""
     for number in range(on_bus):
         place = f"sys/bus/pci/devices/0000:0{number}:00.0"
         write(root, f"{place}/vendor", "0x10de\n")
@@ -209,7 +209,7 @@ MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - {root} /dev/vda rw
 
 
 def mounted(machine: Told, place: Path, kind: str = "ext4", options: str = "") -> None:
-    """A file system of a drive at ``place``."""
+    """A file system of a drive, mounted at ``place``."""
     text = MOUNTS.format(root="ext4", place=place, kind=kind, options=options)
     write(machine._root, "proc/self/mountinfo", text)
     machine.device = (259, 1)
@@ -381,7 +381,7 @@ def test_a_great_arena_is_registered_in_pieces(tmp_path: Path) -> None:
 def test_nowhere_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A read-only container has no temporary directory; tests/integration runs in a real one."""
+    """A read-only container has no temporary directory; tests/integration runs a real one."""
     monkeypatch.setattr(doctor.tempfile, "tempdir", None)
     monkeypatch.setattr(doctor.tempfile, "_get_default_tempdir", _no_directory)
     assert app.run(["doctor", "--json", "--memory", "64MiB"]) in (0, 1, 3)

@@ -1,4 +1,4 @@
-"""``kvhearth health``: what it imports, what it costs, and its verdicts on daemons of all kinds."""
+"""``kvhearth health``: its imports, its cost, and its verdicts on daemons of all kinds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("typer", "click", "rich", "grpc", "google", "numpy", "pydantic", "yaml", "structlog")
 HEAVY += ("dataclasses", "kvhearth")
 CPU_S_MAX = 0.5
-"""Ten times the aim, for machines that others use: what it replaces took 0.6 s."""
+"""Ten times the target, for shared machines; the command's earlier version took 0.6 s."""
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -39,7 +39,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The verb in this process: its exit code, stdout and stderr."""
+    """Runs the verb in this process: its exit code, stdout and stderr."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = app.run(["health", *words])
@@ -50,8 +50,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @contextlib.contextmanager
 def answering(folder: Path, frame: bytes | None, *, keep: bool = False) -> Iterator[None]:
-    """A daemon whose attach socket gives everybody ``frame``, and ends the connection unless it is
-    to ``keep`` it; None says nothing.
+    """A daemon whose attach socket sends ``frame`` to each peer and then closes the connection, or
+    leaves it open with ``keep``; with None it sends nothing.
     """
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(folder / "attach.sock"))
@@ -84,8 +84,8 @@ def health_frame(**fields: object) -> bytes:
 
 
 def in_a_process(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """The entry point in a process of its own, after the statements of ``before``; it ends with the
-    names of all modules, one a line, on stderr.
+    """Runs the entry point in its own process, after the statements of ``before``; it finally
+    prints the names of all loaded modules to stderr, one a line.
     """
     told = "lambda: sys.stderr.write(chr(10).join(['', *sys.modules]))"
     code = f"import atexit, sys\natexit.register({told})\n{before}\n"
@@ -269,8 +269,8 @@ def test_a_user_who_may_not_use_the_socket(tmp_path: Path) -> None:
 
 
 def _as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command as a user that owns nothing; everything is imported before, since the interpreter
-    may be root's own.
+    """Runs the command as a user that owns nothing; every module is imported beforehand, since the
+    interpreter may be readable by root only.
     """
     code = (
         "import os, sys, grp, pwd, json, typer.rich_utils\n"

@@ -1,4 +1,4 @@
-"""What ``kvhearth`` tells of itself: examples, --json at every verb, exit codes, completion."""
+"""Help of ``kvhearth``: examples, --json at every verb, exit codes, completion."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvhearth_server.cli import app
 
 PROGRAMS = Path(sys.executable).parent
 WITHOUT_JSON = {"serve"}
-"""It prints nothing on stdout; its log is JSON off a terminal."""
+"""Verbs that print nothing on stdout; the daemon's log is JSON off a terminal."""
 
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something, by the words that call it."""
+    """Yields every leaf command with the words that call it."""
     lower_tier = getattr(command, "commands", None)
     if lower_tier is None:
         yield path, command
@@ -79,7 +79,7 @@ def test_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--install-completion" in text
 
 
-# -- the end of a command ----------------------------------------------------------------------
+# -- how a command ends ------------------------------------------------------------------------
 
 ENDING = """
 import atexit, sys, threading
@@ -88,7 +88,7 @@ atexit.register(print, "at its end")
 threading.Thread(target=threading.Event().wait).start()
 app.main()
 """
-"""A command in whose process a thread never ends, as a library's may not."""
+"""A command in a process with a thread that never ends, as a library may leave one."""
 
 
 @pytest.mark.parametrize(("words", "code"), [(["version"], 0), (["stat"], 1), (["nothing"], 2)])
@@ -113,7 +113,7 @@ def test_a_command_ends_with_its_code_and_all_that_it_printed(
 
 
 def _completed(shell: str, words: str) -> str:
-    """What the program answers to a shell's completion script."""
+    """Returns the program's answer to a shell's completion script."""
     action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_ARGS": words}
     environment = os.environ | action | {"_KVHEARTH_COMPLETE": f"complete_{shell}"}
     done = subprocess.run(
@@ -137,7 +137,7 @@ def test_completion_of_other_shells(shell: str) -> None:
 
 
 def test_completion_in_a_real_bash(tmp_path: Path) -> None:
-    """Installed as the help says, into a home of its own, and asked as by a press of Tab."""
+    """Installs completion as the help says, into a temporary home, and presses Tab."""
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("needs bash")

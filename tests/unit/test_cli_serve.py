@@ -1,4 +1,4 @@
-"""The command: flags derived from the settings, exit codes, and life without the server extra."""
+"""``kvhearth serve``: flags derived from the settings, exit codes, and the missing server extra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvhearth_server.config.load import Settings, flag_of
 
 
 def kvhearth(*args: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry point in a process of its own, after the statements of ``prelude``."""
+    """Runs the entry point in its own process, after the statements of ``prelude``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVHEARTH_")}
     kept |= {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120", "NO_COLOR": "1"}
     code = f"import sys\n{prelude}\nfrom kvhearth_server.cli import app\napp.main()"
@@ -31,7 +31,7 @@ def kvhearth(*args: str, prelude: str = "", **environ: str) -> subprocess.Comple
 
 
 def with_daemon(body: str) -> str:
-    """Statements that put a daemon whose ``run(settings)`` is ``body`` in the real one's place."""
+    """Statements that replace the real daemon by one whose ``run(settings)`` is ``body``."""
     return (
         "import types, kvhearth_server\n"
         "from kvhearth.errors import KVHearthError, Reason\n"

@@ -1,4 +1,4 @@
-"""The facade against a scripted daemon: what it asks, and that all failures are values."""
+"""The facade against a scripted daemon: the requests it sends, and failures as values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = {0: [key(1), key(2), key(3)], 1: [key(4)]}
 
 
 def hit(request: Any) -> pb.LookupResponse:
-    """Two blocks of group 0 (two shards each) and the one of group 1."""
+    """Two blocks of group 0 (two shards each) and one block of group 1."""
     groups = [
         presence(request.groups[0], leased=2, shards=2),
         presence(request.groups[1], leased=1, records=extents(1, first_slot=4)),
@@ -83,7 +83,7 @@ def test_the_arrays_of_a_hit_are_the_callers_own(tmp_path: Path) -> None:
             assert [each.tolist() for each in flags] == [[True] * 8] * 3 + [[1] * 8]
             assert [each.dtype for each in flags] == [np.bool_] * 3 + [np.uint8]
             assert found.extents.tobytes() == extents(16).tobytes()
-            # What is written into one of them is in no other one, nor in the next answer.
+            # Writing to one of these arrays changes no other array, nor the next answer.
             for number, each in enumerate(flags):
                 each[number] = 0
                 assert [int(other.sum()) for other in flags] == [7] * (number + 1) + [8] * (

@@ -1,4 +1,4 @@
-"""Whose epoch an engine has after the daemon started anew."""
+"""The epoch that an engine holds after the daemon was restarted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_cold_start_brings_is_ours_if_we_were_up_to_date() -> None:
     assert (epochs.own, epochs.daemon) == (1011, 1011)
     epochs.heard("a", 5000)
     assert (epochs.own, epochs.daemon) == (1011, 1011)
-    # The clock stood back between the two starts: the epoch is lower, and ours all the same.
+    # The clock went back between the two starts: the epoch is lower but still ours.
     epochs.attached("c", 7, "third")
     assert (epochs.own, epochs.daemon) == (7, 7)
 

@@ -1,4 +1,4 @@
-"""Attach, loss, re-attach, refusal and goodbye against a scripted daemon."""
+"""Attach, loss, re-attach, rejection and goodbye against a scripted daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = {0: [key(1)]}
 
 
 class Copies:
-    """A drain that a test opens and shuts."""
+    """A drain that a test opens and closes."""
 
     def __init__(self) -> None:
         self.done = True
@@ -92,7 +92,7 @@ def test_after_a_restart_it_attaches_anew_once_copies_have_drained(tmp_path: Pat
             until(lambda: copies.asked > 1)
             assert client.abort({0: extents(1)}, boot_id=first.boot_id) == Reason.DAEMON_AWAY
             assert second.hellos == []
-            # The old mapping stays while something may still copy there.
+            # The old mapping stays while a copy may still use it.
             old.view(1)[0] = 1
             copies.done = True
             assert client.wait_ready(10)
@@ -123,7 +123,7 @@ def test_a_session_that_ended_is_replaced(tmp_path: Path, reason: Reason, rpc: s
         hello = daemon.hellos[1]
         assert (hello.previous_boot, hello.previous_session) == (daemon.boot_id, 1)
         assert hello.previous_drained
-        # Copies have drained: a daemon that lives is told so.
+        # Copies have drained: the hello reports it to the living daemon.
         until(lambda: daemon.ended == daemon.byes == 1)
         assert client.lookup(KEYS).reason == ""
 
@@ -149,7 +149,7 @@ def test_a_daemon_that_died_since_the_last_call_is_away_at_once(tmp_path: Path, 
         assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
         assert client.counters()["links_lost"] == 1
         with running(tmp_path, small_contract()) as second:
-            # It is another boot, whose socket knows nothing of the session.
+            # Another boot, whose socket does not know the session.
             assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
             assert time.monotonic() - start < 4, "half of a call's deadline"
             copies.done = True

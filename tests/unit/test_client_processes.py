@@ -1,4 +1,4 @@
-"""What can be seen from outside only: imports, forks and the end of a process."""
+"""Behaviour visible only from outside: imports, forks and process exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a script prints; it may say nothing on stderr and must end well."""
+    """Runs a script, which must succeed with an empty stderr; returns its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
@@ -100,7 +100,8 @@ def test_a_forked_child_answers_closed_until_it_connects_anew(tmp_path: Path) ->
         said = run(FORK, url_of(tmp_path))
         assert said in ("child ready\n", "child without\n")
         assert daemon.hellos[0].pid != daemon.hellos[-1].pid
-        # The parent says goodbye once; a child whose gRPC did not survive leaves its links, too.
+        # The parent says goodbye once; a child whose gRPC did not survive leaves its attach
+        # sockets, too.
         assert daemon.byes == 1 or (said == "child without\n" and daemon.byes > 1)
 
 

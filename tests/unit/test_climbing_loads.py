@@ -1,4 +1,4 @@
-"""Lookups whose blocks climb, with a scripted daemon: what is cancelled, what a load waits for."""
+"""Lookups with promotions, against a scripted daemon: cancellations, and how long a load waits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loads(client: KVClient) -> Iterator[LoadPipeline]:
 
 
 def lookups(daemon: FakeDaemon) -> list[Any]:
-    """Requests that came."""
+    """Lookup requests that the daemon received."""
     return daemon.requests["Lookup"]
 
 
@@ -125,7 +125,7 @@ def test_a_lookup_whose_answer_is_lost_is_cancelled(daemon: FakeDaemon, tmp_path
 
 
 def load(loads: LoadPipeline, promotion_s: float, deadline_s: float = DONE_S) -> LoadDone:
-    """All of ``KEYS``."""
+    """Loads all of ``KEYS``."""
     wanted = {0: (KEYS, range(4))}
     done = loads.load_now(wanted, prefetch=True, promotion_s=promotion_s, deadline_s=deadline_s)
     assert done is not None
@@ -149,7 +149,7 @@ def test_a_load_waits_for_what_climbs(loads: LoadPipeline, daemon: FakeDaemon) -
     assert (done.hit_tokens, done.usable_tokens, done.reason) == (64, 64, "")
     ids = [request.lease_id for request in lookups(daemon)]
     assert len(ids) == 4
-    # Each answer's climb was taken over by the next one before it was called off.
+    # Each answer's promotion was taken over by the next lookup before it was cancelled.
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3])))
 
 
@@ -162,7 +162,7 @@ def test_what_does_not_climb_in_time_is_not_waited_for(
     assert 0.1 <= time.monotonic() - started < 10
     assert (done.usable_tokens, done.reason) == (32, "")
     ids = [request.lease_id for request in lookups(daemon)]
-    # The last answer's climb goes on, for whoever comes next.
+    # The last answer's promotion continues, for a later caller.
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
 
 
@@ -229,7 +229,7 @@ def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
     assert loads.wait(ticket, DONE_S) is not None
 
 
-# -- when to ask again -------------------------------------------------------------------------
+# -- repeated lookups --------------------------------------------------------------------------
 
 
 def test_an_estimate_says_when_to_ask_again() -> None:

@@ -1,4 +1,4 @@
-"""Settings: sources and their order, values as people write them, and messages that say the fix."""
+"""Settings: sources and their precedence, human-readable values, and messages with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract: one canonical form, refusals by the field's name, and differences by name."""
+"""The contract: its canonical form, rejections that name the field, and differences by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def raw() -> dict[str, Any]:
 
 
 def refusal(text: str) -> str:
-    """The field by which a text is refused."""
+    """Returns the field for which a text is rejected."""
     with pytest.raises(KVHearthError) as caught:
         Contract.from_json(text)
     assert caught.value.reason is Reason.BAD_CONTRACT
@@ -51,13 +51,13 @@ def refusal(text: str) -> str:
 
 
 def refused_field(**changes: Any) -> str:
-    """The field by which the base contract with changes is refused; None removes a field."""
+    """Returns the field for which the changed base contract is rejected; None removes a field."""
     values = {**raw(), **changes}
     return refusal(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
 def refused_group(index: int = 0, **changes: Any) -> str:
-    """The same for a change to one group."""
+    """Returns the field for which a contract with a change to one group is rejected."""
     values = raw()
     group = {**values["groups"][index], **changes}
     values["groups"][index] = {k: v for k, v in group.items() if v is not None}
@@ -96,7 +96,7 @@ def test_the_text_comes_back_as_the_same_contract(made: Contract) -> None:
     assert text.isascii()
     assert Contract.from_json(text) == made
     assert Contract.from_json(text).to_json() == text
-    # Order and spaces of the input do not matter: the canonical form does.
+    # Order and white space of the input do not affect the canonical form.
     loose = json.dumps(dict(reversed(json.loads(text).items())), indent=2)
     assert Contract.from_json(loose).to_json() == text
 
@@ -143,7 +143,7 @@ def test_omitted_fields_have_their_defaults() -> None:
     assert Contract.from_json(json.dumps(values)) == BASE
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_window_must_be_one(tokens: int) -> None:
     ],
 )
 def test_sizes_that_contradict_each_other(lie: dict[str, int]) -> None:
-    """A page holds all its tokens and layers, and is not twice as large as they."""
+    """A page holds all its tokens and layers, and is less than twice their size."""
     assert refused_group(0, **lie) == "groups[0].page_bytes"
 
 

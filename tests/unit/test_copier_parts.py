@@ -1,4 +1,4 @@
-"""The copiers' parts: runs, the ticket book, the synchronous calls, scripted CUDA failures."""
+"""Parts of the copiers: runs, the ticket book, the synchronous calls, scripted CUDA failures."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class TestOwnOne:
 
 
 class _MovingGenerations:
-    """Generations of which one moves at a given read."""
+    """Generations, one of which changes at a given read."""
 
     def __init__(self, arena: FakeArena, read: int, slot: int) -> None:
         self._arena, self._read, self._slot = arena, read, slot
@@ -178,7 +178,7 @@ class _MovingGenerations:
 class TestHostCopier:
     @pytest.mark.parametrize("read", [2, 3])
     def test_a_slot_that_leaves_use_before_its_run_is_not_written(self, read: int) -> None:
-        """Read 1 is the batch's, then one for each run: here of two blocks."""
+        """Read 1 is the batch's; each run, here of two blocks, then reads once more."""
         run_bytes = 1 << 20
         pages = np.ones((4, run_bytes), np.uint8)
         arena = FakeArena(run_bytes, 4)
@@ -299,7 +299,7 @@ class TestHostCopier:
         copier.check_books()
 
     def test_large_runs_and_small_ones(self) -> None:
-        """Both ways of copying, and runs bounded for the cache."""
+        """Both ways of copying, with runs bounded by the cache's size."""
         random = np.random.default_rng(5)
         for run_bytes in (100, 8 << 10, 300_000, 2 << 20):
             base = random.integers(0, 256, (2, 3, run_bytes), np.uint8)
@@ -329,7 +329,7 @@ copier.load_now("boot-1", extents, np.arange(2))
 """
 
     def start(self, fault: str) -> subprocess.Popen[bytes]:
-        """A process that stores and loads, with a fault point armed."""
+        """Starts a process that stores and loads with a fault point armed."""
         return subprocess.Popen(
             [sys.executable, "-c", self.PROGRAM],
             env={"KVHEARTH_FAULT": fault, "PYTHONPATH": os.pathsep.join(sys.path)},

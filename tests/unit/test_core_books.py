@@ -1,4 +1,4 @@
-"""The books notice when two accounts of the same thing disagree, and say which."""
+"""``check_books`` detects accounts that disagree and names them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARDS = 2
 
 
 class World:
-    """A core in which everything occurs: stored, leased, pinned, reserved and put aside."""
+    """A core with stored, leased, pinned, reserved and quarantined blocks."""
 
     def __init__(self) -> None:
         self.rig = Rig(4)
@@ -83,7 +83,7 @@ def _key_twice(world: World) -> None:
 
 
 def add(holder: str, field: str) -> Callable[[World], None]:
-    """One byte (or one) too many in an account."""
+    """Adds one byte (or one) to an account."""
 
     def tamper(world: World) -> None:
         owner = getattr(world, holder)
@@ -93,7 +93,7 @@ def add(holder: str, field: str) -> Callable[[World], None]:
 
 
 def more(column: str) -> Callable[[World], None]:
-    """One more in a column of the table."""
+    """Adds one to a column of the table."""
 
     def tamper(world: World) -> None:
         getattr(world.table, column)[world.head] += 1
@@ -134,7 +134,7 @@ TAMPERED: list[tuple[str, Callable[[World], None], str]] = [
 
 
 def in_portions(world: World) -> int:
-    """Recount as a daemon does that serves in between; how many portions it took."""
+    """Recounts in portions, as a daemon that serves in between; returns the number of portions."""
     return sum(1 for _ in world.rig.core.book_portions())
 
 
@@ -153,7 +153,7 @@ def test_a_disagreement_is_found(tamper: Callable[[World], None], said: str) -> 
 
 
 def _move(world: World, number: int) -> None:
-    """What engines, operators and a full arena do while the books are counted."""
+    """One action of engines, operators or a full arena while the books are counted."""
     rig, state = world.rig, world.state
     name = f"e{number}"
     session = rig.attach(contract(full(shards=SHARDS), revision=f"r{number % 3}"), engine_id=name)
@@ -183,7 +183,7 @@ def test_what_changes_between_two_portions_is_no_disagreement() -> None:
 
 
 def test_a_portion_looks_at_a_bounded_number_of_slots() -> None:
-    """All but the fixed ones: as many as there are slots, so many at a time."""
+    """Apart from a fixed number of portions, each one covers ``PORTION_SLOTS`` slots."""
     counts = []
     for slabs in (1, 130):
         rig = Rig(slabs)
@@ -203,7 +203,7 @@ def test_siblings_in_a_ring_are_found() -> None:
     table = rig.state.table
     ring = [rig.head(session, key(number)) for number in (2, 3, 4)]
     outer = [rig.head(session, key(number)) for number in (1, 5)]
-    # Every link agrees with the one that answers it, but three siblings hang on each other.
+    # Every link agrees with its counterpart, but three siblings form a cycle.
     for head, other in zip(ring, [*ring[1:], ring[0]], strict=True):
         table.younger[head], table.older[other] = other + 1, head + 1
     table.younger[outer[0]], table.older[outer[1]] = outer[1] + 1, outer[0] + 1

@@ -1,4 +1,4 @@
-"""Chains: a forest of links over heads, compared with dicts of parents and children."""
+"""Chains: a forest of links between heads, compared with dicts of parents and children."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOTS = 32
 
 
 def forest() -> tuple[SlotTable, Chains]:
-    """Empty chains over a small table."""
+    """An empty forest over a small table."""
     geometry = Geometry.of([("t", 4096 * SLOTS)], 4096 * SLOTS, 4096)
     table = SlotTable(geometry, np.zeros(SLOTS, np.uint32))
     return table, Chains(table)
@@ -78,7 +78,7 @@ def test_children_of_a_removed_head_become_roots() -> None:
 @no_deadline
 @given(st.data())
 def test_many_are_taken_out_as_one_by_one(data: st.DataObject) -> None:
-    """Any forest, any heads of it: parents with their children, neighbours, whole families."""
+    """Removes any heads of any forest: parents with their children, neighbours, whole families."""
     (table, chains), (other_table, others) = forest(), forest()
     for head in range(1, SLOTS):
         parent = data.draw(st.integers(-1, head - 1))
@@ -136,7 +136,7 @@ def test_the_check_finds_siblings_that_disagree() -> None:
 
 
 class Plain:
-    """The same in dicts: parent of each head, children of each oldest first."""
+    """The same in dicts: the parent of each head, and its children, oldest first."""
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
@@ -190,7 +190,7 @@ def test_against_dicts(data: st.DataObject) -> None:
 @no_deadline
 @given(parents=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS))
 def test_many_at_once_are_as_one_after_the_other(parents: list[int]) -> None:
-    """Oldest first: each parent is older than its child, as an adopted journal gives them."""
+    """Links oldest first: each parent is older than its child, as in an adopted journal."""
     order = [min(parent, number - 1) for number, parent in enumerate(parents)]
     one, single = forest()
     for head, parent in enumerate(order):
@@ -207,7 +207,7 @@ def test_many_at_once_are_as_one_after_the_other(parents: list[int]) -> None:
 
 
 def line(rig: Rig, session: int, number: int) -> list[int]:
-    """Keys from one up to the root of its chain."""
+    """Keys from one block up to the root of its chain."""
     chains, found = rig.state.chains, [number]
     number_of = {rig.head(session, key(i)): i for i in range(100)}
     while (head := chains.parent_of(rig.head(session, key(found[-1])))) >= 0:

@@ -1,4 +1,4 @@
-"""Blocks on their way up: their slots, who asked, and what becomes of both."""
+"""Promotion in the core: slots of the blocks, their requesters, and how both end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvhearth_server.tiers.base import Failed, Throttled
 
 
 def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
-    """A rig whose tier has blocks 0 to ``count`` that memory has not."""
+    """A rig whose tier holds blocks 0 to ``count``, none of them in memory."""
     rig = TierRig(**options)  # type: ignore[arg-type]
     session = rig.attach()
     for start in range(0, count, 32):

@@ -1,4 +1,4 @@
-"""One rule for aborts: what one in doubt puts aside, the next one that is not frees."""
+"""Aborts in doubt quarantine slots, and the next abort without doubt frees them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESERVATION = 9
 
 
 class Stock:
-    """An engine that holds one reservation, and names it by its slots or by its id."""
+    """An engine with one reservation, named by its slots or by its id."""
 
     def __init__(self, count: int = 3) -> None:
         self.rig = Rig()
@@ -24,7 +24,7 @@ class Stock:
         (self.part,) = self.rig.reserve(self.session, count, reservation_id=RESERVATION).handed
 
     def abort(self, how: str, *, in_doubt: bool) -> tuple[int, int]:
-        """Abort all of it."""
+        """Aborts all of it."""
         part: SlotGrant = self.part
         items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
         abort = self.rig.core.writing.abort
@@ -36,7 +36,7 @@ class Stock:
             self.rig.check()
 
     def states(self, slots: I64 | None = None) -> set[State]:
-        """The states of its slots."""
+        """Returns the states of its slots."""
         found = self.rig.state.table.state[self.part.slots if slots is None else slots]
         return {State(value) for value in np.unique(found).tolist()}
 
@@ -66,7 +66,9 @@ def test_a_reservation_in_doubt_is_not_handed_out_again() -> None:
 
 
 def test_only_what_is_still_its_own_is_freed() -> None:
-    """One block was committed before, one was freed by its slots and is another reservation's."""
+    """One block was committed before; one was freed by its slots and belongs to another
+    reservation.
+    """
     stock = Stock()
     rig, slots, generations = stock.rig, stock.part.slots, stock.part.generations
     rig.commit(stock.session, rig.item(keys(0), slots[:1], generations[:1]))
@@ -135,7 +137,7 @@ def test_what_is_remembered_of_doubts_is_bounded() -> None:
         rig.core.writing.abort(session, [], [number], in_doubt=True)
         items = [SlotsItem(part.slots.reshape(-1), part.generations.reshape(-1))]
         assert rig.core.writing.abort(session, items, [], in_doubt=False) == (60, 0)
-        # Each record is of 60 slots, and nothing of it is aside any more.
+        # Each record covers 60 slots, none of which is still quarantined.
         assert pending_aborts.slot_count <= 4096 + 60
     rig.check()
     assert len(pending_aborts) <= DOUBTS_REMEMBERED

@@ -1,4 +1,4 @@
-"""Events: numbered without gaps, in the order of what happened, in a bounded window."""
+"""Events: numbered without gaps, in the order of the changes, in a bounded window."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ STORED, REMOVED = EventKind.STORED, EventKind.REMOVED
 
 
 def add(log: EventLog, count: int, keys_each: int = 1) -> None:
-    """Events of so many keys each."""
+    """Appends ``count`` events of ``keys_each`` keys each."""
     for number in range(count):
         log.append(STORED, 1, 0, keys(*range(number, number + keys_each)))
 
 
 def told(rig: Rig, cursor: int) -> list[tuple[EventKind, list[int], str]]:
-    """What happened since: kind, keys as numbers, cause or tier."""
+    """Returns the events since the cursor: kind, keys as numbers, cause or tier."""
     return [
         (event.kind, [int.from_bytes(each) for each in event.keys], event.cause or event.tier)
         for event in rig.state.events.read(cursor).events
@@ -81,7 +81,7 @@ def test_the_window_is_bounded_by_its_keys(keys_each: int) -> None:
     for _ in range(100):
         add(log, 1, keys_each)
         kept = log.read(cursor, 1000).events
-        # One event is always kept, however many keys it has.
+        # At least one event is kept, however many keys it has.
         assert sum(len(event.keys) for event in kept) <= max(20, keys_each)
         assert kept[-1].sequence == log.next_sequence - 1
 
@@ -99,7 +99,7 @@ def test_the_window_goes_with_the_last_reader() -> None:
     assert (log.read(again).events, log.read(again).lost) == ((), 0)
 
 
-# -- what the core says ----------------------------------------------------------------------------
+# -- events from the core --------------------------------------------------------------------------
 
 
 def test_a_block_is_stored_when_it_can_be_served() -> None:
@@ -135,7 +135,7 @@ def test_a_removal_comes_before_what_takes_its_place() -> None:
     assert (len(first[1]), first[2]) == (1, "space")
     assert second == (STORED, [100], "dram")
     rig.core.bump_epoch(session, 1)
-    # An epoch makes all blocks invalid at once, and says so only as they leave.
+    # An epoch bump makes all blocks invalid at once; each is reported only when it leaves.
     assert len(told(rig, cursor)) == 2
     rig.put(session, keys(100))
     assert told(rig, cursor)[-2:] == [(REMOVED, [100], "epoch"), (STORED, [100], "dram")]

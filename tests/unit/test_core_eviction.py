@@ -1,4 +1,4 @@
-"""What leaves when room is needed: the end of the coldest chain, and never more than needed."""
+"""Eviction for room: takes the end of the coldest chain, and never more than needed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ POLICIES = pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
 
 
 def prefix(rig: Rig, session: int, length: int, kv_group: int = 0) -> int:
-    """Blocks of the chain 0, 1, ... that can be used: up to its first hole."""
+    """Returns the number of usable blocks of the chain 0, 1, ...: up to its first hole."""
     flags = rig.present(session, keys(*range(length)), kv_group)
     return ([*flags, False]).index(False)
 
 
 def store_chain(rig: Rig, session: int, length: int, step: int, first: int = 0) -> None:
-    """A chain in commits of ``step`` blocks, each naming the one before."""
+    """Stores a chain in commits of ``step`` blocks, each naming the one before."""
     for number in range(first, first + length, step):
         parent = key(number - 1) if number > first else b""
         rig.put(session, keys(*range(number, number + step)), parent=parent)
@@ -31,7 +31,7 @@ def store_chain(rig: Rig, session: int, length: int, step: int, first: int = 0) 
 @pytest.mark.parametrize("step", [100, 10, 1])
 @pytest.mark.parametrize("evicted", [1, 10, 37, 99])
 def test_a_usable_prefix_is_left(eviction: str, step: int, evicted: int) -> None:
-    """Evicting 10 of a chain of 100 leaves 90, in however many commits it came."""
+    """Evicting 10 blocks of a chain of 100 leaves 90, in however many commits it was stored."""
     rig = Rig(8, eviction=eviction)
     session = rig.attach()
     store_chain(rig, session, 100, step)
@@ -111,7 +111,7 @@ def test_a_scan_leaves_what_is_used_again_and_again() -> None:
     session = rig.attach()
     store_chain(rig, session, 40, 8)
     rig.lookup(session, keys(*range(40)))
-    # More than the whole arena passes by between two uses.
+    # More blocks than the whole arena are stored between two uses.
     for number in range(1000, 3000, 8):
         rig.put(session, keys(*range(number, number + 8)))
         if number % 160 == 0:
@@ -133,7 +133,7 @@ def test_what_is_leased_stays_and_the_rest_goes() -> None:
 
 
 def test_a_leased_end_does_not_keep_the_rest_of_its_chain() -> None:
-    """Only a state group's end is leased: its chain can go all the same, but for that block."""
+    """Only the end of a state group's chain is leased: all other blocks can be evicted."""
     rig = Rig(1)
     session = rig.attach(contract(mamba()))
     store_chain(rig, session, 16, 4)
@@ -143,7 +143,7 @@ def test_a_leased_end_does_not_keep_the_rest_of_its_chain() -> None:
 
 
 def test_a_chain_that_lost_a_block_in_its_middle() -> None:
-    """The place where the next search begins must not be that of a block that has gone."""
+    """The next search must not begin at a block that has been removed."""
     rig = Rig(1)
     session = rig.attach()
     store_chain(rig, session, 16, 1)

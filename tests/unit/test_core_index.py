@@ -78,7 +78,7 @@ def test_what_is_not_bound_is_refused() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 7), st.sampled_from([1, 3, 64, 5000]))
 def test_the_index_is_a_dict(seed: int, rounds: int, spread: int) -> None:
-    """``spread`` keys' worth of hashes: most of them collide where it is small."""
+    """Draws hashes of ``spread`` distinct values; where it is small, most of them collide."""
     chance = random.Random(seed)
     table, rows = Buckets(SLOTS), np.zeros(SLOTS, np.int64)
     model: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_the_index_is_a_dict(seed: int, rounds: int, spread: int) -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_chains_are_found_as_they_lie(data: st.DataObject) -> None:
-    """Keys asked for in any order of chains whose blocks lie anyhow: as without any chain."""
+    """Looks up keys in any order, of chains laid out at random: the result is as without chains."""
     after = np.zeros(SLOTS, np.uint32)
     index, plain = Index(SLOTS, 5, after), Index(SLOTS, 5)
     chance = random.Random(data.draw(st.integers(0, 2**32)))
@@ -122,7 +122,7 @@ def test_chains_are_found_as_they_lie(data: st.DataObject) -> None:
         slot += chance.randrange(1, 50)
         slots = [slot + step * place for place in range(length)]
         for _ in range(data.draw(st.integers(0, 3))):
-            # A block that lies elsewhere cuts the run.
+            # A block that lies elsewhere ends the run.
             slots[chance.randrange(length)] = SLOTS - 1 - number
             number += 1
         slot += step * length
@@ -164,14 +164,14 @@ def test_keys_that_stand_side_by_side_are_a_slice(size: int) -> None:
     backwards = index.find_rows(1, 0, keys[20:7:-1])
     assert isinstance(backwards, np.ndarray)
     assert backwards.tolist() == list(range(24, 11, -1))
-    # Not all are there; the table ends before the keys do.
+    # Some keys are missing; the table ends before the keys do.
     for some in ([key(99, size), keys[1]], [keys[1], key(99, size)], [*keys[50:], key(60, size)]):
         assert index.find_rows(1, 0, some) is None
     hole = index.find_rows(1, 0, [keys[1], key(99, size), keys[3]])
     assert isinstance(hole, np.ndarray)
     assert hole.tolist() == [5, -1, 7]
     assert index.find_rows(2, 0, keys) is index.find_rows(1, 0, [key(1, size - 1)]) is None
-    # A slot keeps its last block's key: the caller sees whose block it is now.
+    # A slot keeps its last block's key: the caller checks whose block it is now.
     index.unbind(1, 0, np.array([12]))
     assert index.find_rows(1, 0, keys[7:20]) == slice(11, 24)
     assert heads_of(index, keys[7:9]) == [11, -1]
@@ -198,7 +198,7 @@ def test_one_key_is_bound_once() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([1, 3, 20, 300]), max_size=60))
 def test_a_growth_is_spread_over_calls(seed: int, batches: list[int]) -> None:
-    """Lookups, removals and the check are right in the middle of it, and no call moves much."""
+    """Lookups, removals and the check are right during a growth, and no call moves many entries."""
     chance, index = random.Random(seed), Index(SLOTS, seed)
     bound: dict[bytes, int] = {}
     free = iter(range(SLOTS))
@@ -235,7 +235,9 @@ def test_growth_and_what_is_asked_in_the_middle_of_it() -> None:
 
 
 def test_no_call_stands_still_while_the_index_grows() -> None:
-    """Each doubling in one piece took 0.5 s at a million keys; a call takes about a millisecond."""
+    """Each doubling in one piece took 0.5 s at a million keys; a call now takes about a
+    millisecond.
+    """
     batch, longest = 2048, 0.0
     index, chance = Index(1 << 21, 3), np.random.default_rng(3)
     for start in range(0, 1_100_000, batch):
@@ -282,7 +284,7 @@ def test_one_key_has_the_hash_that_it_has_among_many(key: bytes, seed: int) -> N
 
 
 def test_bytes_that_look_like_a_hash_are_none() -> None:
-    """A slot's number, or two halves, may have the bytes that a search looks for."""
+    """A slot's number, or two adjacent halves, may have the bytes that a search looks for."""
     table = Buckets(64)
     table.add_one(0x0200_0001, 6)
     for value in (7, 0x0001_0000, 0x0000_0007, 0x0200_0001 >> 8, 0x0007_0000 | 1):

@@ -1,4 +1,4 @@
-"""What an operator reads of the core: leases by age, where a key is; and exact evicting."""
+"""Inspection of the core: leases by age, the place of a key; and exact eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leases and pins cost the daemon is bounded, however many of them keep the same slots."""
+"""The daemon's cost of leases and pins is bounded, however many of them hold the same slots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_lease_on_one_slot_is_as_any_other() -> None:
 
 
 def test_leases_on_the_same_blocks_may_not_name_slots_without_end() -> None:
-    """The cap on what is held counts a slot once; each lease names it again."""
+    """The cap on held bytes counts a slot once, but each lease stores its number again."""
     rig = Rig(leased_slots_max=100, leases_max=1000)
     session = rig.attach(contract(full(shards=2)))
     rig.put(session, keys(*range(8)))
@@ -58,7 +58,7 @@ def test_leases_on_the_same_blocks_may_not_name_slots_without_end() -> None:
         rig.lookup(session, keys(*range(8)), lease_id=7)
     assert rig.group(session).leases.keys() == set(range(1, 7))
     assert int(rig.state.table.refs.sum()) == 6 * 16
-    # Less of it, or nothing but the answer, may still be had.
+    # A smaller lease, or an answer without a lease, is still granted.
     assert rig.lookup(session, keys(0, 1), lease_id=7).lease_id == 7
     assert rig.lookup(session, keys(*range(8))).hit_tokens == 128
     rig.core.reading.release(session, [1])
@@ -81,7 +81,7 @@ def test_whatever_ends_a_lease_gives_its_part_of_the_bound_back() -> None:
     rig.put(session, keys(*range(8)))
     rig.lookup(session, keys(*range(8)), lease_id=1)
     head = rig.head(session, key(3))
-    # A block that is removed under its readers is theirs until they let go.
+    # A block that is removed under its readers stays held until they release it.
     rig.remove_bad(head, "reader")
     rig.check()
     assert rig.state.ledger.segments[0].leased_slots == 8

@@ -1,4 +1,4 @@
-"""How far a request can be restored: prefix, trailing window, boundary state, and all together."""
+"""The restorable part of a request: prefix, trailing window, boundary state, all together."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LEASE = 7
 
 
 def flags(text: str) -> np.ndarray:
-    """``"xx.x"`` as booleans."""
+    """Parses ``"xx.x"`` into booleans."""
     return np.array([letter == "x" for letter in text], np.bool_)
 
 
 def ends(spec: GroupSpec, ready: str) -> list[int]:
-    """The boundaries, in blocks, up to which a group can be restored."""
+    """Returns the boundaries, in blocks, up to which a group can be restored."""
     return [int(k) for k in np.flatnonzero(usable_boundaries(spec, flags(ready)))]
 
 
 def longest(*groups: tuple[GroupSpec, str]) -> int:
-    """The longest hit in tokens; 0 if there is none."""
+    """Returns the longest hit in tokens; 0 if there is none."""
     found = hit_boundaries([(spec, flags(ready)) for spec, ready in groups])
     return int(found[0]) if len(found) else 0
 
@@ -57,13 +57,14 @@ def test_a_state_group_needs_only_the_state_at_the_boundary() -> None:
 
 
 def test_a_window_needs_the_blocks_that_the_next_token_sees() -> None:
-    # 16 tokens a block. 33 tokens of window: the next token sees the 32 before it, two blocks.
+    # 16 tokens a block. With a window of 33 tokens the next token sees the 32 before it: two
+    # blocks.
     assert ends(window(33), "..xx.xxx") == [0, 4, 7, 8]
-    # One token more and a third block is needed, if only for its last token.
+    # One token more needs a third block, if only for its last token.
     assert ends(window(34), "..xx.xxx") == [0, 8]
-    # Near the start there is less to see than the window is wide.
+    # Near the start the next token sees less than the window's width.
     assert ends(window(1000), "xxx.") == [0, 1, 2, 3]
-    # A window of one token sees itself only: every boundary will do.
+    # A window of one token sees only itself: every boundary is possible.
     assert ends(window(1), "....") == [0, 1, 2, 3, 4]
 
 
@@ -123,7 +124,7 @@ def test_against_trying_every_length(groups: list[tuple[GroupSpec, list[bool]]])
     assert (int(found[0]) if len(found) else 0) == best
     assert found.tolist() == sorted(set(found.tolist()), reverse=True)
     for tokens in found.tolist():
-        # Cut to that length, that length is the best one.
+        # Truncated to that length, the groups have that length as their longest hit.
         cut = [(spec, ready[: tokens // spec.block_tokens]) for spec, ready in groups]
         assert longest_hit(cut) == tokens
         for spec, ready in groups:
@@ -216,10 +217,10 @@ def test_the_cap_on_what_is_held_shortens_a_hit() -> None:
     found = rig.lookup(session, keys(*range(12)), lease_id=LEASE)
     assert (found.hit_tokens, found.short) == (8 * 16, Reason.HELD_CAP)
     assert found.groups[0].leased.sum() == 8
-    # What is held already costs nothing more.
+    # Blocks that are already held do not count again.
     again = rig.lookup(session, keys(*range(12)), lease_id=LEASE + 1)
     assert (again.hit_tokens, again.short) == (8 * 16, Reason.HELD_CAP)
-    # Without a lease there is no cap.
+    # The cap applies only with a lease.
     assert rig.lookup(session, keys(*range(12))).hit_tokens == 12 * 16
     with refused(Reason.HELD_CAP):
         rig.reserve(session, 1)

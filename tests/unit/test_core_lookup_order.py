@@ -1,4 +1,4 @@
-"""Extents come in the order of the keys that were asked for, wherever the blocks lie."""
+"""Extents follow the order of the requested keys, wherever the blocks lie."""
 
 from __future__ import annotations
 

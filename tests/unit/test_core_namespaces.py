@@ -1,4 +1,4 @@
-"""Whoever differs in anything that changes KV bytes never gets another's: a miss or a refusal."""
+"""Engines that differ in anything that changes KV bytes never share blocks: miss or rejection."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def changed(name: str) -> Contract:
-    """The base contract with one change."""
+    """Returns the base contract with one change."""
     return dataclasses.replace(BASE, **CHANGES[name])
 
 
 def serving(rig: Rig) -> int:
-    """An engine under the base contract that has stored blocks 0 to 3 in both groups."""
+    """An engine with the base contract that has stored blocks 0 to 3 in both groups."""
     session = rig.attach(BASE)
     for kv_group in range(2):
         rig.put(session, keys(0, 1, 2, 3), kv_group=kv_group)
@@ -239,7 +239,7 @@ def test_only_a_namespace_that_holds_nothing_is_forgotten(field: str) -> None:
 
 
 def test_a_forgotten_namespace_comes_back_without_its_old_epoch() -> None:
-    """Else an engine that kept running with old weights would find its epoch current again."""
+    """Otherwise an engine that kept running with old weights would find its epoch current again."""
     spaces = Namespaces(count_max=1)
     made = spaces.obtain("t", BASE)
     for expected in (1, 2):

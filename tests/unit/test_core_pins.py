@@ -1,4 +1,4 @@
-"""Pins: blocks that stay for a while, whoever needs their room."""
+"""Pins: blocks that stay for a limited time, even when room is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvhearth_server.core.slot_table import State
 
 
 def fill(rig: Rig, session: int, first: int = 1000, count: int = 200) -> None:
-    """Store enough to evict everything that can be."""
+    """Stores enough to evict every evictable block."""
     for number in range(first, first + count, 4):
         rig.put(session, keys(*range(number, number + 4)))
 
@@ -91,7 +91,7 @@ def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     rig.check()
     rig.core.bump_epoch(session, 1)
     rig.put(session, keys(0, 1))
-    # The pin has nothing left to hold, and its slots belong to others now.
+    # The pin holds nothing any more, and its slots belong to other blocks now.
     rig.core.evict(next(iter(rig.state.namespaces)).digest, 0)
     rig.check()
     assert rig.present(session, keys(0, 1)) == [False, False]
@@ -142,7 +142,7 @@ def test_the_cap_on_what_is_held() -> None:
     rig.pin(session, 1, keys(*range(6)))
     with refused(Reason.HELD_CAP):
         rig.pin(session, 2, keys(6, 7, 8))
-    # A block that is held already costs nothing more; nothing of the refused one is left.
+    # A block that is already held costs nothing more; the rejected pin leaves nothing behind.
     rig.pin(session, 2, keys(*range(6), 6, 7))
     assert rig.state.ledger.segments[0].held == 8 * 4096
 
@@ -160,7 +160,7 @@ def test_bounds_and_names() -> None:
     rig.pin(session, 2, [])
     with refused(Reason.TOO_MANY_PINS):
         rig.pin(session, 3, keys(0))
-    # Numbers and counts are a namespace's own.
+    # Each namespace has its own pin numbers and counts.
     rig.pin(other, 1, keys(0))
     with refused(Reason.TOO_MANY_KEYS):
         rig.pin(other, 9, keys(*range(5)))

@@ -1,4 +1,4 @@
-"""A quota is hard: a namespace is never above it, and makes room by its own blocks only."""
+"""A quota is hard: a namespace never exceeds it, and makes room only with its own blocks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ QUOTA = 20
 
 
 def rig_of(blocks: int = QUOTA, **limits: object) -> Rig:
-    """Four slabs of 16 slots, and a quota of so many blocks for every namespace."""
+    """Four slabs of 16 slots, and a quota of ``blocks`` for every namespace."""
     return Rig(4, namespace_quota_bytes=blocks * PAGE, **limits)
 
 
 def space_of(rig: Rig, session: int) -> Namespace:
-    """The namespace of a session."""
+    """Returns the namespace of a session."""
     return rig.state.namespaces.get(rig.group(session).namespace)
 
 
 def there(rig: Rig, session: int, *numbers: int) -> int:
-    """How many of the keys are there."""
+    """Returns how many of the keys are present."""
     return sum(rig.present(session, keys(*numbers)))
 
 
 def fill(rig: Rig, session: int) -> None:
-    """Store keys up to the quota; not at once, since half of it is all that may be reserved."""
+    """Stores keys up to the quota; in parts, since only half of it may be reserved at once."""
     half = QUOTA // 2
     for start in (0, half):
         rig.put(session, keys(*range(start, start + half)))
 
 
 def test_stores_at_the_quota_go_on_by_evicting() -> None:
-    # S3-FIFO takes a new key for a known one now and then; SIEVE keeps just the newest here.
+    # S3-FIFO now and then mistakes a new key for a known one; SIEVE keeps exactly the newest here.
     rig = rig_of(eviction="sieve")
     session = rig.attach()
     for number in range(100):
@@ -196,7 +196,7 @@ def test_an_operator_shrinks_a_namespace_to_what_it_may_keep() -> None:
     digest = space_of(rig, session).digest
     assert rig.core.evict(digest, 40 * PAGE) == 10
     assert rig.core.evict(digest, 40 * PAGE) == 0
-    # Not whole blocks: at most this much is kept.
+    # Not a multiple of a block: at most this much is kept.
     assert rig.core.evict(digest, 39 * PAGE + 1) == 1
     rig.lookup(session, [key(0)], lease_id=1)
     assert rig.core.evict(digest, 0) == 38

@@ -1,4 +1,4 @@
-"""A reservation in portions: as good as one in a single call, and each call evicts only so much."""
+"""A reservation in portions equals one in a single call, and each call evicts a bounded number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WANTED = 24
 
 
 def full_rig(blocks: int = 64, **limits: object) -> tuple[Rig, int]:
-    """An arena of one size that is full of one namespace's blocks, and its session."""
+    """An arena full of one namespace's blocks of one size, and its session."""
     rig = Rig(blocks // 16, **limits)
     session = rig.attach()
     for first in range(0, blocks, 8):
@@ -26,18 +26,18 @@ def full_rig(blocks: int = 64, **limits: object) -> tuple[Rig, int]:
 
 
 def begin(rig: Rig, session: int, evicted_max: int, count: int = WANTED) -> Reserved:
-    """The first portion."""
+    """Reserves the first portion."""
     wants = [(0, count)]
     return rig.core.writing.reserve(session, NUMBER, rig.epoch(session), wants, evicted_max)
 
 
 def go_on(rig: Rig, session: int, evicted_max: int) -> Reserved:
-    """One more portion."""
+    """Reserves one more portion."""
     return rig.core.writing.reserve_more(session, NUMBER, rig.epoch(session), evicted_max)
 
 
 def blocks_of(rig: Rig, session: int) -> int:
-    """Blocks of the session's namespace."""
+    """Number of blocks in the session's namespace."""
     return rig.state.namespaces.get(rig.group(session).namespace).blocks
 
 
@@ -136,8 +136,8 @@ def test_an_unfinished_one_is_not_forgotten_for_newer_ones() -> None:
 
 @pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
 def test_no_call_passes_over_all_used_blocks(eviction: str) -> None:
-    """All blocks of 64 engines had been used since they came: the first reservation from the full
-    arena went through all of them, and stopped the loop for half a second.
+    """With all blocks of 64 engines used since their store, the first reservation from the full
+    arena visited every one of them and stopped the loop for half a second.
     """
     blocks = 4096
     rig = Rig(blocks // 16, eviction=eviction, keys_max=blocks)

@@ -1,4 +1,4 @@
-"""One key at a time: the short way leaves the same state as the general one."""
+"""Commits and lookups of one key: the fast path leaves the same state as the general path."""
 
 from __future__ import annotations
 

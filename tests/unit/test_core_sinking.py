@@ -1,4 +1,4 @@
-"""Blocks on their way down: what is held, what may be evicted meanwhile, what is not written."""
+"""Write-back in the core: blocks that are held, blocks evicted meanwhile, blocks not written."""
 
 from __future__ import annotations
 
@@ -160,11 +160,11 @@ def test_a_tier_smaller_than_memory_is_not_written_to_without_end() -> None:
             rig.put(session, keys(number))
         rig.settle()
         if not rig.in_memory(session, keys(number))[0]:
-            rig.put(session, keys(number))  # what had to be saved first is saved
+            rig.put(session, keys(number))  # the blocks that had to be saved first are saved now
             rig.settle()
         there = rig.tier.keys()
         held = [k for k in held if k in there] + sorted(there - set(held))
-        rig.tier.evict(held[:-10])  # it keeps the ten that came last
+        rig.tier.evict(held[:-10])  # the tier keeps the ten newest
         held = held[-10:]
         rig.turn()
     written = rig.tier.submitted["store"] - before

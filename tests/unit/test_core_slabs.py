@@ -1,4 +1,4 @@
-"""Slabs: slots of a size out of fixed pieces, and pieces that change their size."""
+"""Slabs: fixed pieces cut into slots of one size, and slabs that change their slot size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL, ODD, LARGE = 4096, 12288, 16384
 
 
 class Pool:
-    """A pool, its table and what it was told of sizes."""
+    """A pool, its table and the sizes reported to it."""
 
     def __init__(self, slabs: int = 4) -> None:
         geometry = Geometry.of([("a", SLAB_BYTES), ("b", slabs * SLAB_BYTES)], SLAB_BYTES, 4096)
@@ -29,14 +29,14 @@ class Pool:
         self.pool = SlabPool(self.table, 1, lambda slab, size: self.sized.append((slab, size)))
 
     def take(self, size: int, count: int) -> I64:
-        """Take and use slots."""
+        """Takes slots and uses them."""
         slots = self.pool.take(size, count)
         self.table.state[slots] = State.RESERVED
         self.pool.check()
         return slots
 
     def give(self, slots: I64) -> None:
-        """Free slots."""
+        """Frees slots."""
         self.table.state[slots] = State.FREE
         self.pool.give(slots)
         self.pool.check()
@@ -188,7 +188,7 @@ def test_an_empty_slab_is_taken_before_anything_is_evicted() -> None:
     slots, generations = rig.take(session, 16)
     rig.put(session, keys(*range(4)), kv_group=1)
     rig.abort(session, slots, generations)
-    # The countdown to a look at other sizes must not matter.
+    # The countdown to the next check of other sizes must not matter.
     for number in range(4, 8):
         rig.put(session, keys(number), kv_group=1)
     assert rig.present(session, keys(*range(8)), 1) == [True] * 8
@@ -209,7 +209,7 @@ def test_a_slab_with_something_held_in_it_is_not_taken() -> None:
 
 
 def test_a_commit_makes_reserved_slabs_evictable() -> None:
-    """A refusal is remembered until something changes; a commit is such a change."""
+    """A rejection is remembered until something changes; a commit is such a change."""
     rig = Rig(2)
     session = rig.attach(TWO_SIZES)
     slots, generations = rig.take(session, 28)
@@ -272,7 +272,7 @@ def test_a_tenant_does_not_take_from_another() -> None:
 
 
 def test_no_call_stands_still_while_millions_are_freed() -> None:
-    """The stack of free slots was copied whenever it was full: 0.2 s at four million."""
+    """A full stack of free slots used to be copied in one call: 0.2 s at four million slots."""
     slots, batch, longest = (1 << 22) + 4096, 4096, 0.0
     geometry = Geometry.of([("t", slots * 4096)], 4096 * 4096, 4096)
     table = SlotTable(geometry, np.zeros(slots, np.uint32))

@@ -1,4 +1,4 @@
-"""Lookups that find all their keys: the short way leaves the same state as the general one."""
+"""Lookups that find all their keys: the fast path leaves the same state as the general path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ op = st.one_of(
 @no_deadline
 @given(st.lists(op, max_size=40), st.sampled_from([0.3, 1.0]))
 def test_both_ways_are_one(steps: list[tuple[Any, ...]], held: float) -> None:
-    # Slabs of fewer slots than most runs have keys, so that a run crosses them.
+    # Slabs have fewer slots than most runs have keys, so that runs cross slabs.
     bounds: dict[str, Any] = {"leases_max": 6, "leased_slots_max": 40, "held_fraction_max": held}
     pair = Pair(GROUPS, KEYS, 8, slab_bytes=8 * 4096, **bounds)
     first = [("put", list(range(at, at + BLOCKS)), 0, True, at - 1) for at in (0, 8, 16)]
@@ -62,7 +62,7 @@ def test_both_ways_are_one(steps: list[tuple[Any, ...]], held: float) -> None:
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Whole | None]:
-    """What the short way answers from now on."""
+    """Records every result of the fast path from now on."""
     answers: list[Whole | None] = []
     lookup = Wholes.lookup
 
@@ -88,7 +88,7 @@ def test_it_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None
     expected = rig.state.table.extents(np.array(heads), 4096, summed=True)
     assert one.extents.tobytes() == expected.tobytes()
     assert rig.group(session).leases[5].tolist() == sorted(heads)
-    # In another order than in memory the extents follow the keys.
+    # Keys in another order than in memory: the extents follow the keys.
     found = rig.lookup(session, keys(4, 1), lease_id=6)
     assert answers[1] is not None
     assert found.groups[0].extents["slot"].tolist() == [heads[3], heads[0]]
@@ -119,7 +119,9 @@ def test_what_is_not_whole_goes_the_general_way(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kv_group", [0, 1])
 def test_a_slot_that_another_block_took_is_not_served(kv_group: int) -> None:
-    """Its key still stands where it was; another group's or engine's block may even have it too."""
+    """The old key still stands there; a block of another group or engine may even have the same
+    key.
+    """
     rig = Rig(1)
     mine = rig.attach(contract(full(), full()))
     other = mine

@@ -1,4 +1,4 @@
-"""Reserve, commit, abort, and who may still be writing."""
+"""Reserve, commit, abort, and slots that a client may still be writing to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TWO_RANKS: Contract = contract(full(shards=2))
 
 
 def states(rig: Rig, slots: np.ndarray) -> set[State]:
-    """The states that the slots are in."""
+    """Returns the states of the slots."""
     return {State(value) for value in np.unique(rig.state.table.state[slots]).tolist()}
 
 
@@ -163,7 +163,7 @@ def test_what_is_in_doubt_waits_for_a_second_word() -> None:
 
 
 def test_a_word_of_long_ago_does_not_free_what_is_in_doubt_now() -> None:
-    """The first abort arrives again when its slot was handed out and put aside once more."""
+    """The first abort arrives again after its slot was handed out and quarantined once more."""
     rig = Rig()
     session = rig.attach()
     slots, generations = rig.take(session, 1)
@@ -205,7 +205,7 @@ def test_one_wrong_slot_refuses_the_whole_abort() -> None:
     assert states(rig, slots) == {State.RESERVED}
 
 
-# -- who may still be writing ----------------------------------------------------------------------
+# -- slots that may still be written to ------------------------------------------------------------
 
 
 def test_nothing_is_freed_before_the_last_member_is_drained() -> None:
@@ -284,7 +284,7 @@ def test_an_ended_group_answers_nobody() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_a_contract_whose_block_can_never_fit_is_refused_at_once(shards: int) -> None:
-    """One slot of 40 KiB a slab of 64 KiB: two slabs hold blocks of two shards, not of three."""
+    """A 64 KiB slab has one 40 KiB slot: two slabs hold a block of two shards, not of three."""
     rig = Rig(2)
     made = contract(full(40 * 1024, shards=shards))
     if shards < 3:

@@ -1,4 +1,4 @@
-"""What is wrong with the SSD tier is logged when it begins and when it is over, not in between."""
+"""Faults of the SSD tier are logged when they begin and when they end, not in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IO = Kind("/a", "io", "writes")
 
 
 class Rig:
-    """A log of what a test says is wrong, at times that only the test moves."""
+    """A log of the faults that a test reports, on a clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Rig:
         return self.wrong
 
     def after(self, seconds: float) -> list[tuple[str, str, str]]:
-        """Looks for so long, ten a second: level, directory and reason of each line."""
+        """Looks ten times a second; returns level, directory and reason of each line."""
         for _ in range(round(seconds * 10)):
             self.now += 0.1
             self._log.look()

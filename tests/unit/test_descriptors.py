@@ -1,4 +1,4 @@
-"""The limit of open files at the start."""
+"""The limit on open files at the start of the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cold start is told from a warm one by the lineage, which goes on with the arena."""
+"""The lineage, which lasts as long as the arena, distinguishes a cold start from a warm one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def shell() -> Shell:
 
 
 def welcome(world: Shell, engine_id: str = "e") -> Welcome:
-    """As a client reads it."""
+    """A session's welcome, as a client reads it."""
     message = world.attach(contract(), "t", engine_id=engine_id).welcome.to_message()
     encode_frame(message)
     return Welcome.from_message(json.loads(json.dumps(message)))
 
 
 def hear(epochs: Epochs, said: Welcome) -> None:
-    """A client attaches."""
+    """Attaches a client that receives the welcome."""
     epochs.attached(said.boot_id, said.epoch, said.lineage)
 
 

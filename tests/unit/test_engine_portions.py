@@ -1,4 +1,4 @@
-"""Long work leaves the loop to others, and is right whatever they do meanwhile."""
+"""Long work yields the loop to other tasks, and stays correct whatever they do meanwhile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class World:
             self.store(blocks)
 
     def store(self, count: int) -> None:
-        """So many new blocks."""
+        """Stores ``count`` new blocks."""
         engine, writing, number = self.engine, self.engine.core.writing, self.session.number
         epoch = self.space.epoch
         (part,) = engine.call(writing.reserve, number, self.stored + 1, epoch, [(0, count)]).handed
@@ -54,8 +54,8 @@ class World:
 
 
 def meanwhile(work: Callable[[], Awaitable[T]], other: Callable[[int], None]) -> tuple[T, int]:
-    """Run ``work`` with another task that gets its turn whenever the loop has one for it; how many
-    it got while the work lasted.
+    """Runs ``work`` beside another task that runs whenever the loop has a turn for it; returns the
+    number of its turns while the work lasted.
     """
 
     async def main() -> tuple[T, int]:
@@ -102,7 +102,7 @@ def test_stores_that_come_in_do_not_keep_an_eviction_going() -> None:
 
 
 def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
-    """Anybody can commit blocks whose bytes are not those of their checksums."""
+    """Any client can commit blocks whose bytes do not match their checksums."""
     world = World(1024)
     core, seen = world.engine.core, [world.space.blocks]
     (heads,) = (found for _, _, found in core.state.index.spaces())

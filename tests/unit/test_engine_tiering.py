@@ -1,4 +1,4 @@
-"""The turns of the loop between the core and a slower tier: pace, patience, what is told."""
+"""The loop's turns between core and lower tier: pace, patience and reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TURN_SLOTS = 256
 
 
 def gets_room(rig: TierRig, session: int, seconds: float) -> bool:
-    """Whether a full memory takes a block before so much time has passed."""
+    """Whether a full memory accepts a block within ``seconds``."""
     end = rig.now + seconds
     while rig.now < end:
         rig.now += 0.25
@@ -64,7 +64,7 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
         rig.now += 0.25
         rig.turn()
     if how == "hangs":
-        # What is being written keeps its room; what waited behind it gives its own.
+        # A block that is being written keeps its room; a block queued behind it gives up its own.
         assert rig.copy_state(session, key(0)) == CopyState.WRITING
         assert rig.copy_state(session, key(31)) == CopyState.REFUSED
     assert gets_room(rig, session, 2.0)

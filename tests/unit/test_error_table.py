@@ -1,4 +1,4 @@
-"""The one error table: complete, and the same words in both directions."""
+"""The one error table: complete, and with the same names in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heap of policies answers as a search through all of them would."""
+"""The heap of policies gives the same answer as a search through all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOTS = 4000
 
 
 class World:
-    """Policies over one set of arrays, their heap, and who is in which."""
+    """Policies over one set of arrays, their heap, and the members of each."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.random = random.Random(seed)
@@ -49,7 +49,7 @@ class World:
             self.free.append(victim)
 
     def coldest_of(self, policies: list[EvictionPolicy]) -> int | None:
-        """The smallest rank of those that have members."""
+        """The smallest rank among the policies that have members."""
         ranks = [policy.age_rank() for policy in policies if len(policy)]
         return min((1 << 62 if rank is None else rank for rank in ranks), default=None)
 
@@ -93,4 +93,4 @@ def test_an_emptied_policy_is_forgotten() -> None:
     world.insert(0)
     world.cold.note(0, world.policies[0])
     world.policies[0].remove(world.policies[0].slots())
-    assert world.cold.first() is None  # it need not even be told
+    assert world.cold.first() is None  # the heap need not be notified

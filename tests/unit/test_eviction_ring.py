@@ -1,4 +1,4 @@
-"""FifoRing against a list, with queues long enough that chunks fill, thin out and merge."""
+"""FifoRing against a list, with queues long enough that chunks fill, become sparse and merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOT_COUNT = 8 * CHUNK_ENTRIES
 
 
 class ListRing:
-    """The same on a list; ``hand`` is the index of the slot that it stands before."""
+    """The same on a list; ``hand`` is the index of the slot that follows it."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -63,7 +63,7 @@ class Pair:
         self.model.remove(slots.tolist())
 
     def remove_run(self, count: int) -> None:
-        """One by one, neighbours in the queue, so that one chunk empties before others."""
+        """Removes neighbours in the queue one by one, so that one chunk empties before others."""
         low = int(self.rng.integers(0, max(1, len(self.model.order) - count)))
         slots = self.model.order[low : low + count]
         for slot in self.rng.permutation(np.array(slots, np.int64)).tolist():

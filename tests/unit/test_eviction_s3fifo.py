@@ -1,4 +1,4 @@
-"""S3-FIFO: what a scan leaves alone, what the ghost knows, and which end of a chain goes first."""
+"""S3-FIFO: resistance to scans, the ghost's memory, and the end of a chain that leaves first."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_key_that_comes_back_goes_to_the_main_queue() -> None:
     assert _evict(policy, 1) == [0]
     policy.insert(np.array([0]), marks[:1])
     policy.insert(np.arange(100, 110), marks[100:110])
-    # Blocks that came later, but never before, leave first.
+    # Blocks that are new to the cache leave first, though they came later.
     assert _evict(policy, 109) == list(range(1, 110))
     assert policy.slots().tolist() == [0]
     policy.check()
@@ -161,7 +161,7 @@ def test_ghost_forgets_a_key_that_it_gave_and_grows_without_loss() -> None:
 def _holds(ghost: Ghost, mark: np.uint32) -> bool:
     known = bool(ghost.take_known(np.array([mark], np.uint32))[0])
     if known:
-        ghost.take_known(np.array([mark], np.uint32))  # it was forgotten by the question
+        ghost.take_known(np.array([mark], np.uint32))  # the query above removed it
     return known
 
 

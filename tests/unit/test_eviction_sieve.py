@@ -1,4 +1,4 @@
-"""SIEVE: the hand, and what it keeps through a scan."""
+"""SIEVE: the hand, and the blocks that survive a scan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_survivors_keep_their_place_and_the_hand_goes_on() -> None:
     assert _evict(policy, 2) == [2, 4]
     policy.insert(np.array([10, 11]))
     assert policy.slots().tolist() == [0, 1, 3, 5, 10, 11]
-    # The hand stood before 5, goes through the new ones and then turns to the marks it cleared.
+    # The hand stood before 5, passes through the new slots and then reaches those it unmarked.
     assert _evict(policy, 5) == [5, 10, 11, 0, 1]
 
 
@@ -69,7 +69,7 @@ def test_new_blocks_are_safe_from_a_hand_that_has_passed_the_newest() -> None:
 
 @pytest.mark.parametrize("seed", [31, 32, 33])
 def test_victims_are_those_of_the_paper(seed: int) -> None:
-    """Long enough that chunks fill, thin out and merge under the hand."""
+    """Long enough that chunks fill, become sparse and merge under the hand."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     policy, model = SievePolicy(PolicyArrays(4000)), ListSieve()

@@ -1,4 +1,4 @@
-"""The setting ``http``: how an address is written, and which ones are refused."""
+"""The setting ``http``: accepted forms of an address, and rejected ones."""
 
 from __future__ import annotations
 

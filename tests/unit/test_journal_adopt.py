@@ -1,4 +1,4 @@
-"""What stands in the journal, and what a new daemon makes of it."""
+"""The journal's content, and the state that a new daemon adopts from it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Desk:
         self.attach()
 
     def attach(self) -> None:
-        """All ranks attach; the scheduler is rank 0."""
+        """Attaches all ranks; the scheduler is rank 0."""
         attached = [
             self.shell.attach(self.made, self.tenant, rank=rank, scheduler=rank == 0)
             for rank in range(self.made.world_size)
@@ -76,7 +76,7 @@ class Desk:
         return state.namespaces.get(state.group_of(self.session).namespace).epoch
 
     def take(self, count: int, kv_group: int = 0) -> tuple[I64, U32]:
-        """Reserve blocks."""
+        """Reserves blocks."""
         reserved = self.shell.engine.call(
             self.core.writing.reserve,
             self.session,
@@ -90,7 +90,7 @@ class Desk:
     def put(
         self, named: list[bytes], kv_group: int = 0, *, summed: bool = True, parent: bytes = b""
     ) -> I64:
-        """Store blocks; returns their slots."""
+        """Stores blocks; returns their slots."""
         slots, generations = self.take(len(named), kv_group)
         sums = sums_of(slots) if summed else None
         item = CommitItem(kv_group, named, slots, generations, sums, parent)
@@ -98,7 +98,7 @@ class Desk:
         return slots
 
     def restart(self) -> Core:
-        """Kill and start the daemon."""
+        """Kills and starts the daemon."""
         core = self.shell.restart().core
         core.check_books()
         return core
@@ -111,7 +111,7 @@ class Desk:
         return {}
 
     def dropped(self) -> dict[str, int]:
-        """Slots that were not taken over, by reason."""
+        """Slots that were not adopted, by reason."""
         snapshot = self.shell.engine.counters.snapshot()
         head = "adoption_dropped{"
         return {name[len(head) : -1]: n for name, n in snapshot.items() if name.startswith(head)}
@@ -236,7 +236,7 @@ def test_both_tenants_come_back_in_their_own_segments() -> None:
     assert len(desk.found(number=2)) == 2
 
 
-# -- who may still write ---------------------------------------------------------
+# -- slots that may still be written to ------------------------------------------
 
 
 def test_reserved_slots_wait_until_every_member_is_drained() -> None:
@@ -332,7 +332,7 @@ def test_a_damaged_state_word_keeps_the_slot_from_use(state: State, bit: int) ->
 
 
 def test_a_flipped_bit_anywhere_in_a_block_header_drops_that_block_only() -> None:
-    """Each bit that is not the owner's, which says nothing of a committed block."""
+    """Flips every bit except those of the owner, which does not matter for a committed block."""
     desk = Desk(contract(full(shards=2)))
     slots = desk.put(keys(0, 1))
     slot = int(slots[0, 1])
@@ -410,7 +410,7 @@ def test_of_two_blocks_under_one_key_the_newer_is_taken() -> None:
 def test_shards_of_two_commits_do_not_make_a_block() -> None:
     desk = Desk(contract(full(shards=2)))
     first, second = desk.put(keys(0)), desk.put(keys(1))
-    # As if the header of one shard had been written to another block's slot.
+    # The header of one shard was written to another block's slot.
     desk.headers[first[0, 1]] = desk.headers[second[0, 1]]
     core = desk.restart()
     assert desk.found() == {}
@@ -471,7 +471,7 @@ def test_a_damaged_slab_word_keeps_the_slab_from_use_until_nobody_writes(bit: in
 
 
 class Fuse:
-    """Dies at the n-th fault point that it passes."""
+    """Kills the daemon at the n-th fault point that it passes."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -489,7 +489,7 @@ def test_a_daemon_that_dies_in_a_commit(points: int, summed: bool) -> None:
     desk.put(keys(0, 1))
     slots, generations = desk.take(4)
     sums = sums_of(slots) if summed else None
-    # One key is there already, so that the commit frees, too.
+    # One key is present already, so that the commit also frees slots.
     item = CommitItem(0, keys(1, 2, 3, 4), slots, generations, sums, b"")
     died = False
     try:
@@ -504,7 +504,7 @@ def test_a_daemon_that_dies_in_a_commit(points: int, summed: bool) -> None:
     table = core.state.table
     kept = {slot for head in found.values() for slot in table.shards_of(head)}
     for slot in slots.reshape(-1).tolist():
-        # Nothing is in between: a block's, still the dead daemon's clients', or free.
+        # A slot belongs to a block, may still be written by the dead daemon's clients, or is free.
         expected = (State.QUARANTINED, State.FREE)
         assert slot in kept or table.state[slot] in expected
     for head in found.values():
@@ -561,7 +561,7 @@ def test_a_daemon_that_dies_while_it_adopts(points: int) -> None:
 
 @pytest.mark.parametrize("kept_in", [1, 2], ids=["full", "half free"])
 def test_a_million_slots(kept_in: int) -> None:
-    """Prints what it takes; the benchmark of the heart holds it to a bound."""
+    """Prints the time taken; ``tests/bench/heart.py`` holds it to a bound."""
     slab_bytes, count = 1 << 20, 1 << 20
     geometry = Geometry.of([("t", count * 4096)], slab_bytes, 4096)
     namespaces = Namespaces(8)

@@ -1,4 +1,4 @@
-"""The header of one slot, packed instead of filled field by field."""
+"""The header of one slot, packed at once instead of field by field."""
 
 from __future__ import annotations
 

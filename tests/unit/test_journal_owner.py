@@ -1,4 +1,4 @@
-"""Whose a reserved slot is stands in the journal, and a flipped bit gives it to nobody else."""
+"""The journal names a reserved slot's owner, and a flipped bit never names another engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvhearth_server.memory.journal import HEADER_DTYPE, READERS, mix, owner_che
 
 GEOMETRY = Geometry.of([("t", 2 * 64 * 1024)], 64 * 1024, 4096)
 ENGINES = 4
-"""Groups 1 to 4, so that one bit makes the number of some of them that of another one."""
+"""Groups 1 to 4: flipping one bit turns some of their numbers into another one's."""
 
 
 class Desk:
-    """Some engines that are attached; the first one holds a slot."""
+    """Several attached engines, the first of which holds a slot."""
 
     def __init__(self, *, quarantined: bool) -> None:
         self.shell = Shell(GEOMETRY, Limits())
@@ -39,21 +39,21 @@ class Desk:
         self.slot = int(part.slots[0, 0])
 
     def flip(self, name: str, bit: int) -> None:
-        """One bit of a field of the slot's header."""
+        """Flips one bit of a field of the slot's header."""
         journal = self.shell.engine.journal
         assert journal is not None
         journal.headers[name][self.slot] ^= np.uint32(1 << bit)
 
     def restart(self) -> None:
-        """Kill and start the daemon."""
+        """Kills and starts the daemon."""
         self.shell.restart().core.check_books()
 
     def state(self) -> State:
-        """Of the slot."""
+        """State of the slot."""
         return State(int(self.shell.engine.core.state.table.state[self.slot]))
 
     def drain(self, who: list[Session]) -> None:
-        """These have certainly ended."""
+        """Marks these sessions as certainly ended."""
         for ghost in who:
             self.shell.engine.drained(ghost)
         self.shell.engine.core.check_books()
@@ -72,7 +72,7 @@ def test_a_slot_with_a_damaged_owner_waits_for_everybody(
     assert counters["adoption_dropped{owner}"] == 1
     ghosts = list(desk.shell.engine.sessions)
     assert len(ghosts) == 2 * ENGINES, "each once for its group, once for the slot of nobody"
-    # All that attached, and all but one of those for whom the slot waits.
+    # Drain all that were attached, and all but one of those for which the slot waits.
     desk.drain(ghosts[:-1])
     assert desk.state() is State.QUARANTINED
     desk.drain(ghosts[-1:])
@@ -101,7 +101,7 @@ def test_checks_of_neighbouring_numbers_and_of_a_new_file_differ() -> None:
 
 
 def test_the_owner_is_no_part_of_the_identity() -> None:
-    """It changes while the identity stands: a block that is removed under a reader's lease."""
+    """The owner changes while the identity stays: a block is removed under a reader's lease."""
     desk = Desk(quarantined=False)
     engine = desk.shell.engine
     assert engine.journal is not None

@@ -1,4 +1,4 @@
-"""Keys: blobs cut and joined, chains over tokens, content folded in."""
+"""Keys: splitting and joining blobs, chains over tokens, and extra content in the hash."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_block_sizes_seeds_and_extras_give_keys_of_their_own() -> None:
 
 
 def test_an_adapters_content_counts_and_not_its_name() -> None:
-    """Two adapters under one name, or one that was trained on: other content, other keys."""
+    """Two adapters with one name, or one that was trained further: other content, other keys."""
     first, second = (hashlib.sha256(weights).digest() for weights in (b"one", b"two"))
     assert chain_keys(TOKENS, 16, extra=[first]) == chain_keys(TOKENS, 16, extra=[first])
     pairs = zip(

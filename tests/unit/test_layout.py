@@ -1,4 +1,4 @@
-"""Registered pages: what is one run of bytes, what is refused, and that nothing is copied."""
+"""Registered pages: pages that are one run of bytes, rejected layouts, and no copies."""
 
 from __future__ import annotations
 

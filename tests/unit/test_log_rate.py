@@ -1,4 +1,4 @@
-"""One warning of each kind in an interval, and what was held back is told."""
+"""One warning of each kind in an interval, with the number of those suppressed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhearth_server.observability.logs import KINDS_MAX, LimitedLog, LimitedRec
 
 
 class Clock:
-    """Seconds that only the test moves."""
+    """A clock in seconds that only the test moves."""
 
     now = 100.0
 

@@ -1,4 +1,4 @@
-"""Logs in both forms, the standard library's records among them; and the table of counters."""
+"""Logs in both formats, including the standard library's records; and the table of counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 
 def test_json_where_there_is_no_terminal() -> None:
     out = io.StringIO()
-    log = logs.get_logger("kvhearth.test")  # before configure, as module-level loggers are
+    log = logs.get_logger("kvhearth.test")  # made before ``configure``, like module-level loggers
     logs.configure("info", "auto", out)
     log.bind(boot_id="b1").info("slab given", slot_bytes=65536)
     log.debug("not written")

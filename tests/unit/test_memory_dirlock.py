@@ -1,4 +1,4 @@
-"""One daemon per directory, and its lock ends last."""
+"""One daemon per directory; its lock is the last thing it releases."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_lock_ends_with_a_kill(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_every_life_line_is_cut_before_the_lock_comes_free(tmp_path: Path, attempt: int) -> None:
-    """Readers trust the old boot while its life line is up, so its successor must come after."""
+    """Readers trust the old boot while its attach socket is open; the successor must come after."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = min(room // 4, 1000)
     with Child(HOLDER, str(tmp_path), str(count)) as child:
@@ -100,7 +100,7 @@ def test_every_life_line_is_cut_before_the_lock_comes_free(tmp_path: Path, attem
         assert poll.poll(0) == []
         descriptor = os.open(tmp_path / LOCK_FILE_NAME, os.O_RDWR)
         child.process.kill()
-        # Blocks until the kernel hands the lock over: the tightest race there is.
+        # Blocks until the kernel hands over the lock: the tightest race possible.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         cut = len(poll.poll(0))
         os.close(descriptor)

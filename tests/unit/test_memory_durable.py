@@ -1,4 +1,4 @@
-"""The small durable value: torn at every point, flipped in every byte."""
+"""The small durable value: writes torn at every point, and a flip in every byte."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_larger_capacity_takes_the_value_along(place: Path) -> None:
     with opened(path, 3 << 20) as blob:
         assert blob.read() == b"kept"
         blob.write(bytes(3 << 20))
-    with opened(path, 100) as blob:  # and a smaller one reads what is there
+    with opened(path, 100) as blob:  # a smaller blob still reads the value
         assert blob.read() == bytes(3 << 20)
         with pytest.raises(KVHearthError, match="at most 100"):
             blob.write(bytes(101))

@@ -1,4 +1,4 @@
-"""What the kernel says about pages, from made-up and real trees."""
+"""The kernel's facts about pages, read from scripted and real trees."""
 
 from __future__ import annotations
 

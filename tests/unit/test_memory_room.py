@@ -1,4 +1,4 @@
-"""The memory that an arena takes, counted once for errors, ``doctor`` and the files themselves."""
+"""The memory that an arena needs, computed once for errors, ``doctor`` and the files themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFER, REQUIRE, OFF = HugepagePolicy.PREFER, HugepagePolicy.REQUIRE, HugepagePo
 
 
 def machine(root: Path, *, pages: int, available_mib: int) -> KernelMemory:
-    """A kernel that tells so many free pages and so much memory."""
+    """A kernel that reports these free pages and this available memory."""
     for name, text in {
         "proc/meminfo": f"MemAvailable: {available_mib * 1024} kB\nHugepagesize: 2048 kB\n",
         f"{POOL}/nr_hugepages": str(pages),
@@ -72,7 +72,7 @@ def test_an_anonymous_arena_takes_its_segments_only(tmp_path: Path) -> None:
 
 
 def test_segments_that_get_no_pages_need_memory(tmp_path: Path) -> None:
-    """The first tenant's segment takes the pages, the second one's is made of small ones."""
+    """The first tenant's segment takes the huge pages, the second one's consists of small pages."""
     plan = ArenaPlan(GEOMETRY, None, PREFER)
     check_room(plan, machine(tmp_path, pages=8, available_mib=8))
     with pytest.raises(KVHearthError, match="8MiB of memory are asked for, 7MiB are available"):
@@ -80,7 +80,7 @@ def test_segments_that_get_no_pages_need_memory(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_makes_room(tmp_path: Path) -> None:
-    """Files that a killed daemon had half made are deleted, so that they count as free."""
+    """Unfinished files of a killed daemon are deleted, so their room counts as free."""
     with tmpfs_directory() as folder:
         needed = -(-room_of(GEOMETRY, filesystem_kind(folder)).bytes // MIB)
         plan = ArenaPlan(GEOMETRY, folder, OFF)

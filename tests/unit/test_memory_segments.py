@@ -1,4 +1,4 @@
-"""Segments: what pages they get, what they refuse, and who still maps them."""
+"""Segments: the pages they get, their refusals, and the processes that still map them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ socket.send_fds(peer, [b"made"], [made.reopen()])
 peer.recv(1)
 """
 
-# Maps what it is sent, closes every descriptor of it, forks where asked, and waits to be killed.
+# Maps the descriptors it receives, closes them, forks on request, and waits to be killed.
 CLIENT = """
 import mmap, os
 fd = socket.recv_fds(peer, 4, 1)[1][0]
@@ -68,7 +68,7 @@ peer.recv(1)
 def where(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[Path | None, HugepagePolicy]]:
-    """A place for a segment of each kind, and the policy that goes with it."""
+    """A place for a segment of each kind, with its page policy."""
     kind: str = request.param
     with contextlib.ExitStack() as stack:
         if kind in ("memfd-huge", "hugetlbfs"):
@@ -94,7 +94,7 @@ def made(
 
 
 class ScriptedKernel(KernelMemory):
-    """The real kernel, but for the facts that a test gives."""
+    """The real kernel, except for the facts that a test sets."""
 
     def __init__(self, root: Path, available_bytes: int | None = None, thp: str = "never") -> None:
         super().__init__(root)
@@ -188,7 +188,7 @@ def test_client_lock_outlives_the_client_in_a_forked_child(
         child.process.kill()
         child.process.wait(20)
         assert segment.client_byte_held(0)
-        child.socket.close()  # the forked child reads the end and leaves
+        child.socket.close()  # the forked child reads end-of-file and exits
         wait_until(lambda: not segment.client_byte_held(0), "byte 0 comes free")
 
 
@@ -224,7 +224,7 @@ def test_a_view_that_is_kept_stays_readable_after_close() -> None:
 
 def test_prefer_steps_down_with_the_fixes_in_words(tmp_path: Path) -> None:
     too_many = (free_hugepages() + 1) * 2 * MIB
-    if too_many > 64 * MIB:  # do not fill the machine: only look at the refusal
+    if too_many > 64 * MIB:  # do not fill the machine: only test the refusal
         kernel = ScriptedKernel(tmp_path, available_bytes=MIB)
         with pytest.raises(KVHearthError, match="memory_unavailable") as caught:
             create_segment(too_many, PREFER, kernel=kernel)
@@ -289,7 +289,7 @@ def test_more_than_the_available_memory_is_refused(tmp_path: Path, policy: Hugep
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_small_tmpfs_is_refused_with_what_is_free(tmp_path: Path, hidden: bool) -> None:
-    """``hidden``: another writer takes the room between the look and the allocation."""
+    """``hidden``: another writer takes the room between the check and the allocation."""
     with mounted("tmpfs", "size=6M", tmp_path / "small") as path:
 
         class Racing(KernelMemory):

@@ -1,4 +1,4 @@
-"""The table of metrics: names as Prometheus wants them, every counter shown, labels bounded."""
+"""The table of metrics: names valid for Prometheus, every counter exported, bounded labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNITS = ("bytes", "seconds")
 
 
 def an_ssd_tier(**changes: Any) -> SsdNow:
-    """A tier in which every counter has a value of its own."""
+    """A tier in which every counter has a distinct value."""
     counts = {name: number for number, name in enumerate(sorted(TIER_COUNTS), 9000)}
     directories = [
         DirectoryFigures("/a", 700, 600, {"open": 1, "sealed": 4}, ()),
@@ -59,7 +59,7 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
-    """A daemon in which every counter and label of the table has a value of its own."""
+    """A daemon in which every counter and label of the table has a distinct value."""
     counts: dict[tuple[str, str], int] = {}
     for number, (name, counter) in enumerate(counters.TABLE.items(), 1000):
         for label in sorted(counter.values) or (["word"] if counter.label else [""]):
@@ -96,7 +96,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
 
 
 def _words(pattern: str, folder: str = ".") -> set[str]:
-    """What the daemon's source passes where ``pattern`` has a group."""
+    """Returns the matches of ``pattern``'s group in the daemon's source."""
     sources = [path.read_text() for path in (SERVER / folder).rglob("*.py")]
     return {word for text in sources for word in re.findall(pattern, text)}
 
@@ -109,7 +109,7 @@ TIER_COUNTS = (
 
 
 def scraped(now: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Samples by name and labels, as Prometheus' own parser reads them."""
+    """Returns samples by name and labels, as parsed by Prometheus' own parser."""
     body, _ = Exposition(lambda: now).scrape("")
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -146,11 +146,11 @@ def test_every_line_of_the_table_has_a_sample_with_its_labels() -> None:
 
 
 def test_every_counter_is_shown() -> None:
-    """By its value, which no other one has."""
+    """Recognises each counter by its value, which no other counter has."""
     elsewhere = {
         *("reserves", "commits", "aborts"),  # rpc_requests_total counts the calls
         "lookup_keys",  # the sum of lookup_blocks_total
-        "events_lost",  # nobody subscribes to events yet
+        "events_lost",  # no client subscribes to events yet
     }
     now = a_snapshot()
     shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
@@ -163,7 +163,7 @@ def test_every_counter_is_shown() -> None:
 
 
 def test_labelled_counters_are_there_from_the_start() -> None:
-    """With nothing counted: the rise from an absent series is none, so an alert would miss it."""
+    """Without an event yet: a rise from an absent series is none, so an alert would miss it."""
     counts = counters.Counters().values()
     found = scraped(a_snapshot(counts=counts, reported=Counter()))
     for source in ("adoption", "reader"):
@@ -274,7 +274,7 @@ def test_every_counter_of_the_ssd_tier_is_shown() -> None:
     shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
     counts = now.ssd.tier.counts if now.ssd else {}
     assert {name for name, count in counts.items() if count not in shown} <= {
-        "recovered_segments"  # ssd_recovery_files says it
+        "recovered_segments"  # ssd_recovery_files reports it
     }
 
 
@@ -328,7 +328,7 @@ def test_histogram_buckets() -> None:
     assert list(SECONDS_BOUNDS) == sorted(SECONDS_BOUNDS)
 
 
-# -- what clients tell -------------------------------------------------------------------------
+# -- reports of clients ------------------------------------------------------------------------
 
 
 def test_client_counters_only_rise() -> None:

@@ -1,4 +1,4 @@
-"""What systemd hears, and what it does not."""
+"""Messages that systemd receives, and cases in which it receives none."""
 
 from __future__ import annotations
 

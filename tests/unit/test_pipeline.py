@@ -1,4 +1,4 @@
-"""Pipelines and the stock with a scripted daemon: room that is short, sessions that end."""
+"""Pipelines and the slot pool with a scripted daemon: lack of room, and sessions that end."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ CONTRACT = Contract(
 )
 DONE_S = 20.0
 MADE: list[Any] = []
-"""What the running test made and must be closed."""
+"""Objects of the running test that must be closed."""
 
 
 class SessionManager:
-    """The scripted daemon's slots: grants what is free, ``room`` of it at most."""
+    """The scripted daemon's slots: grants free ones, ``room`` of them at most."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon
@@ -124,19 +124,19 @@ def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
 
 
 def pages() -> dict[int, PagedKV]:
-    """Of both groups."""
+    """Pages of both groups."""
     rng = np.random.default_rng(5)
     return {group: PagedKV([rng.integers(0, 255, (64, PAGE_BYTES), np.uint8)]) for group in (0, 1)}
 
 
 def made(each: Any) -> Any:
-    """``each``, to be closed before its client."""
+    """Registers ``each`` to be closed before its client."""
     MADE.append(each)
     return each
 
 
 def pipeline(client: KVClient, **changes: Any) -> StorePipeline:
-    """A small one."""
+    """A small pipeline."""
     options = {"queue_blocks_max": 64, "stock_blocks_max": 2, "batch_blocks": 2, **changes}
     kv = options.pop("kv", None) or pages()
     stores: StorePipeline = made(StorePipeline(client, kv, **options))
@@ -144,13 +144,13 @@ def pipeline(client: KVClient, **changes: Any) -> StorePipeline:
 
 
 def store(stores: StorePipeline, first: int, count: int, group: int = 0) -> StoreDone | None:
-    """Store ``count`` blocks from key ``first`` on; None if that takes more than a moment."""
+    """Stores ``count`` blocks from key ``first`` on; None if that does not end at once."""
     ticket = stores.submit(group, [key(first + i) for i in range(count)], range(count))
     assert ticket is not None
     return stores.wait(ticket, DONE_S)
 
 
-# -- room that is short ------------------------------------------------------------------------
+# -- lack of room ------------------------------------------------------------------------------
 
 
 def test_a_store_waits_for_room_and_is_not_dropped_at_once(
@@ -173,7 +173,7 @@ def test_a_store_that_gets_no_room_keeps_its_beginning(
 ) -> None:
     session_manager.room = 8
     stores = pipeline(client, reserve_wait_s=1.5)
-    first = store(stores, 20, 2)  # so the daemon is not silent any more
+    first = store(stores, 20, 2)  # so the daemon no longer counts as silent
     assert first is not None
     assert first.stored == 2
     started = time.monotonic()
@@ -246,7 +246,7 @@ def test_a_stock_is_dropped_with_its_session_even_within_a_boot(
     assert client.boot_id == daemon.boot_id
     taken = stock.take(0, 2, wait_s=DONE_S)
     assert taken.session_id == client.session_id
-    # The old session's slots are the daemon's own affair: nobody aborts them.
+    # The old session's slots are the daemon's business: no client aborts them.
     assert set(taken.extents["slot"].ravel().tolist()) == {4, 5}
     assert not daemon.requests["Abort"]
 
@@ -262,10 +262,10 @@ def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
     done = store(stores, 4, 4)
     assert done is not None
     assert (done.stored, done.reason) == (4, "")
-    inode = os.fstat(daemon._memory[0]).st_ino  # others may have mapped others
+    inode = os.fstat(daemon._memory[0]).st_ino  # other tests may have mapped other segments
     maps = Path("/proc/self/maps").read_text().splitlines()
     segments = [line for line in maps if "memfd:segment" in line and str(inode) in line.split()]
-    # The test's daemon maps it, and the client's new session does.
+    # Only the test's daemon and the client's new session map it.
     assert len(segments) == 2
 
 

@@ -1,4 +1,4 @@
-"""Memory touched in the background: no faults afterwards, contents as before, and an end."""
+"""Background prefault: no page faults afterwards, unchanged contents, and a clean end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvhearth.prefault import Populate, Span
 
 PAGE = mmap.PAGESIZE
 PAGES = 9000
-"""More than two pieces."""
+"""More pages than two pieces have."""
 
 
 def memory(pages: int = PAGES) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Anonymous memory without pages."""
+    """Anonymous memory without populated pages."""
     return np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Bars on a terminal, nothing elsewhere, and a log that goes round them."""
+"""Progress bars on a terminal, none elsewhere, and log lines that do not break them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 30
 
 
 def written(stderr: int) -> None:
-    """Run the program with ``stderr``."""
+    """Runs the program with ``stderr``."""
     environ = os.environ | {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", PROGRAM]
     subprocess.run(words, stderr=stderr, env=environ, check=True, timeout=DEADLINE_S)

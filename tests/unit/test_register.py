@@ -1,4 +1,4 @@
-"""Registration of the arena with CUDA, in the scripted runtime, and when it begins and ends."""
+"""Registration of the arena with CUDA, in the scripted runtime: when it begins and ends."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class TestRegistrations:
 
 
 class _Gpu:
-    """A rank whose pages are on the scripted GPU 0: movers begin there what their tensors say."""
+    """A rank with pages on the scripted GPU 0: its copiers take their device from the tensors."""
 
     def __init__(self, client: KVClient, cuda: FakeCuda) -> None:
         self.client = client

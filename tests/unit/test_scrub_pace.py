@@ -1,4 +1,4 @@
-"""The scrub keeps to its rate, whatever it is given to read and however long it slept."""
+"""The scrub keeps its rate, whatever it has to read and however long it slept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvhearth_server.engine.scrub import Pace
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits for nothing: the time that somebody wants to sleep has passed at once."""
+    """A selector that never blocks: every timeout has passed at once."""
 
     slept_s = 0.0
 
@@ -23,7 +23,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock is the time that was slept."""
+    """A loop whose clock counts the time that was slept."""
 
     def __init__(self) -> None:
         self.skipping = _Selector()
@@ -34,7 +34,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 def slept(work: Coroutine[Any, Any, None]) -> float:
-    """How long ``work`` takes by the loop's clock."""
+    """Returns the duration of ``work`` by the loop's clock."""
     loop = SkippingLoop()
     try:
         loop.run_until_complete(work)

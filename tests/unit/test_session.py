@@ -46,7 +46,7 @@ def open_descriptors() -> int:
 
 @contextlib.contextmanager
 def scripted(directory: Path, talk: Callable[[socket.socket], None]) -> Iterator[None]:
-    """An attach socket that talks as ``talk`` says, then closes the connection."""
+    """An attach socket that runs ``talk`` on each connection, then closes it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "attach.sock"))
         listener.listen()

@@ -1,4 +1,4 @@
-"""The namespaces beside the SSD tier's blocks: a directory that does not answer says nothing."""
+"""The namespaces stored beside the SSD tier's blocks: a directory that hangs is left out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvhearth_server.observability.counters import Counters
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 
 CONTENT = {"lineage": "one", "next_session": 7, "epoch_floor": 3, "namespaces": []}
-PATIENCE_S = 2.0  # so long the other one, which does not hang, has time on a busy machine
+PATIENCE_S = 2.0  # enough time for the directory that does not hang, even on a busy machine
 
 
 def catalogue_of(*folders: Path) -> tuple[SsdCatalogue, Counters]:
-    """Of directories that are there."""
+    """A catalogue over directories that exist."""
     for folder in folders:
         folder.mkdir(exist_ok=True)
     counters = Counters()
@@ -27,14 +27,14 @@ def catalogue_of(*folders: Path) -> tuple[SsdCatalogue, Counters]:
 
 @contextmanager
 def hanging(folder: Path) -> Iterator[None]:
-    """Its file's opening does not come back: nobody writes to the pipe that it is."""
+    """Opening the catalogue's file blocks: it is a pipe without a writer."""
     path = folder / FILE_NAME
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     try:
         yield
     finally:
-        os.close(os.open(path, os.O_RDWR))  # who waits for a writer has one, and its end
+        os.close(os.open(path, os.O_RDWR))  # a blocked open gets its writer, and then end-of-file
 
 
 def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path) -> None:

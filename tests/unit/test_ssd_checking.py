@@ -1,4 +1,4 @@
-"""The threads that verify what the drive has moved, and how many segments are kept ready."""
+"""The threads that verify data the drive has moved, and the number of segments kept ready."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
 
     checksum_pool = ChecksumPool(then, 2, "test")
     first = [_job(Op.WRITE, [b"x"], set()) for _ in range(16)]
-    checksum_pool.check(first)  # more than are left to one thread: both are busy now
+    checksum_pool.check(first)  # more than one thread may take: both are busy now
     assert busy.acquire(timeout=_WAIT_S)
     assert busy.acquire(timeout=_WAIT_S)
     read = _job(Op.READ, [b"y"], set())
     checksum_pool.check([read])
     go.set()
     assert checksum_pool.stop(_WAIT_S)
-    assert order.index(read) < 4  # of what was waiting it is the first; two were under way
+    assert order.index(read) < 4  # the first of the waiting jobs; two were under way
     assert len(order) == 17
 
 
@@ -75,7 +75,7 @@ def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
     for _ in range(3):
         signal_event(event)
     reset_event(event)
-    reset_event(event)  # nothing is there any more, which is no error
+    reset_event(event)  # it is reset already, which is no error
     for call in (signal_event, reset_event):
         with pytest.raises(OSError, match="Bad file descriptor"):
             call(-1)
@@ -94,7 +94,7 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
         log_dir.closed(1.0)
     assert log_dir.ready_wanted(2.0) == most
     log_dir.sealing = 0
-    assert log_dir.ready_wanted(2.0) == most  # the next burst will be like the last one
+    assert log_dir.ready_wanted(2.0) == most  # the next burst resembles the last one
     assert log_dir.ready_wanted(60.0) == 1
     assert janitor.stop(_WAIT_S)
     directory.close()

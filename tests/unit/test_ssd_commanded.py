@@ -1,4 +1,4 @@
-"""Drives that obey a file: how the chaos kit reaches a real daemon's disk queue."""
+"""Drives that obey a file, through which the chaos kit controls a real daemon's disk queue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rig:
         fresh.replace(self.orders)
 
     def obeys(self, **orders: object) -> None:
-        """Say it, and wait until it was read."""
+        """Writes the command and waits until the queue has read it."""
         before = self.commander._read_at
         self.say(**orders)
         end = time.monotonic() + DEADLINE_S
@@ -123,7 +123,7 @@ def test_a_slow_drive(rig: Rig) -> None:
     tag = rig.begin(Op.READ)
     assert rig.end(tag).result == SIZE
     assert time.monotonic() - begin >= 0.3
-    # What is kept counts as in flight, so that the depth bounds it.
+    # Delayed requests count as in flight, so that the depth bounds them.
     tags = [rig.begin(Op.READ) for _ in range(rig.queue.depth)]
     assert rig.queue.submit([Request(Op.SYNC, rig.fd, 0, (), 9999)]) == 0
     rig.obeys()

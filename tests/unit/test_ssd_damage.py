@@ -1,5 +1,5 @@
-"""Whatever happened to the files of a directory: the tier starts, serves what can be believed, and
-counts what cannot.
+"""Damage to a directory's files: the tier starts, serves the trustworthy blocks and counts the
+rest.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
     path = copy / HEAD_NAME
     whole = path.read_bytes()
     damage, doubt = DAMAGES[name]
-    slow = os.open(path, os.O_RDWR)  # of a daemon that starts at the same time
+    slow = os.open(path, os.O_RDWR)  # opened by a daemon that starts at the same time
     damage(path)
     with Opened(copy, segment_bytes=2 * SEGMENT_BYTES) as desk:
         assert path.read_bytes() == whole
@@ -194,7 +194,7 @@ def test_lost_first_pages_cost_nothing(copy: Path, filler: bytes) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_life_after_which_there_can_be_none_is_not_believed(copy: Path, last: bool) -> None:
-    """In a first page, and in the last page too."""
+    """Both in a first page and in the last page."""
     path = next(p for p in segment_files(copy) if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF")
     for at, kind in (0, SEGMENT_DTYPE), (path.stat().st_size - PAGE, FOOTER_DTYPE):
         row = np.frombuffer(path.read_bytes(), kind, 1, at).copy()
@@ -232,7 +232,7 @@ def test_a_lost_first_page_of_a_segment_that_is_filled_anew(
 
 
 def _filled_anew(folder: Path) -> Path:
-    """The file that has a footer of an earlier life than its records."""
+    """Returns the file whose footer is of an earlier life than its records."""
     for path in segment_files(folder):
         data = path.read_bytes()
         head = parse_segment_page(data[:PAGE])
@@ -245,7 +245,7 @@ def _filled_anew(folder: Path) -> Path:
 
 
 class Counting(Reader):
-    """Counts what it reads."""
+    """A reader that counts its reads."""
 
     read_bytes = 0
 
@@ -277,7 +277,7 @@ def test_a_file_cut_to_nothing_is_counted(copy: Path) -> None:
         assert dropped(desk) == {"dropped_truncated": 1}
 
 
-# -- capacity, names, what is not ours -------------------------------------------------------------
+# -- capacity, names, foreign files ----------------------------------------------------------------
 
 
 def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_what_is_no_regular_file_is_passed_over(copy: Path) -> None:
 
 
 class Hanging(Files):
-    """Opens nothing below one folder until it is let go."""
+    """Opens nothing below one folder until it is released."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -386,7 +386,7 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
             if each.name == "kvhearth-open":
                 each.join(DEADLINE_S)
         with Opened(two):
-            pass  # what was opened too late is closed again
+            pass  # files opened too late have been closed again
 
 
 def test_no_drive_that_answers_is_an_error(tmp_path: Path) -> None:

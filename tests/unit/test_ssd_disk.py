@@ -1,4 +1,4 @@
-"""Every disk queue: vectored reads and writes, errors as results, bounded depth, no waiting."""
+"""Every disk queue: vectored reads and writes, errors as results, bounded depth, no blocking."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 def ends(queue: DiskQueue, count: int) -> dict[int, int]:
-    """Results of ``count`` requests by tag."""
+    """Returns the results of ``count`` requests by tag."""
     found: list[Reaped] = []
     end = time.monotonic() + DEADLINE_S
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""Drives that fail, fill up, go read-only or hang: degraded with a reason, never fatal or hung."""
+"""Drives that fail, fill up, hang or turn read-only: degraded with reasons, never hung or fatal."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 STUCK_S = 600.0
-"""Nothing hangs so long that is not held: tests put the clock forward."""
+"""Longer than any request lasts that the test does not hold: tests put the clock forward."""
 
 
 class Rig:
-    """A tier on a drive that misbehaves on command, with a clock that does, too."""
+    """A tier on a drive and a clock that misbehave on command."""
 
     def __init__(self, *folders: Path, **changes: object) -> None:
         self.faults = Faults()
@@ -65,14 +65,14 @@ class Rig:
         return "; ".join(self.tier.health().reasons)
 
     def until(self, true: Callable[[], bool], what: str) -> None:
-        """Poll until ``true()``."""
+        """Polls until ``true()``."""
         end = time.monotonic() + DEADLINE_S
         while not true():
             self.desk.pump(0.01)
             assert time.monotonic() < end, what
 
     def close(self) -> None:
-        """Let the drive be well, and end."""
+        """Restores the drive and closes the tier."""
         self.faults.errors, self.faults.short, self.faults.held = {}, frozenset(), frozenset()
         assert self.tier.drain(DEADLINE_S)
         self.desk.events += self.tier.poll()
@@ -99,7 +99,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_a_write_that_fails(rig: Rig, number: int, reason: str, text: str) -> None:
     rig.desk.rest()
     rig.faults.errors = {Op.WRITE: number}
-    with rig.clock.held():  # so that it is not tried again meanwhile
+    with rig.clock.held():  # long enough that no retry happens meanwhile
         done = rig.desk.store(range(10, 14))
         assert done.parts[0][0] == Failed(reason)
         assert not len(done.rows(Done))
@@ -140,7 +140,7 @@ def test_short_reads_and_writes(rig: Rig) -> None:
 def test_some_errors_among_many_leave_no_wrong_byte_and_no_leak(rig: Rig) -> None:
     rig.faults.rate = 0.2
     for turn in range(12):
-        rig.clock.put_forward(60.0)  # the pause after a write that failed is over
+        rig.clock.put_forward(60.0)  # the pause after a failed write is over
         rig.faults.errors = {Op.WRITE: errno.EIO, Op.READ: errno.EIO} if turn % 3 else {}
         rig.desk.store(range(100 + 8 * turn, 108 + 8 * turn))
         done = rig.desk.load(range(100, 108 + 8 * turn))
@@ -249,7 +249,7 @@ def test_old_weights_block_that_is_written_late_takes_no_new_ones_place(tmp_path
     late = {store_old(0), store_old(1)}
     rig.until(lambda: any(present(1)), "the good drive has one of them")
     held = present(1).index(False)
-    if held == 0:  # the directories take turns
+    if held == 0:  # blocks alternate between the directories
         late.add(store_old(2))
     rig.desk.store_all([100 + held], family(epoch=2))
     rig.faults.held = frozenset()
@@ -474,7 +474,7 @@ def test_a_disk_interface_that_breaks_is_no_hang(tmp_path: Path) -> None:
         desk.pump(0.02)
         assert time.monotonic() < end
     (notice,) = desk.events
-    # Nobody knows what the kernel took of the four that were begun: no slot is given back.
+    # The four that had begun may still be in the kernel's hands: none of their slots is given back.
     assert (notice.ticket, notice.final, len(notice.rows(Failed))) == (ticket, False, 4)
     assert "disk interface failed: threads: the ring is gone" in tier.health().reasons
     assert tier.submit_store(desk.store_batch([50], family())) == Throttled("degraded", 60.0)

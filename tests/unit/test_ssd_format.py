@@ -1,4 +1,4 @@
-"""Lines of a footer: which are believed."""
+"""Lines of a footer: which ones are accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = SegmentHead(log_id=(1 << 64) - 5, sequence=77, segment_bytes=1 << 20, ope
 
 
 def lines(count: int = 9) -> Records:
-    """Good ones: of two pages and of three, one of two shards."""
+    """Good lines: records of two pages and of three, each of one of a block's two shards."""
     rows = np.zeros(count, RECORD_DTYPE)
     rows["magic"], rows["version"], rows["key_bytes"] = RECORD_MAGIC, VERSION, 32
     rows["group"], rows["epoch"] = 255, 0xFFFF_FFFF

@@ -1,4 +1,4 @@
-"""Records that lie side by side are read together, and fare as if each had been read alone."""
+"""Records that lie side by side are read together, with the same outcomes as single reads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvhearth_server.tiers.ssd.format import record_pages
 
 COUNT = 24
 JOINED_MAX = 32
-"""Records that one request reads at most: each but the first takes two pieces."""
+"""Upper bound on records in one request: each but the first takes two pieces."""
 RECORD = record_pages(LENGTH) * PAGE
 
 
 def shuffled(numbers: Sequence[int]) -> list[int]:
-    """In an order without order."""
+    """The numbers in a scrambled order."""
     return random.Random(1).sample(list(numbers), len(numbers))
 
 
@@ -42,14 +42,14 @@ ORDERS: dict[str, list[int]] = {
 
 
 def ascending(numbers: Sequence[int]) -> int:
-    """How many times a number does not follow upon the one before."""
+    """Counts how often a number does not follow the one before."""
     there = [number for number in numbers if number < COUNT]
     return 1 + sum(after != before + 1 for before, after in pairwise(there))
 
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadRig]:
-    """Blocks 0 to 23 side by side in one segment, on the best interface or on the one asked for."""
+    """Blocks 0 to 23 side by side in one segment, on the best interface or on the requested one."""
     interface: str = getattr(request, "param", "")
     if interface and not (verdict := probe(interface)).works:
         pytest.skip(f"{interface}: {verdict.reason}")
@@ -63,7 +63,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadRig]:
 each_interface = pytest.mark.parametrize("rig", NAMES, indirect=True)
 
 
-# -- what is joined --------------------------------------------------------------------------------
+# -- joined reads ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -111,7 +111,7 @@ def test_a_request_is_no_larger_than_it_may_be(tmp_path: Path, room: int, reques
 
 
 def test_headers_that_nobody_wants_have_pages_of_their_own(rig: ReadRig) -> None:
-    """A file system that verifies what it has read looks for it in memory."""
+    """A file system that verifies its reads does so in the destination memory."""
     rig.drive.holds = lambda _: True
     for _ in range(3):
         rig.begin(range(COUNT))
@@ -195,7 +195,7 @@ def test_blocks_of_several_shards(tmp_path: Path, shards: int, length: int) -> N
     rig.close()
 
 
-# -- reads that fail -------------------------------------------------------------------------------
+# -- failing reads ---------------------------------------------------------------------------------
 
 ENDS: list[tuple[str, Callable[[int], int]]] = [
     ("io", lambda _: -errno.EIO),
@@ -210,7 +210,7 @@ each_end = pytest.mark.parametrize(("reason", "end"), ENDS, ids=END_NAMES)
 
 
 def bad_page(page: Page, end: Callable[[int], int]) -> Callable[[Request, int], int]:
-    """The fate of reads while one page cannot be read."""
+    """Returns the fate of reads while one page cannot be read."""
     return lambda request, result: end(result) if page in pages_of(request) else result
 
 
@@ -247,7 +247,8 @@ def test_a_joined_read_fails_like_a_single_one(
         return rig.tier.health().reasons
 
     rig.drive.fate = bad_page(page, end)
-    # Held until the others are told of, since each good read makes the directory well again.
+    # Held until the others have been reported, since each good read makes the directory healthy
+    # again.
     rig.drive.holds = lambda each: page in pages_of(each) and size_of(each) < RECORD
     ticket = rig.begin(range(8))
     while rig.tier.counts["loaded_blocks"] < 7:
@@ -325,7 +326,7 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path, shard: int) -> None:
 
 
 def flip(path: Path, at: int) -> None:
-    """One bit of a byte."""
+    """Flips one bit of a byte."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -354,9 +355,9 @@ def test_a_flipped_bit_costs_its_block_alone(rig: ReadRig, bad: int, at: int) ->
 
 def test_a_flipped_bit_between_payloads_is_nobodys(rig: ReadRig) -> None:
     path, page = rig.payload(4)
-    flip(path, page * PAGE - 1)  # of its header's page
+    flip(path, page * PAGE - 1)  # in its header's page
     path, page = rig.payload(5)
-    flip(path, page * PAGE + LENGTH)  # of its padding
+    flip(path, page * PAGE + LENGTH)  # in its padding
     assert len(rig.desk.load(range(8)).rows(Done)) == 8
     assert rig.tier.counts["corrupt_blocks"] == 0
 
@@ -399,7 +400,7 @@ def test_a_block_is_counted_once_however_many_shards_it_has(tmp_path: Path) -> N
 
 
 def until(rig: ReadRig, true: Callable[[], bool]) -> None:
-    """Poll until it is true; pytest's own deadline ends what never is."""
+    """Polls until it is true; pytest's own timeout bounds the wait."""
     while not true():
         rig.desk.pump(0.01)
 
@@ -476,7 +477,7 @@ def test_what_never_began_is_not_read_again_alone(tmp_path: Path) -> None:
     rig.desk.store_all(range(60))
     rig.desk.rest()
     rig.drive.broken = OSError(errno.EBADF, "gone")
-    # Fifteen requests, of which eight go to the kernel first.
+    # Fifteen requests, the first eight of which go to the kernel.
     rig.begin(range(60))
     while not rig.tier.counts["read_errors"]:
         rig.desk.pump(0.01)

@@ -38,7 +38,7 @@ def rows(count: int, shards: int, length: int = 100) -> Records:
 
 
 def test_the_index_agrees_with_a_dict() -> None:
-    """Random binds, unbinds and segments forgotten, against a plain model."""
+    """Compares random binds, unbinds and forgotten segments with a plain model."""
     seed = random.Random(11)
     index, model = SsdIndex(), dict[tuple[int, bytes], int]()
     hot = 0
@@ -65,7 +65,7 @@ def test_the_index_agrees_with_a_dict() -> None:
             assert told == {name for name, where in model.items() if where == old}
             model = {name: where for name, where in model.items() if where != old}
         entries = index.find(NAMESPACE, group, names)
-        # Some of them twice: the pages of a hot block count once all the same.
+        # Some names occur twice: the pages of a hot block still count once.
         index.used(np.repeat(entries[entries >= 0], seed.randrange(1, 3)))
         index.check()
         hot = max(hot, sum(each.hot_pages for each in index.segments.values()))
@@ -109,7 +109,7 @@ def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
 
 
 def test_dicts_do_not_grow_at_the_same_time() -> None:
-    """Thirty-two dicts of one size all grew within a few calls, and each of those stood still."""
+    """Thirty-two dicts of one size all grew within a few calls, each growth stalling its call."""
     found, keys = KeyMap(), keys_of(range(400_000))
     sizes, most = [0] * len(found._parts), 0
     for start in range(0, len(keys), 1000):
@@ -135,7 +135,7 @@ def test_seen_twice_lets_in_at_the_second_offer() -> None:
     assert rule.admit(NAMESPACE, 0, keys, 100).tolist() == [False] * 4
     assert rule.admit(NAMESPACE, 1, keys[:1], 100).tolist() == [False], "another group"
     assert rule.admit(NAMESPACE, 0, keys[:2], 100).tolist() == [True, True]
-    # Bounded: what was offered long ago is forgotten.
+    # Bounded: blocks offered long ago are forgotten.
     rule.admit(NAMESPACE, 0, keys_of(range(100, 120)), 100)
     assert rule.admit(NAMESPACE, 0, keys[3:], 100).tolist() == [False]
 
@@ -215,7 +215,7 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
         health.write_failed("io", now)
         assert not health.may_write(now)
         pauses.append(health.retry_after_s(now))
-        health.write_failed("io", now)  # one that was in flight makes it no longer
+        health.write_failed("io", now)  # a write that was in flight does not make the pause longer
         now += pauses[-1]
         assert health.may_write(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]

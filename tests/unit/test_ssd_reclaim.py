@@ -1,4 +1,4 @@
-"""What leaves a drive to make room, and who is told of it."""
+"""Eviction from a drive to make room, and its reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = 3
 
 
 def evicted(tier: SsdTier) -> list[bytes]:
-    """Keys that it says to have no longer."""
+    """Returns the keys that the tier reports as evicted."""
     return [key for each in tier.take_evicted() for key in each.keys]
 
 
@@ -101,7 +101,7 @@ def test_a_segment_is_forgotten_in_portions(
 def test_blocks_too_large_for_one_directory_do_not_use_its_segments_up(tmp_path: Path) -> None:
     arena = Arena()
     small, large = tmp_path / "small", tmp_path / "large"
-    SsdTier(settings(small), [arena.bytes]).close()  # it keeps its segments of 256 KiB
+    SsdTier(settings(small), [arena.bytes]).close()  # its directory keeps segments of 256 KiB
     tier = SsdTier(settings(small, large, segment_bytes=4 << 20), [arena.bytes])
     desk = Desk(tier, arena)
     desk.settle()

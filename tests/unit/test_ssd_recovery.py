@@ -1,4 +1,4 @@
-"""What is read back after a crash: everything that is whole, nothing that is not."""
+"""Recovery after a crash: every whole record is read back, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from kvhearth_server.tiers.ssd.recovery.recover import Reader, Recovered, read_s
 
 SECTOR = 512
 RECORD_PAGES = 4
-"""Header and 10,000 bytes."""
+"""A header and 10,000 bytes."""
 
 
 def written(folder: Path, count: int, of: BlockSpec | None = None) -> None:
-    """A log with blocks 0 to ``count``; its last segment is unfinished."""
+    """Writes a log with blocks 0 to ``count``; its last segment is unfinished."""
     with Opened(folder) as desk:
         desk.store_all(range(count), of)
         assert desk.tier.drain(DEADLINE_S)
@@ -58,7 +58,7 @@ def copy(log: Path, tmp_path: Path) -> Path:
 
 
 def files(folder: Path) -> tuple[Path, Path]:
-    """(the one with a footer, the one without) that hold records."""
+    """Returns the two files that hold records: the one with a footer, the one without."""
     found = [p for p in segment_files(folder) if p.read_bytes()[PAGE : PAGE + 4] == b"HKVR"]
     whole = [p for p in found if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF"]
     (sealed,), (unfinished,) = whole, [p for p in found if p not in whole]
@@ -77,7 +77,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 
 class Bench:
-    """Reads one segment file of a directory as recovery does, again and again."""
+    """Reads one segment file of a directory repeatedly, as recovery does."""
 
     def __init__(self, folder: Path) -> None:
         self.directory = Directory(settings(folder).places[0], SEGMENT_BYTES, Files())
@@ -100,7 +100,7 @@ def bench(copy: Path) -> Iterator[Bench]:
 
 
 def numbers(found: Recovered) -> list[int]:
-    """Which blocks were found."""
+    """Numbers of the recovered blocks."""
     by_key = {key_of(number): number for number in range(100)}
     return [by_key[key.tobytes()[:32]] for key in found.records["key"]]
 
@@ -111,7 +111,7 @@ def test_all_comes_back(copy: Path) -> None:
         assert desk.tier.counts["recovered_blocks"] == 20
         facts = desk.tier.look_up(family(), [key_of(3)])
         assert (facts.sequences[0], facts.parents[0]) == (4, 3)
-        # The unfinished segment is filled further, and comes back once more.
+        # The unfinished segment takes more blocks, and is recovered once more.
         desk.store_all(range(20, 30))
     with Opened(copy) as desk:
         assert len(desk.load(range(30)).rows(Done)) == 30
@@ -129,7 +129,7 @@ def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) 
         for cut in range(start, end, SECTOR):
             patch(path, cut, filler * (end - cut))
             found = bench.read(path)
-            # What is missing of the header page beyond the header, or of the padding, is nothing.
+            # Bytes missing after the header in its page, or in the padding, do no harm.
             harmless = start < cut and cut >= payload_end
             expected = [15, 16, 17, 18, 19] if harmless else [15, 16, 17, 18]
             assert numbers(found) == expected, (filler, cut - start)
@@ -200,7 +200,7 @@ def test_a_truncated_file(copy: Path, keep: int) -> None:
         done = desk.load(range(20))
         assert done.rows(Done).tolist() == [*range(min(whole, 15)), *range(15, 20)]
         assert desk.tier.counts["dropped_truncated"] >= 1
-        desk.store_all(range(100, 300))  # and room is made of it in the end
+        desk.store_all(range(100, 300))  # and its room is reclaimed in the end
         assert len(desk.load(range(290, 300)).rows(Done)) == 10
 
 
@@ -215,7 +215,7 @@ def test_files_swapped_and_records_moved(copy: Path, bench: Bench) -> None:
     one = (1 + RECORD_PAGES) * PAGE
     size = RECORD_PAGES * PAGE
     data = unfinished.read_bytes()
-    # Block 16's record where 17's was, and the other way round; then 15's a second time at the end.
+    # Swap the records of blocks 16 and 17, then write 15 a second time at the end.
     patch(unfinished, one, data[one + size : one + 2 * size])
     patch(unfinished, one + size, data[one : one + size])
     patch(unfinished, (1 + 5 * RECORD_PAGES) * PAGE, data[PAGE : PAGE + size])
@@ -255,10 +255,10 @@ def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
     with Opened(*folders) as desk:
         desk.store_all(range(20, 60))
         desk.rest()
-        for number in range(4):  # the directories take turns
+        for number in range(4):  # blocks alternate between the directories
             desk.store_all([number])
         desk.store_all([10])
-        for number in range(4):  # so that each block goes to the other one now
+        for number in range(4):  # so that each block goes to the other directory now
             desk.store_all([number], family(epoch=2))
     with Opened(*folders) as desk:
         assert desk.tier.counts["dropped_duplicate"] == 4
@@ -266,7 +266,7 @@ def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
 
 
 def test_of_one_segment_the_younger_epoch_is_served_where_it_lies_first(tmp_path: Path) -> None:
-    """As where old weights' block was carried over while new ones' was being written."""
+    """A block of old weights was carried over while one of the new weights was being written."""
     with Opened(tmp_path / "one") as desk:
         desk.store_all([1])
         desk.store_all([1], family(epoch=2))
@@ -353,7 +353,7 @@ def test_garbage_of_every_kind_is_survived(copy: Path) -> None:
     (copy / "notes.txt").write_text("not ours")
     (copy / "00000001.segment.new").write_bytes(b"half made")
     with Opened(copy) as desk:
-        desk.load(range(20))  # compares every byte of what it says is there
+        desk.load(range(20))  # compares every byte of the blocks that it serves
         assert (copy / "notes.txt").exists()
         assert not (copy / "00000001.segment.new").exists()
 
@@ -379,7 +379,7 @@ def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
 
 
 class Gate(Files):
-    """Reads only the first page of one segment file until it is let go."""
+    """Reads only the first page of one segment file until it is released."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What the SSD tier says of itself: figures, findings in a word, and what it did not take."""
+"""The SSD tier's status: figures, findings in a word, and blocks not taken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 
 def a_tier(told: SsdSettings, **more: object) -> Desk:
-    """A tier that has read its log back."""
+    """A tier that has read back its log."""
     arena = Arena()
     outside = {name: more.pop(name) for name in ("files", "queue", "clock") if name in more}
     environment = Environment(**outside)  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def a_tier(told: SsdSettings, **more: object) -> Desk:
 
 
 def ended(desk: Desk) -> None:
-    """Close it; the books must balance."""
+    """Closes the tier; the books must balance."""
     tier = desk.tier
     assert tier.drain(20.0)
     desk.events += tier.poll()
@@ -48,14 +48,14 @@ def ended(desk: Desk) -> None:
 
 
 def not_slow(desk: Desk) -> list[tuple[str, str]]:
-    """Findings of its only directory, but for what the drive of whoever runs this adds."""
+    """Findings of the only directory, without those that depend on this machine's drive."""
     (found,) = figures(desk).directories
     return [each for each in found.findings if each[0] != "slow"]
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    # However slow the drive of whoever runs this: a slow one is told of, too.
+    # High bounds, since a slow drive of this machine would be reported, too.
     desk = a_tier(settings(tmp_path / "one", segments=6, slow_s=600.0, stuck_s=600.0))
     yield desk
     ended(desk)
@@ -88,7 +88,7 @@ def test_figures(desk: Desk, tmp_path: Path) -> None:
 def test_files_of_an_earlier_run_are_counted(tmp_path: Path) -> None:
     desk = a_tier(settings(tmp_path / "one"))
     desk.store_all(range(40))
-    ended(desk)  # a file that was being made is there only now
+    ended(desk)  # a file that was being created exists only now
     files = len(list((tmp_path / "one").glob("*.segment")))
     desk = a_tier(settings(tmp_path / "one"))
     now = figures(desk)
@@ -254,7 +254,7 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, tol
     desk.settle()
     if not code:
         (folder / "backup.tar").write_bytes(bytes(6 * SEGMENT_BYTES))
-    desk.store_all(range(200))  # what there is is reused
+    desk.store_all(range(200))  # the existing segments are reused
     findings = not_slow(desk)
     assert [word for word, _ in findings] == [word]
     assert f"{folder}: {told}" in findings[0][1]

@@ -1,4 +1,4 @@
-"""Going through all that an SSD tier holds, while it changes."""
+"""Iteration over all blocks of an SSD tier while it changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvhearth_server.tiers.ssd.walk import walk
 
 
 def whole_round(index: SsdIndex, count: int) -> list[tuple[BlockSpec, bytes]]:
-    """Everything that one round comes to."""
+    """Returns all blocks that one round visits."""
     cursor, found = 0, []
     for _ in range(100_000):
         cursor, step = walk(index, cursor, count)

@@ -1,4 +1,4 @@
-"""Bounds on the length of modules and functions, and on what no module may contain."""
+"""Bounds on the length of modules and functions, and constructs that no module may contain."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FUNCTION_LINES_MAX = 70
 
 CATCH_ALL_ALLOWED = frozenset(
     {
-        "client/kvhearth/transports/frames_unix.py",  # a connection that failed is not used again
-        # thread mains and supervised tasks: what they raise is counted and logged
+        "client/kvhearth/transports/frames_unix.py",  # a failed connection is not used again
+        # thread mains and supervised tasks: their exceptions are counted and logged
         "client/kvhearth/copiers/cuda.py",
         "client/kvhearth/copiers/host.py",
         "client/kvhearth/session/manager.py",
@@ -27,10 +27,10 @@ CATCH_ALL_ALLOWED = frozenset(
         "server/kvhearth_server/transport/attach.py",
         "server/kvhearth_server/transport/frames.py",
         "server/kvhearth_server/transport/rpc/errors.py",
-        # the fail-open boundary: nothing of ours reaches an engine's loop
+        # the fail-open boundary: no exception of ours reaches an engine's loop
         "client/kvhearth/fail_open.py",
         "client/kvhearth/connectors/vllm/fail_open.py",
-        "client/kvhearth/transfer/copier_pool.py",  # nor a GPU that has no memory for a copier
+        "client/kvhearth/transfer/copier_pool.py",  # nor a GPU without memory for a copier
     }
 )
 """The files that may catch every exception. Add one only with its reason."""
@@ -104,7 +104,7 @@ def test_imports(path: Path) -> None:
 @each_code
 def test_no_module_is_named_like_the_standard_librarys(path: Path) -> None:
     parts = path.relative_to(ROOT).with_suffix("").parts[1:]
-    # proto/v1/types_pb2 has a suffix of its own, and `proto` is nobody's
+    # proto/v1/types_pb2 has a suffix of its own, and `proto` belongs to no package
     assert not set(parts) & (sys.stdlib_module_names - {"__main__"})
 
 

@@ -1,4 +1,4 @@
-"""The chaos kit's own parts, without daemons: what is dealt, what is told, what is refused."""
+"""The chaos kit's own parts, without daemons: plans, reports and rejections."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ SHARED = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here fills a directory: what the machine has free is no matter."""
+    """Sets the machine's free space, since nothing here fills a directory."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
 
 
 def plans(tmp_path: Path, count: int, *, seed: int = 5, **more: object) -> list[Plan]:
-    """The first worlds of a seed."""
+    """Returns the first plans of a seed."""
     options = Options(seed, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
     return list(itertools.islice(options.plans(), count))
 
 
-# -- what is dealt ---------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def test_no_card_comes_twice_before_all_came_once() -> None:
@@ -111,7 +111,7 @@ def test_one_world_of_a_seed_is_dealt_what_it_was_dealt_in_the_run(tmp_path: Pat
     assert first[:1] != anew, "the deck goes on from world to world"
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def test_what_was_not_reached_is_named() -> None:
@@ -153,11 +153,11 @@ def test_a_run_that_tested_nothing_has_not_passed() -> None:
     assert not report.as_json(1, 1.0)["passed"]
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What ``kvhearth torture`` says before it ends with 2, with nothing begun."""
+    """Returns the message with which ``kvhearth torture`` ends with 2 before it begins anything."""
     assert app.run(["torture", "--seed", "1", *words]) == 2
     caught = capsys.readouterr()
     assert not caught.out
@@ -241,8 +241,8 @@ def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
         pid = int(process.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
         process.kill()
-        assert process.stdout.read() == ""  # the end of the last that has it
-    # Who asks too late, after its parent's end, ends at once.
+        assert process.stdout.read() == ""  # end-of-file once its last holder has ended
+    # A child that asks only after its parent's end ends at once.
     done = subprocess.run([sys.executable, "-c", child, "1"], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
@@ -252,7 +252,7 @@ def test_a_signal_lets_the_block_clean_up(number: signal.Signals) -> None:
     code = (
         "import os, signal\n"
         "from kvhearth_server.cli.signals import cleaned_up\n"
-        # Whoever runs the tests may have it ignored (nohup).
+        # The parent of the test run may ignore the signal (nohup).
         f"signal.signal({int(number)}, signal.SIG_DFL)\n"
         "with cleaned_up():\n"
         "    try:\n"
@@ -299,7 +299,7 @@ def test_points_that_a_world_cannot_reach_are_no_aim(tmp_path: Path) -> None:
 
 
 def test_one_key_of_two_namespaces_is_two_blocks_of_a_drive(tmp_path: Path) -> None:
-    """As after a cold start that could not believe in the epochs: namespaces have new names."""
+    """After a cold start that could not trust the epochs, namespaces have new names."""
     with Opened(tmp_path / "one") as desk:
         desk.store_all(range(3))
         desk.store_all(range(2), family(namespace=b"other".ljust(32)))

@@ -1,4 +1,4 @@
-"""A large reservation from a full daemon leaves the loop to others, and leaks nothing."""
+"""A large reservation from a full daemon yields the loop to other tasks, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = 2048
 
 
 class Desk:
-    """A full engine and a session that reserves."""
+    """A full engine and a session that makes reservations."""
 
     def __init__(self) -> None:
         geometry = Geometry.of([("t", BLOCKS * 4096)], 1 << 16, 4096)
@@ -41,17 +41,17 @@ class Desk:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are left."""
+        """Number of blocks left."""
         return next(iter(self.engine.core.state.namespaces)).blocks
 
     def reserve(self, count: int) -> Any:
-        """The reply, or who will have it."""
+        """Returns the reply, or an awaitable of it."""
         group = types_pb2.GroupCount(group=0, count=count)
         request = cache_pb2.ReserveRequest(reservation_id=2, epoch=self.epoch, groups=[group])
         return self.decisions.decide("Reserve", request, self.session)
 
     def with_others(self, reply: Awaitable[Any], other: Callable[[], None]) -> Any:
-        """Wait for a reply while another task has its turn whenever the loop has one for it."""
+        """Waits for a reply while another task runs whenever the loop has a turn for it."""
 
         async def main() -> Any:
             task = asyncio.ensure_future(reply)

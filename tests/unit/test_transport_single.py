@@ -1,5 +1,5 @@
-"""Commits and lookups of one key, from their messages on: the short way answers and does what the
-general one does, and what no answer waits for comes after the answer.
+"""Commits and lookups of one key as messages: the fast path gives the same answers and effects as
+the general path, and work that no answer waits for runs after the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Desk:
         self.decisions = Decisions(self.engine, None)  # type: ignore[arg-type]
 
     def ask(self, name: str, request: Any) -> Any:
-        """The reply, or why there is none."""
+        """Returns the reply, or the reason and message of its error."""
         parsed = self.decisions.parse(name, request.SerializeToString())
         try:
             return self.decisions.decide(name, parsed, self.session)
@@ -60,7 +60,7 @@ class Desk:
         return extents["slot"].tobytes(), extents["generation"].tobytes()
 
     def picture(self) -> Any:
-        """What the calls left behind."""
+        """Returns the state that the calls left behind."""
         engine, table = self.engine, self.engine.core.state.table
         return (
             {name: column.tobytes() for name, column in vars(table).items()
@@ -73,7 +73,7 @@ class Desk:
 
 
 def _commits(desk: Desk) -> list[cache_pb2.CommitRequest]:
-    """Good ones and ones that are refused, each of one group."""
+    """Valid commits and ones that are rejected, each of one group."""
     made = []
     for number, change in enumerate(
         (
@@ -139,7 +139,7 @@ def _asked_for_many(made: Contract, request: cache_pb2.LookupRequest, keys_max: 
 
 
 def _everything(*, short: bool) -> Any:
-    """All answers, and what they left behind, step by step."""
+    """Returns all answers and the state that they left behind, step by step."""
     with pytest.MonkeyPatch.context() as patch:
         if not short:
             patch.setattr(decisions_module, "one_commit", lambda *args: None)

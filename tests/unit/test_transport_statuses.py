@@ -133,7 +133,7 @@ def test_a_message_beyond_the_bound_is_refused(tmp_path: Path, make: MakeTranspo
 
 @each_transport
 def test_an_answer_stays_as_it_came(tmp_path: Path, make: MakeTransport) -> None:
-    """Whatever its size: the next one on the same connection must not change it."""
+    """The next answer on the same connection must not change it, whatever its size."""
     transport = make(tmp_path, 1 << 20)
     sizes = [0, 1, 5000, 65_500, 65_536, 200_000, 3]
     with running(tmp_path, small_contract()) as daemon:

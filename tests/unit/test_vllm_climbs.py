@@ -1,4 +1,4 @@
-"""The scheduler's half where blocks are on SSD, with a scripted daemon: who waits, who does not."""
+"""The scheduler's half with blocks on SSD, against a scripted daemon: which requests wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvhearth.connectors.vllm.step_metadata import Handshake
 
 TOKENS = 64
 FAST, SLOW = 1e-7, 1.0
-"""Seconds a token."""
+"""Seconds per token."""
 
 MakeHalf = Callable[..., SchedulerConnector]
 
@@ -35,7 +35,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
-    """Makes the half of an engine; of one that knows its rates, given seconds a token."""
+    """Makes an engine's scheduler half; with seconds per token, one that knows its rates."""
     made: list[SchedulerConnector] = []
 
     def make(
@@ -67,14 +67,14 @@ def _teach(line: CostLine, rate: float, fixed_s: float = 0.0) -> None:
 
 
 def new(half: SchedulerConnector, name: str = "a") -> FakeRequest:
-    """A request that has come."""
+    """A request that has arrived."""
     request = FakeRequest(name, TOKENS, hashes_of(name, TOKENS))
     half.new_request(request)
     return request
 
 
 def answer(half: SchedulerConnector, request: FakeRequest, computed: int = 0) -> int:
-    """What is offered, once it is known."""
+    """Returns the number of offered tokens once the lookup has been answered."""
     end = time.monotonic() + 20
     while True:
         tokens, _ = half.matched(request, computed)
@@ -85,7 +85,7 @@ def answer(half: SchedulerConnector, request: FakeRequest, computed: int = 0) ->
 
 
 def admit(half: SchedulerConnector, request: FakeRequest, tokens: int) -> dict[str, float]:
-    """vLLM admits a request; what was counted until then."""
+    """Admits a request as vLLM does; returns the counts until then."""
     table = ([*range(1, 1 + TOKENS // BLOCK_TOKENS)],)
     half.allocated(request, table, tokens)
     return half.take_counts()
@@ -107,7 +107,7 @@ def test_what_climbs_is_waited_for_and_counted_by_its_source(
     assert half.sources("a", 60) == (12, 48)
     assert half._policy.promotion.count == 1
     ids = [asked.lease_id for asked in tower.asked]
-    # The last one's lease is the load's.
+    # The load uses the last lookup's lease.
     until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
     half._loads.finish("a", failed=False)
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
@@ -132,7 +132,7 @@ def test_where_computing_is_faster_nobody_waits(daemon: FakeDaemon, make_half: M
     assert answer(half, request) == 16
     counts = admit(half, request, 16)
     assert "climb_waits" not in counts
-    # What climbs may go on: the next request with this prompt is glad of it.
+    # Promotions may continue: the next request with this prompt benefits from them.
     half._loads.finish("a", failed=False)
     until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
     half.finished(request, ([],))
@@ -148,14 +148,14 @@ def test_a_slow_tier_is_not_asked_to_bring_anything_up(
     assert [asked.prefetch for asked in tower.asked] == [False]
     state = half._requests.find("a")
     assert state is not None
-    # It is computed, and stored again: in memory it serves the next one.
+    # The block is computed and stored again: in memory it serves the next request.
     assert state.progress.present[0].tolist() == [True, False, False, False]
 
 
 def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
-    """Computing has a price of its own, however little is computed."""
+    """Computing has a fixed price, however few tokens are computed."""
     tower = Tower(daemon, dram=3, eta_us=1000)
     half = make_half(load=FAST, promotion=2e-3)
     _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
@@ -204,7 +204,7 @@ def test_requests_that_go_away_call_their_climbs_off(
 def test_a_request_that_waits_in_the_queue_is_asked_for_again(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
-    """Its blocks are up when its turn comes."""
+    """Its blocks have been promoted when its turn comes."""
     tower = Tower(daemon, dram=0)
     half = make_half()
     request = new(half)
@@ -219,7 +219,7 @@ def test_a_request_that_waits_in_the_queue_is_asked_for_again(
 
 
 def test_an_offer_stays_what_it_was(daemon: FakeDaemon, make_half: MakeHalf) -> None:
-    """A later answer must not replace the lease that it stands on."""
+    """A later answer must not replace the lease behind the offer."""
     tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
     half = make_half(load=FAST, promotion=FAST, prefill=1e-4)
     request = new(half)
@@ -246,7 +246,7 @@ def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
 def test_a_long_climb_does_not_make_its_question_old(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
-    """Else it would be put anew, and the bound on the wait with it."""
+    """Otherwise the lookup would be repeated, and the bound on the wait would restart."""
     tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     half = make_half(lease_s=1)
     request = new(half)

@@ -1,4 +1,4 @@
-"""Who an engine's KV bytes are: what changes the contract, and what must not."""
+"""Identity of an engine's KV bytes: settings that change the contract, and others that must not."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_dummy_weights_are_nobody_elses() -> None:
 
 @pytest.mark.parametrize("name", ["dummy", "live", "branch", "object store", "seed", "draft"])
 def test_what_is_private_is_not_found_by_another_run(name: str) -> None:
-    """Also where the user has fixed ``engine_id``."""
+    """Also if the user has fixed ``engine_id``."""
     one = config()
     draft = SimpleNamespace(model="org/draft", revision="main")
     if name == "dummy":
@@ -163,7 +163,7 @@ def test_weights_that_change_have_no_name_of_the_users() -> None:
 
 
 def test_weights_in_an_object_store_need_a_name(tmp_path: Path) -> None:
-    """The directory that vLLM pulls has the configuration's files only."""
+    """The directory that vLLM pulls contains only the configuration's files."""
     pulled = config()
     pulled.model_config.model = str(model_folder(tmp_path / "pulled"))
     assert not contract(pulled)[1]

@@ -1,4 +1,4 @@
-"""Where a block's bytes lie in vLLM's allocation, in each of its layouts."""
+"""Location of a block's bytes in vLLM's allocation, in each of its layouts."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_so_many_loaded_blocks_are_compared(fraction: float, compared: int | Non
     make = host_or_cuda(verify_fraction=settings.verify_fraction, device=FakeDevice())
     copier = make(kv, arena)
     extents = arena.extents(range(64))
-    extents["flags"] = FLAG_SUMMED  # of sums that nothing here has
+    extents["flags"] = FLAG_SUMMED  # with checksums that no block here has
     ticket = copier.load(arena.boot_id, extents, np.arange(64))
     assert ticket is not None
     done = copier.wait(ticket, 10.0)

@@ -1,4 +1,4 @@
-"""Load or recompute: the cost lines and the verdicts."""
+"""Load or recompute: the linear costs and the decisions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_old_measurements_fade() -> None:
 
 
 def policy(bounds: Bounds, load_s: float, prefill_s: float) -> LoadPolicy:
-    """Per token, with a load that has 20 ms of its own."""
+    """A policy with these seconds per token; a load costs 20 ms more."""
     found = LoadPolicy(bounds)
     found.load = line(0.02, load_s)
     found.prefill = line(0.0, prefill_s)
@@ -86,7 +86,7 @@ def test_bounds() -> None:
 
 
 def tiered(load_s: float, promotion_s: float, prefill_s: float, **bounds: bool | int) -> LoadPolicy:
-    """Per token."""
+    """A policy with these seconds per token."""
     found = LoadPolicy(Bounds(**bounds))  # type: ignore[arg-type]
     found.load, found.promotion = line(0.0, load_s), line(0.0, promotion_s)
     found.prefill = line(0.0, prefill_s)
