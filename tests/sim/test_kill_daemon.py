@@ -261,7 +261,7 @@ class Tally:
     worlds: int = 0
 
 
-def log_dir(seed: int, kills: int, deadline: float) -> Tally:
+def lane(seed: int, kills: int, deadline: float) -> Tally:
     """Runs worlds one after the other until the number of kills or the deadline is reached."""
     dice = random.Random(seed)
     faults = plan(dice)
@@ -293,11 +293,11 @@ def run(kills: int, seconds: float) -> Counter[str]:
     print(f"\nKVHEARTH_SEED={seed}")
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(LANES) as pool:
-        log_dirs = [
-            pool.submit(log_dir, seed * LANES + number, -(-kills // LANES), deadline)
+        lanes = [
+            pool.submit(lane, seed * LANES + number, -(-kills // LANES), deadline)
             for number in range(LANES)
         ]
-        tallies = [each.result() for each in log_dirs]
+        tallies = [each.result() for each in lanes]
     deaths = sum((tally.deaths for tally in tallies), Counter())
     checked = sum(tally.checked for tally in tallies)
     worlds = sum(tally.worlds for tally in tallies)

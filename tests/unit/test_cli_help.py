@@ -23,12 +23,12 @@ WITHOUT_JSON = {"serve"}
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields every leaf command with the words that call it."""
-    lower_tier = getattr(command, "commands", None)
-    if lower_tier is None:
+    below = getattr(command, "commands", None)
+    if below is None:
         yield path, command
         return
-    for name in lower_tier:
-        yield from _verbs(lower_tier[name], *path, name)
+    for name in below:
+        yield from _verbs(below[name], *path, name)
 
 
 VERBS = dict(_verbs(typer.main.get_command(app.build())))

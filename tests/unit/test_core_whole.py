@@ -17,7 +17,7 @@ from kvhearth_server.core import holds as holding
 from kvhearth_server.core.eviction.ring import FREQ_MAX, PolicyArrays
 from kvhearth_server.core.fast_path import Whole, Wholes
 from kvhearth_server.core.lookup import Presence
-from kvhearth_server.core.slot_table import Pick, numbers, promoting
+from kvhearth_server.core.slot_table import Pick, ascending, numbers
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.transport.messages import add_presence
 
@@ -129,7 +129,7 @@ def test_a_slot_that_another_block_took_is_not_served(kv_group: int) -> None:
         other = rig.attach(contract(full(), revision="other"), engine_id="o")
     rig.put(mine, keys(1, 2, 3))
     heads = [rig.head(mine, key(number)) for number in (1, 2, 3)]
-    assert promoting(np.array(heads)) == slice(heads[0], heads[0] + 3)
+    assert ascending(np.array(heads)) == slice(heads[0], heads[0] + 3)
     generation = int(rig.state.table.generation[heads[1]])
     assert rig.core.reading.remove_bad(np.array(heads[1:2]), np.array([generation]), "scrub")
     assert rig.lookup(mine, keys(1, 2, 3), lease_id=5).hit_tokens == 16
@@ -237,6 +237,6 @@ def test_rows_that_lie_side_by_side_are_a_slice() -> None:
         ([], None),
     ):
         array = np.array(slots, np.int64)
-        rows = promoting(array)
+        rows = ascending(array)
         assert rows == wanted if wanted is not None else rows is array
         assert numbers(rows).tolist() == slots

@@ -266,7 +266,7 @@ def test_files_that_were_never_used_are_not_read_through(
     reader = Counting(mmap.mmap(-1, SCAN_BYTES), Files())
     found = read_segment(segment, reader)
     assert found.empty
-    assert not found.pending_aborts
+    assert not found.doubts
     assert reader.read_bytes <= most
     directory.close()
 

@@ -13,7 +13,7 @@ from kvhearth_server.tiers.ssd.format import (
     VERSION,
     Doubt,
     SegmentHead,
-    pending_aborts_of,
+    doubts_of,
 )
 
 HEAD = SegmentHead(log_id=(1 << 64) - 5, sequence=77, segment_bytes=1 << 20, opened_at=0)
@@ -35,9 +35,9 @@ def lines(count: int = 9) -> Records:
 def test_good_lines_are_believed() -> None:
     rows = lines()
     last = int(rows["position"][-1]) + 3
-    assert pending_aborts_of(rows, HEAD, last * PAGE_BYTES) == {}
-    assert pending_aborts_of(rows, HEAD, last * PAGE_BYTES + 1) == {}
-    assert pending_aborts_of(rows[:0], HEAD, HEAD.segment_bytes) == {}
+    assert doubts_of(rows, HEAD, last * PAGE_BYTES) == {}
+    assert doubts_of(rows, HEAD, last * PAGE_BYTES + 1) == {}
+    assert doubts_of(rows[:0], HEAD, HEAD.segment_bytes) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_good_lines_are_believed() -> None:
 def test_one_bad_line_is_doubted_alone(field: str, value: int, doubt: Doubt, row: int) -> None:
     rows = lines()
     rows[field][row] = value
-    found = pending_aborts_of(rows, HEAD, HEAD.segment_bytes)
+    found = doubts_of(rows, HEAD, HEAD.segment_bytes)
     assert {reason: list(which) for reason, which in found.items()} == {doubt: [row]}
 
 
@@ -69,5 +69,5 @@ def test_one_bad_line_is_doubted_alone(field: str, value: int, doubt: Doubt, row
 def test_a_record_that_ends_outside_is_doubted(short_by: int) -> None:
     rows = lines()
     end_bytes = (int(rows["position"][-1]) + 3) * PAGE_BYTES
-    found = pending_aborts_of(rows, HEAD, end_bytes - short_by)
+    found = doubts_of(rows, HEAD, end_bytes - short_by)
     assert {reason: list(which) for reason, which in found.items()} == {Doubt.TRUNCATED: [8]}

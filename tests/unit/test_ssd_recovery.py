@@ -134,7 +134,7 @@ def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) 
             expected = [15, 16, 17, 18, 19] if harmless else [15, 16, 17, 18]
             assert numbers(found) == expected, (filler, cut - start)
             if not harmless:
-                torn = found.pending_aborts[Doubt.TORN] + found.pending_aborts[Doubt.DAMAGED]
+                torn = found.doubts[Doubt.TORN] + found.doubts[Doubt.DAMAGED]
                 assert torn == (0 if cut == start else 1), (filler, cut - start)
             patch(path, start, whole[start:end])
 
@@ -150,7 +150,7 @@ def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(copy: Path, bench:
         flip(path, start + PAGE + at)
         found = bench.read(path)
         assert numbers(found) == [15, 17, 18, 19]
-        assert found.pending_aborts == Counter({Doubt.TORN: 1})
+        assert found.doubts == Counter({Doubt.TORN: 1})
         flip(path, start + PAGE + at)
 
 
@@ -174,7 +174,7 @@ def test_a_lost_first_page_costs_nothing(copy: Path, bench: Bench) -> None:
         patch(path, 0, b"\xff" * PAGE)
         found = bench.read(path)
         assert numbers(found) == list(blocks)
-        assert found.pending_aborts == Counter({Doubt.DAMAGED: 1})
+        assert found.doubts == Counter({Doubt.DAMAGED: 1})
         assert not found.resume, "its life is only guessed: nothing may be appended"
 
 
@@ -221,7 +221,7 @@ def test_files_swapped_and_records_moved(copy: Path, bench: Bench) -> None:
     patch(unfinished, (1 + 5 * RECORD_PAGES) * PAGE, data[PAGE : PAGE + size])
     found = bench.read(unfinished)
     assert numbers(found) == [15, 18, 19]
-    assert found.pending_aborts == Counter({Doubt.MISPLACED: 3})
+    assert found.doubts == Counter({Doubt.MISPLACED: 3})
     # A record of another segment.
     patch(unfinished, PAGE, sealed.read_bytes()[PAGE : PAGE + size])
     assert numbers(bench.read(unfinished)) == [18, 19]

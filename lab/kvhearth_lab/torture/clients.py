@@ -142,8 +142,8 @@ class Crew(Scene):
             self.report.figures["checksum_failures_seen"] += 1
             if not self.explains_checksum("client"):
                 self.report.find(CAUGHT, line["caught"], where)
-        elif "climbed_s" in line and self.drive_is_good:
-            longest = max(self.report.longest_promotion_s, line["climbed_s"])
+        elif "promotion_s" in line and self.drive_is_good:
+            longest = max(self.report.longest_promotion_s, line["promotion_s"])
             self.report.longest_promotion_s = longest
 
     def judge_slow(self) -> None:

@@ -21,7 +21,7 @@ from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, promoting
+from kvhearth_server.core.slot_table import Pick, State, all_zero, ascending, numbers
 from kvhearth_server.core.state import CoreState
 
 # Each access to an enumeration member by name costs a search.
@@ -355,4 +355,4 @@ def _each_once(heads: I64) -> Pick | None:
         heads = np.sort(heads)
         if np.count_nonzero(heads[1:] == heads[:-1]):
             return None
-    return promoting(heads) if heads.item(0) >= 0 else None
+    return ascending(heads) if heads.item(0) >= 0 else None

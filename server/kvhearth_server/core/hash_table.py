@@ -249,20 +249,20 @@ class Buckets:
         mine = (cells != 0) & (home >= first) & (home < end)
         at_home = mine & (home == span[:, None])
         # Few: keys that found their bucket full are placed again.
-        orphaned_loads = cells[mine & ~at_home]
-        self._take_out(orphaned_loads)
+        strays = cells[mine & ~at_home]
+        self._take_out(strays)
         goes = at_home[: end - first] & ((numbers[: end - first] & size) > 0)
         moving = np.where(goes, cells[: end - first], np.uint64(0))
         self._cells[first:end][goes] = 0
         above = self._cells[first + size : end + size]
         taken: Bools = (above != 0).any(axis=1)
         if taken.any():
-            orphaned_loads = np.concatenate([orphaned_loads, moving[taken][goes[taken]]])
+            strays = np.concatenate([strays, moving[taken][goes[taken]]])
             moving = np.where(taken[:, None], above, moving)
         above[:] = moving
-        self.moved += int(np.count_nonzero(goes)) + len(orphaned_loads)
+        self.moved += int(np.count_nonzero(goes)) + len(strays)
         self._stand_at(*((size, end) if end < size else (2 * size, 0)))
-        self._place(orphaned_loads)
+        self._place(strays)
 
     def _place(self, cells: _U64) -> None:
         if len(cells) == 1:

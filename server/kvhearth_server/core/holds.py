@@ -7,7 +7,7 @@ import numpy as np
 from kvhearth.errors import Reason
 from kvhearth.model import I64
 from kvhearth_server.core.groups import Group
-from kvhearth_server.core.slot_table import Pick, State, all_zero, numbers, promoting
+from kvhearth_server.core.slot_table import Pick, State, all_zero, ascending, numbers
 from kvhearth_server.core.state import CoreState, require
 
 _QUARANTINED = int(State.QUARANTINED)
@@ -112,5 +112,5 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     if slots is None:
         return False
     del group.leased_at[lease_id]
-    let_go(state, group.segment, promoting(slots))
+    let_go(state, group.segment, ascending(slots))
     return True

@@ -58,7 +58,7 @@ much. A slice has both ends and no step.
 """
 
 
-def promoting(slots: I64) -> Pick:
+def ascending(slots: I64) -> Pick:
     """Rows of slots with ascending numbers."""
     count = len(slots)
     if not count:

@@ -92,10 +92,10 @@ def _busy(path: Path) -> KVHearthError:
 
 def _park(descriptor: int) -> int:
     """Send ``descriptor`` into a socket that is never read; returns the socket's descriptor."""
-    sender, session_manager = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with sender, session_manager:
+    sender, kept = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with sender, kept:
         socket.send_fds(sender, [b"L"], [descriptor])
-        return session_manager.detach()
+        return kept.detach()
 
 
 _MAGIC = b"KVHBLOB1"

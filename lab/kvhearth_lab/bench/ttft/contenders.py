@@ -17,10 +17,10 @@ from kvhearth_lab.bench.ttft.figures import ALONE, LMCACHE, OURS
 from kvhearth_lab.bench.ttft.sizes import BLOCK_TOKENS, Sizes
 from kvhearth_lab.bench.ttft.vllm_server import (
     Answer,
-    BlockSpec,
     Engine,
     EngineFailed,
     Launch,
+    ProcessTree,
     environment,
     free_port,
 )
@@ -211,7 +211,7 @@ def lmcache(setup: Setup, python: Path) -> Iterator[Side]:
     command += ["--chunk-size", str(BLOCK_TOKENS), "--eviction-policy", "LRU"]
     command += ["--l1-size-gb", str(setup.sizes.memory_bytes / (1 << 30)), "--max-workers", "1"]
     command += ["--supported-transfer-mode", "engine_driven", "--disable-observability"]
-    daemon = BlockSpec(setup.folder / "lmcache.log", command, environment(setup.threads))
+    daemon = ProcessTree(setup.folder / "lmcache.log", command, environment(setup.threads))
     try:
         _wait_listens(daemon, port)
         transfer = {
@@ -231,7 +231,7 @@ def lmcache(setup: Setup, python: Path) -> Iterator[Side]:
         Path("/dev/shm", shm_name).unlink(missing_ok=True)
 
 
-def _wait_listens(daemon: BlockSpec, port: int) -> None:
+def _wait_listens(daemon: ProcessTree, port: int) -> None:
     end = time.monotonic() + _LISTEN_S
     while True:
         with socket.socket() as probe:

@@ -55,7 +55,7 @@ def cpu_s(pids: Sequence[int]) -> float:
     return nanoseconds / 1e9
 
 
-class BlockSpec:
+class ProcessTree:
     """A process in a session of its own, so that all its descendants are found and ended.
 
     Args:
@@ -328,7 +328,7 @@ class Engine:
 
     def __init__(self, launch: Launch, log_path: Path) -> None:
         self.port = free_port()
-        self.family = BlockSpec(log_path, launch.command(self.port), environment(launch.threads))
+        self.family = ProcessTree(log_path, launch.command(self.port), environment(launch.threads))
 
     def wait_up(self) -> None:
         """Wait until it answers.

@@ -178,9 +178,9 @@ class Directory:
             )
 
     @property
-    def pending_aborts(self) -> Counter[Doubt]:
+    def doubts(self) -> Counter[Doubt]:
         """Reasons for not believing the directory's own file."""
-        return self._owned.pending_aborts
+        return self._owned.doubts
 
     @property
     def told(self) -> list[str]:
@@ -409,7 +409,7 @@ def open_places(
     if not found:
         raise DirectoryError("; ".join(failed.values()))
     for directory in found:
-        for doubt, count in directory.pending_aborts.items():
+        for doubt, count in directory.doubts.items():
             counts.add(f"dropped_{doubt.value}", count)
     return found
 

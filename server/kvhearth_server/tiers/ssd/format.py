@@ -287,7 +287,7 @@ def parse_footer(tail: U8, count: int) -> Records | None:
     return lines.view(RECORD_DTYPE)
 
 
-def pending_aborts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
+def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
     """Return the rows of record headers that do not belong in the segment, by reason.
 
     ``end_bytes``: upper bound of the records' end. Checksums of headers are not examined: see

@@ -47,14 +47,14 @@ class Ownership:
         lock: the current file, or the directory itself where no file can be made.
         older: replaced files. Their locks are kept, because another daemon may have opened one
             just before.
-        pending_aborts: reasons for not believing the file.
+        doubts: reasons for not believing the file.
         told: repairs that were made, for people.
     """
 
     lock: OpenFile
     head: DirectoryHead
     older: list[OpenFile] = field(default_factory=list)
-    pending_aborts: Counter[Doubt] = field(default_factory=Counter)
+    doubts: Counter[Doubt] = field(default_factory=Counter)
     told: list[str] = field(default_factory=list)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
         if said is None and error is not None:
             raise error
         new = said or DirectoryHead(_new_id(), segment_bytes)
-        found = Ownership(lock, new, pending_aborts=Counter([head]))
+        found = Ownership(lock, new, doubts=Counter([head]))
         found.told.append(_story(path, f"cannot be believed ({head.value})", said))
     except (OSError, DirectoryError):
         os.close(lock.fd)
@@ -142,7 +142,7 @@ def _make(files: Files, path: Path, segments: list[Path], segment_bytes: int) ->
         # No other daemon can make one either where this one cannot.
         found = Ownership(files.lock_directory(path.parent), head)
     if segments:
-        found.pending_aborts[Doubt.TRUNCATED] += 1
+        found.doubts[Doubt.TRUNCATED] += 1
         found.told.append(_story(path, "is missing", said))
     return found
 

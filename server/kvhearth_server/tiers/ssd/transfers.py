@@ -413,13 +413,13 @@ class Transfers:
                 health.read_failed(job.reason)
                 for row in rows:
                     self._counts.add("read_errors")
-                    self._pending_abort(task.batch, row, number)
+                    self._doubt(task.batch, row, number)
         elif job.cancelled:
             task.settle(rows, Failed("cancelled"))
         else:
             for row in dict.fromkeys(rows[index] for index in job.wrong):
                 self._counts.add("corrupt_blocks")
-                self._pending_abort(task.batch, row, number)
+                self._doubt(task.batch, row, number)
                 task.settle([row], Corrupt("tier"))
             good = len(rows) - len(job.wrong)
             if good:
@@ -431,7 +431,7 @@ class Transfers:
             self._counts.add("loaded_blocks", len(done))
         task.finish_if_done()
 
-    def _pending_abort(self, batch: LoadBatch, row: int, number: int) -> None:
+    def _doubt(self, batch: LoadBatch, row: int, number: int) -> None:
         """Forget a block that could not be read correctly, if its key is still bound to that
         block.
         """

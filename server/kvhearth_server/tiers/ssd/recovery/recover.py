@@ -25,12 +25,12 @@ from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     Doubt,
     SegmentHead,
+    doubts_of,
     footer_count,
     footer_pages,
     footer_said,
     parse_footer,
     parse_segment_page,
-    pending_aborts_of,
 )
 from kvhearth_server.tiers.ssd.recovery.scanner import (
     SCAN_BYTES,
@@ -183,13 +183,13 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
         if facts.st_size == wanted and not first.any() and _unused(segment, reader):
             found.empty = True
             return
-        found.pending_aborts[head] += 1
+        found.doubts[head] += 1
     elif facts.st_size < wanted:
-        found.pending_aborts[Doubt.TRUNCATED] += 1
+        found.doubts[Doubt.TRUNCATED] += 1
     foreign = _foreign(segment, reader, head)
     long = facts.st_size > wanted and taken > segment_cost_bytes(wanted)
     if foreign or long or _other_size(head, wanted):
-        found.pending_aborts[Doubt.FOREIGN if foreign else Doubt.OUTSIZED] += 1
+        found.doubts[Doubt.FOREIGN if foreign else Doubt.OUTSIZED] += 1
         found.foreign, found.empty = foreign, True
         return
     if isinstance(head, Doubt):
@@ -207,7 +207,7 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
         scan(segment, reader, found, min(facts.st_size, wanted), stopped)
         return
     found.sealed = True
-    found.records = _believed(lines, found.head, wanted, found.pending_aborts)
+    found.records = _believed(lines, found.head, wanted, found.doubts)
 
 
 def _other_size(head: SegmentHead | Doubt, wanted: int) -> bool:
@@ -269,7 +269,7 @@ def _footer(segment: Segment, reader: Reader, found: Recovered) -> Records | Non
     answer = footer_count(tail[-PAGE_BYTES:], head)
     if answer is None or isinstance(answer, Doubt):
         if answer is not None:
-            found.pending_aborts[answer] += 1
+            found.doubts[answer] += 1
         return None
     count, end = answer
     need = footer_pages(count) * PAGE_BYTES
@@ -277,7 +277,7 @@ def _footer(segment: Segment, reader: Reader, found: Recovered) -> Records | Non
         tail = reader.lend(segment.fd, size - need, need)
     lines = parse_footer(tail, count) if len(tail) >= need else None
     if lines is None:
-        found.pending_aborts[Doubt.DAMAGED] += 1
+        found.doubts[Doubt.DAMAGED] += 1
         return None
     found.head, found.end = head, end
     return lines
@@ -288,13 +288,11 @@ def _head_of_footer(page: U8, head: SegmentHead) -> SegmentHead:
     return SegmentHead(head.log_id, sequence, head.segment_bytes, 0)
 
 
-def _believed(
-    lines: Records, head: SegmentHead, end_bytes: int, pending_aborts: Counter[Doubt]
-) -> Records:
+def _believed(lines: Records, head: SegmentHead, end_bytes: int, doubts: Counter[Doubt]) -> Records:
     """Return the lines that belong here, of whole blocks only."""
-    wrong = pending_aborts_of(lines, head, end_bytes)
+    wrong = doubts_of(lines, head, end_bytes)
     if wrong:
         for reason, rows in wrong.items():
-            pending_aborts[reason] += len(rows)
+            doubts[reason] += len(rows)
         lines = np.delete(lines, np.concatenate(list(wrong.values())))
-    return whole_blocks(lines, pending_aborts)
+    return whole_blocks(lines, doubts)

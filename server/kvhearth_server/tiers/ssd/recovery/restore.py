@@ -107,7 +107,7 @@ class Adopter:
             self._on_progress(self._recovery.read, self._recovery.total)
 
     def _begin(self, found: Recovered) -> None:
-        for reason, count in found.pending_aborts.items():
+        for reason, count in found.doubts.items():
             self._counts.add(f"dropped_{reason.value}", count)
         self._at = 0
         if found.portions:

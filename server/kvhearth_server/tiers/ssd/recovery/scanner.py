@@ -22,8 +22,8 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_MAGIC,
     Doubt,
     SegmentHead,
+    doubts_of,
     pages_of,
-    pending_aborts_of,
     record_pages,
 )
 from kvhearth_server.tiers.ssd.index import rows_of
@@ -79,7 +79,7 @@ class Recovered:
     foreign: bool = False
     locked: bool = False
     failed: OSError | None = None
-    pending_aborts: Counter[Doubt] = field(default_factory=Counter)
+    doubts: Counter[Doubt] = field(default_factory=Counter)
 
     def sort_out(self) -> None:
         """Make the portions; afterwards nothing refers to the reader's memory."""
@@ -89,7 +89,7 @@ class Recovered:
             self.records = np.zeros(0, RECORD_DTYPE)
 
 
-def whole_blocks(lines: Records, pending_aborts: Counter[Doubt]) -> Records:
+def whole_blocks(lines: Records, doubts: Counter[Doubt]) -> Records:
     """Drop shards of blocks whose shards are not all there, one after another."""
     if not len(lines) or (lines["shard_count"] == 1).all():
         return lines
@@ -109,7 +109,7 @@ def whole_blocks(lines: Records, pending_aborts: Counter[Doubt]) -> Records:
             good &= (block[name] == block[name][:, :1]).all(axis=1)
         keep[rows[good].reshape(-1)] = True
     if (lost := int((~keep).sum())) > 0:
-        pending_aborts[Doubt.INCOMPLETE] += lost
+        doubts[Doubt.INCOMPLETE] += lost
     return lines[keep]
 
 
@@ -203,7 +203,7 @@ class _Window:
         """
         places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
         rows = self.rows[places]
-        pending_aborts: list[Doubt | None] = [None] * len(rows)
+        doubts: list[Doubt | None] = [None] * len(rows)
         whole = np.array(_whole(rows), np.bool_)
         ours = rows["log_id"] == head.log_id
         late = rows["segment_sequence"] >= head.sequence
@@ -211,13 +211,13 @@ class _Window:
         good = whole & ours & right
         for index in np.flatnonzero(~good).tolist():
             row = bool(whole[index]), bool(ours[index]), bool(right[index])
-            pending_aborts[index] = _DOUBTS[row.index(False)]
+            doubts[index] = _DOUBTS[row.index(False)]
         rest = np.flatnonzero(good)
-        for doubt, which in pending_aborts_of(rows[rest], head, end_bytes).items():
+        for doubt, which in doubts_of(rows[rest], head, end_bytes).items():
             for index in rest[which].tolist():
-                pending_aborts[index] = doubt
+                doubts[index] = doubt
         for index in np.flatnonzero(~whole | ~ours | late).tolist():
-            yield int(places[index]), pending_aborts[index]
+            yield int(places[index]), doubts[index]
 
     def youngest_life(self, log_id: int) -> int:
         """Return the greatest segment sequence of an otherwise valid header; 0 for none."""
@@ -282,7 +282,7 @@ class _Scan:
                 return
             page = self._go_through(window)
         lines = np.concatenate([np.zeros(0, RECORD_DTYPE), *self._good])
-        found.records = whole_blocks(lines, found.pending_aborts)
+        found.records = whole_blocks(lines, found.doubts)
         found.empty = not len(found.records)
         # A torn record may lie behind the last good one; it is overwritten, and it is never
         # believed.
@@ -306,7 +306,7 @@ class _Scan:
             if at < found.end:
                 continue  # inside a believed record: its payload only looks like a header
             if doubt is not None:
-                found.pending_aborts[doubt] += 1
+                found.doubts[doubt] += 1
                 continue
             after = at + record_pages(window.lengths[index])
             inside = after <= window_end
@@ -320,7 +320,7 @@ class _Scan:
                 good.append(index)
                 found.end = after
             else:
-                found.pending_aborts[Doubt.TORN] += 1
+                found.doubts[Doubt.TORN] += 1
             if not inside:
                 return max(found.end, at + 1)  # the window's memory was needed for the payload
         return max(found.end, window_end)
