@@ -17,11 +17,11 @@ from kvhearth_server.tiers.ssd.format import (
     DirectoryHead,
     Doubt,
     crc_good,
+    doubts_of,
     footer_count,
     parse_directory_page,
     parse_footer,
     parse_segment_page,
-    pending_aborts_of,
 )
 
 
@@ -54,7 +54,7 @@ def test_what_was_written_is_read() -> None:
     assert parse_segment_page(page("ssd_segment")) == HEAD
     record = np.frombuffer(page("ssd_record")[:192].tobytes(), RECORD_DTYPE)
     assert crc_good(record[0])
-    assert pending_aborts_of(record, HEAD, HEAD.segment_bytes) == {}
+    assert doubts_of(record, HEAD, HEAD.segment_bytes) == {}
     tail = np.concatenate([page("ssd_footer_lines"), page("ssd_footer_page")])
     assert footer_count(tail[-PAGE_BYTES:], HEAD) == (2, 35)
     lines = parse_footer(tail, 2)
@@ -81,4 +81,4 @@ def test_another_version_is_told_from_damage() -> None:
     other = MADE.records().copy()
     other["version"] = 2
     MADE.seal(other)
-    assert list(pending_aborts_of(other, HEAD, HEAD.segment_bytes)) == [Doubt.VERSION]
+    assert list(doubts_of(other, HEAD, HEAD.segment_bytes)) == [Doubt.VERSION]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +38,10 @@ CATCH_ALL_ALLOWED = frozenset(
     }
 )
 """The files that may catch every exception. Add one only with its reason."""
+
+ODD_OPENING = re.compile(r"[`\"(]*(?:What|Who|Whose|Whoever|Whatever|Of|So|As|That)\b")
+"""A sentence begins with a verb or a noun that names its subject."""
+ODD_SHARE_MAX = 0.03
 
 UNPICKLERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
@@ -124,3 +132,43 @@ def test_who_catches_everything(path: Path) -> None:
 def test_nothing_is_left_unfinished(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert [word for word in UNFINISHED if word in text] == []
+
+
+def _comments(text: str) -> Iterator[str]:
+    """Runs of comment lines, each run as one text."""
+    run: list[str] = []
+    last = (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start != (last[0] + 1, last[1]):
+                yield " ".join(run)
+                run = []
+            run.append(token.string.lstrip("#:! "))
+            last = token.start
+    yield " ".join(run)
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Sentences of all docstrings, strings that stand as statements, and comments of a module."""
+    told = [
+        node.value.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    for each in (*told, *_comments(text)):
+        for paragraph in re.split(r"\n\s*\n", each):
+            found = re.split(r"(?<=[.!?:;])\s+(?=[A-Z`\"(])", " ".join(paragraph.split()))
+            yield from (one for one in found if re.search("[A-Za-z]{2}", one))
+
+
+def test_sentences_begin_with_a_verb_or_a_noun() -> None:
+    total, odd = Counter[str](), Counter[str]()
+    for path in SOURCES:
+        package = "/".join(_name(path).split("/")[:3][:-1])
+        for sentence in _sentences(path.read_text(encoding="utf-8")):
+            total[package] += 1
+            odd[package] += bool(ODD_OPENING.match(sentence))
+    assert sum(total.values()) > 5000
+    assert {name: odd[name] for name in total if odd[name] >= ODD_SHARE_MAX * total[name]} == {}
