@@ -33,7 +33,7 @@ from kvhearth_lab.bench.ttft.figures import (
 )
 from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
 from kvhearth_lab.bench.ttft.vllm_server import (
-    BlockSpec,
+    ProcessTree,
     Completion,
     EngineFailed,
     EventStream,
@@ -173,7 +173,7 @@ def test_a_session_is_found_behind_any_name() -> None:
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Iterator[BlockSpec]:
+def family(tmp_path: Path) -> Iterator[ProcessTree]:
     """A process with a child that outlives it unless both are ended."""
     child = "import time; time.sleep(60)"
     code = (
@@ -182,12 +182,12 @@ def family(tmp_path: Path) -> Iterator[BlockSpec]:
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    made = BlockSpec(tmp_path / "log", [sys.executable, "-c", code], dict(os.environ))
+    made = ProcessTree(tmp_path / "log", [sys.executable, "-c", code], dict(os.environ))
     yield made
     made.end()
 
 
-def test_a_family_is_found_and_ended(family: BlockSpec) -> None:
+def test_a_family_is_found_and_ended(family: ProcessTree) -> None:
     for _ in range(1000):
         if family.said():
             break
