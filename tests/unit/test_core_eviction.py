@@ -218,7 +218,7 @@ def test_nothing_is_left_to_evict() -> None:
 @POLICIES
 def test_a_victim_does_not_cost_a_look_at_every_namespace(eviction: str) -> None:
     """With a thousand namespaces 2,048 victims took 3.5 s: all policies were sorted for each."""
-    spaces, victims = 50, 128
+    spaces, victims = 50, 32
     rig = Rig(2 * spaces, eviction=eviction)
     for number in range(spaces):
         session = rig.attach(contract(revision=str(number)), engine_id=str(number))
@@ -235,5 +235,5 @@ def test_a_victim_does_not_cost_a_look_at_every_namespace(eviction: str) -> None
     finally:
         sys.setprofile(None)
     assert rig.state.counts["evicted_blocks", "space"] == victims
-    assert looks <= 2 * (spaces + victims)
+    assert looks <= victims + 10, "policies were looked at as they filled"
     rig.check()

@@ -80,6 +80,7 @@ class Evictor:
         self._bound(blocks_max)
         self._evicted = 0
         pool = self._state.pools[segment]
+        self._coldest(segment, slot_bytes)  # with each call, so that no call finds a thousand new
         while (have := pool.can_take(slot_bytes)) < count:
             if self.cut_short or (blocks_max is not None and self._evicted >= blocks_max):
                 self.cut_short = True
