@@ -143,9 +143,13 @@ def test_every_verb_and_module_is_there(jailed: Jail) -> None:
     done = jailed.run("kvhearth", "doctor", "--json", "--memory", "64MiB")
     assert "Traceback" not in done.stderr
     assert "version.grpcio" in {one["check"] for one in json.loads(done.stdout)["findings"]}
-    for words in ("--help", "config show --json", "top --once", "bench local --help"):
+    for words in ("--help", "config show --json", "top --once"):
         done = jailed.run("kvhearth", *words.split())
         assert "Traceback" not in done.stderr, done.stderr
+    for words in ("bench local --quick", "torture --help"):
+        done = jailed.run("kvhearth", *words.split())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "pip install 'kvhearth[lab]'" in done.stderr
     done = jailed.run("python3", "-c", _IMPORT_ALL)
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "kvhearth 65532")
 

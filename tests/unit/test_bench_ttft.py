@@ -33,11 +33,11 @@ from kvhearth_lab.bench.ttft.figures import (
 )
 from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
 from kvhearth_lab.bench.ttft.vllm_server import (
-    ProcessTree,
     Completion,
     EngineFailed,
     EventStream,
     Launch,
+    ProcessTree,
     environment,
     parse_counters,
     parse_session,

@@ -129,8 +129,7 @@ def build() -> typer.Typer:
 
 
 def _add_verbs(app: typer.Typer) -> None:
-    """Add the verbs of other distributions; a missing verb of the lab's says what to install."""
-    from functools import partial
+    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
     from importlib import metadata
 
     found = {each.name: each for each in metadata.entry_points(group=VERBS_GROUP)}
@@ -138,17 +137,19 @@ def _add_verbs(app: typer.Typer) -> None:
         if name in found:
             found[name].load()(app)
         else:
-            loose = {"ignore_unknown_options": True, "allow_extra_args": True}
-            app.command(name, hidden=True, add_help_option=False, context_settings=loose)(
-                partial(_not_installed, name)
-            )
+            _add_missing(app, name)
 
 
-def _not_installed(name: str) -> None:
+def _add_missing(app: typer.Typer, name: str) -> None:
+    """Add a hidden verb that takes any words and says what to install."""
     from kvhearth.errors import KVHearthError, Reason
 
-    told = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
-    raise KVHearthError(Reason.CONFIG_INVALID, told)
+    def missing() -> None:
+        told = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
+        raise KVHearthError(Reason.CONFIG_INVALID, told)
+
+    loose = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, hidden=True, add_help_option=False, context_settings=loose)(missing)
 
 
 def exit_code(error: KVHearthError) -> int:
