@@ -41,8 +41,8 @@ BLOCKS_MAX = 700
 
 def fault_points() -> list[str]:
     """Every fault point of the daemon's sources, except those of other tests: of an SSD tier, see
-    ``integration/test_ssd_lives``, ``sim/test_kill_ssd`` and the chaos kit; of an arena that changes
-    its size, see ``integration/test_arena_resize``.
+    ``integration/test_ssd_lives``, ``sim/test_kill_ssd`` and the chaos kit; of an arena that grows
+    or shrinks, see ``integration/test_arena_resize``.
     """
     texts = (path.read_text() for path in (ROOT / "server").rglob("*.py"))
     found = {name for text in texts for name in re.findall(r'\bhit\("([a-z_.]+)"\)', text)}
