@@ -27,11 +27,17 @@ $(VENV)/.ready: pyproject.toml lab/pyproject.toml
 run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daemon die, warm answer
 	$(BIN)/python deploy/examples/warm_restart/run.py $(RUN_ARGS)
 
-test: $(VENV)/.ready   ## the default tests: no GPU, no root needed
-	$(BIN)/pytest -m 'not slow and not gpu and not engines' $(TEST_ARGS)
+# Containers often set it. Each run would then compile the tests anew, and each daemon its modules.
+unexport PYTHONDONTWRITEBYTECODE
+TEST_JOBS ?= 2
+# A file's tests share its daemons, and the long files come first.
+PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes
-	$(BIN)/pytest -m slow $(TEST_ARGS)
+test: $(VENV)/.ready   ## the default tests: no GPU, no root needed; TEST_JOBS=0 runs them in one process
+	$(BIN)/pytest $(PARALLEL) -m 'not slow and not gpu and not engines' $(TEST_ARGS)
+
+test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes; docs/testing.md says how to run longer
+	$(BIN)/pytest $(PARALLEL) -m slow $(TEST_ARGS)
 
 TORTURE_SEED    ?= 1
 TORTURE_SECONDS ?= 600

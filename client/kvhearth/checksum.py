@@ -1,4 +1,4 @@
-"""Checksums over slots, for background threads: xxh3_128 releases the GIL while it runs."""
+"""The checksum of a shard, defined once for clients, daemon, SSD tier and lab."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import xxhash
 
 from kvhearth.model import CHECKSUM_BYTES, U8, Records
 
+checksum_of = xxhash.xxh3_128_digest
+"""Return the checksum of a shard's bytes: xxh3_128 in its canonical, big-endian form, 16 bytes.
+It releases the GIL while it runs.
+"""
+
+RunningChecksum = xxhash.xxh3_128
+"""The same for bytes that come in pieces: ``update`` takes one, ``digest`` returns the checksum."""
+
 
 def sum_extents(views: list[U8], extents: Records) -> U8:
-    """Return the xxh3_128 of each extent, shape (n, 16); ``views`` are the segments' bytes."""
+    """Return the checksum of each extent, shape (n, 16); ``views`` are the segments' bytes."""
     digests = [
-        xxhash.xxh3_128_digest(memoryview(views[segment])[offset : offset + length])
+        checksum_of(memoryview(views[segment])[offset : offset + length])
         for segment, offset, length in zip(
             extents["segment"].tolist(),
             extents["offset"].tolist(),

@@ -11,7 +11,7 @@ import numpy as np
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.fail_open import Caller, T, outcome_unknown, understood
+from kvhearth.fail_open import Caller, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import (
@@ -166,8 +166,8 @@ class Decisions:
             lease: hold the blocks that may be loaded, until ``release``.
             prefetch: start promoting blocks on slower tiers.
         """
-        lease_id = self._ids.draw() if lease else 0
-        own = understood(codec.own_keys, groups)
+        lease_id = self._ids.new_id() if lease else 0
+        own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> LookupResult:
             link = self._caller.link_to_ask()
@@ -199,7 +199,7 @@ class Decisions:
 
     def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
         """Request the promotion of blocks on slower tiers; leases nothing."""
-        own = understood(codec.own_keys, groups)
+        own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> PrefetchResult:
             link = self._caller.link()
@@ -216,12 +216,12 @@ class Decisions:
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
         """Reserve empty slots for the given number of blocks by group; fewer may be granted."""
-        reservation_id = self._ids.draw()
-        own = understood(codec.own_counts, groups)
+        reservation_id = self._ids.new_id()
+        own = parse_arguments(codec.own_counts, groups)
 
         def work() -> Reservation:
             link = self._caller.link()
-            counts = _readable(own)
+            counts = _require_valid(own)
             request = pb.ReserveRequest(
                 reservation_id=reservation_id,
                 epoch=self._own_epoch(),
@@ -260,12 +260,12 @@ class Decisions:
                 current epoch, which is right only if the weights cannot have changed since.
         """
 
-        own = understood(codec.own_commits, groups)
+        own = parse_arguments(codec.own_commits, groups)
 
         def work() -> CommitResult:
             link = self._caller.link_to_ask()
             _check_boot(link, boot_id)
-            commits = _readable(own)
+            commits = _require_valid(own)
             try:
                 query = codec.count_commits(commits, link.welcome.keys_max)
                 computed = self._own_epoch() if epoch is None else epoch
@@ -301,12 +301,12 @@ class Decisions:
         Returns:
             The reason why nothing was queued (such as ``stale_boot``), or empty.
         """
-        own = understood(_own_extents, groups)
+        own = parse_arguments(_own_extents, groups)
 
         def work() -> str:
             link = self._caller.link()
             _check_boot(link, boot_id)
-            self._returns.abort(link, _readable(own), in_doubt=in_doubt)
+            self._returns.abort(link, _require_valid(own), in_doubt=in_doubt)
             return ""
 
         return self._caller.decide("abort", work, str)
@@ -332,8 +332,8 @@ class Decisions:
 
     def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
         """Protect blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
-        pin_id = self._ids.draw()
-        own = understood(codec.own_keys, groups)
+        pin_id = self._ids.new_id()
+        own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> Pin:
             link = self._caller.link()
@@ -368,7 +368,7 @@ class Decisions:
 
     def touch(self, groups: KeysByGroup) -> None:
         """Mark blocks as used, in the background."""
-        own = understood(codec.own_keys, groups)
+        own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> None:
             link = self._caller.link()
@@ -443,7 +443,7 @@ class Decisions:
         return epoch
 
     def _query(self, link: Link, groups: KeysByGroup | None) -> Query:
-        query = codec.pack_query(self._contract, _readable(groups), link.welcome.keys_max)
+        query = codec.pack_query(self._contract, _require_valid(groups), link.welcome.keys_max)
         if query.cut_count:
             self._counters.add("keys_cut", query.cut_count)
         return query
@@ -474,7 +474,7 @@ def _check_boot(link: Link, boot_id: str) -> None:
         raise KVHearthError(Reason.STALE_BOOT, "these extents are another boot's: they are void")
 
 
-def _readable(argument: T | None) -> T:
+def _require_valid(argument: T | None) -> T:
     if argument is None:
         raise KVHearthError(Reason.BAD_MESSAGE, "the call's argument is not what it should be")
     return argument
@@ -552,7 +552,7 @@ class KVClient(Decisions):
     def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
         super().__init__(url, contract, hello)
         self._closing = threading.Lock()
-        self._let_go = False
+        self._finished = False
         self._session_manager.start()
 
     @property
@@ -617,7 +617,7 @@ class KVClient(Decisions):
         True the old mapping stays and no new session begins. Copiers of the old mapping should be
         closed by then, or drop their arrays.
         """
-        self._session_manager.drains.add(drain)
+        self._session_manager.quiesce_hooks.add(drain)
 
     def add_attached(self, attached: Attached) -> None:
         """Register a callback that prepares a new session.
@@ -646,8 +646,8 @@ class KVClient(Decisions):
         if self._caller.foreign:
             return True
         with self._closing:
-            if not self._let_go:
+            if not self._finished:
                 self._caller.close()
                 self._session_manager.stop(deadline_s)
-                self._let_go = self._session_manager.finish(deadline_s)
-            return self._let_go
+                self._finished = self._session_manager.finish(deadline_s)
+            return self._finished

@@ -93,6 +93,6 @@ class Warnings:
             self._next_at[kind] = now + _WARNING_PAUSE_S
             unsaid = self._unsaid.pop(kind, 0)
         if unsaid:
-            LOGGER.warning(text + " (%d more since it was last said)", *args, unsaid)
+            LOGGER.warning(text + " (%d similar messages suppressed)", *args, unsaid)
         else:
             LOGGER.warning(text, *args)

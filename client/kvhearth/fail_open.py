@@ -134,7 +134,7 @@ def outcome_unknown(error: KVHearthError) -> bool:
     return not isinstance(error, NotSent) and error.reason in _ANSWERED_LATE
 
 
-def understood(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
+def parse_arguments(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | None:
     """Return ``read(argument)``, or None if an engine's argument is malformed."""
     try:
         return read(argument)
@@ -197,7 +197,7 @@ class Caller:
         Skips the check for a dead daemon where the call itself notices one as soon.
         """
         link = self.held_link()
-        if not link.transport.warm() and self._died(link):
+        if not link.transport.has_connection() and self._died(link):
             raise NotSent(Reason.DAEMON_AWAY, "the daemon has gone")
         return link
 
@@ -285,7 +285,7 @@ class Caller:
         """Return whether the daemon has died; if so, the link is lost."""
         if link.session.alive():
             return False
-        self._session_manager.lose(link, "its life line ended")
+        self._session_manager.lose(link, "its attach socket closed")
         return True
 
     def _allowed(self, link: Link) -> bool:

@@ -20,7 +20,7 @@ class Ids:
     def __init__(self) -> None:
         self._drawn: list[int] = []
 
-    def draw(self) -> int:
+    def new_id(self) -> int:
         """Return a random id: not 0, and below 2^63 - 1, so that it fits any signed integer."""
         try:
             return self._drawn.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -14,15 +15,23 @@ _FAILURE_PAUSE_S = 0.1
 _EXIT_S = 0.5
 
 
-class Worker:
-    """A thread that repeats one step until it is stopped.
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class SupervisedThread:
+    """A thread, or several alike, that repeats one step until it is stopped.
 
     Args:
         name: name of the thread.
-        step: does the work that is due; waits on ``changed`` while there is none, a fraction of a
-            second at most.
+        step: does the work that is due; waits while there is none, on ``changed`` for a fraction of
+            a second at most, or on what ``wake`` ends.
         recover: called after a step that raised: counts the failure and gives the step's unfinished
             work an outcome.
+        wake: ends the wait of one thread; called by ``stop`` for each.
+        at_exit: called when the interpreter ends, after all supervised threads were stopped.
+        pause_s: rest after a failure.
+        threads: number of threads.
 
     Attributes:
         changed: guards the owner's state; notified by ``stop``.
@@ -32,14 +41,30 @@ class Worker:
             held for ever.
     """
 
-    def __init__(self, name: str, step: Callable[[], None], recover: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], None],
+        recover: Callable[[], None] = _nothing,
+        *,
+        wake: Callable[[], None] = _nothing,
+        at_exit: Callable[[], None] = _nothing,
+        pause_s: float = _FAILURE_PAUSE_S,
+        threads: int = 1,
+    ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.stopping = False
         self.pid = os.getpid()
         self._step = step
         self._recover = recover
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._wake = wake
+        self.at_exit = at_exit
+        self._pause_s = pause_s
+        names = [f"{name}-{index}" for index in range(threads)] if threads > 1 else [name]
+        self._threads = [
+            threading.Thread(target=self._main, name=each, daemon=True) for each in names
+        ]
         _live.add(self)
 
     @property
@@ -49,44 +74,61 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
+
+    def rest(self, seconds: float) -> None:
+        """Wait, but not beyond ``stop``."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopping, seconds)
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread after its step; False if that took longer than ``deadline_s``.
 
         Idempotent.
         """
+        end = time.monotonic() + deadline_s
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(max(deadline_s, 0.0))
-        return not self._thread.is_alive()
+        for _ in self._threads:
+            self._wake()
+        for thread in self._threads:
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(max(end - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        # The owner and the memory that it maps live no longer than others need them.
+        self._step = self._recover = self._wake = _nothing
+        return True
 
     def _main(self) -> None:
         while not self.stopping:
             try:
                 self._step()
             except Exception:  # noqa: BLE001 - thread main: it survives any failure
-                LOGGER.exception("a step of %s failed, going on", self._thread.name)
+                LOGGER.exception("a step of %s failed, going on", threading.current_thread().name)
                 self._recover_quietly()
 
     def _recover_quietly(self) -> None:
         try:
             self._recover()
         except Exception:  # noqa: BLE001 - thread main
-            LOGGER.exception("%s could not recover", self._thread.name)
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopping, _FAILURE_PAUSE_S)
+            LOGGER.exception("%s could not recover", threading.current_thread().name)
+        self.rest(self._pause_s)
 
 
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()
+_live: weakref.WeakSet[SupervisedThread] = weakref.WeakSet()
 
 
 def _stop_at_exit() -> None:
-    """Stop all workers, because a thread inside gRPC can crash an interpreter that ends."""
-    for worker in list(_live):
-        worker.stop(_EXIT_S)
+    # A thread inside gRPC can crash an interpreter that ends. All are stopped first: one that still
+    # runs would find its session closed and report a lost daemon.
+    ended = list(_live)
+    for each in ended:
+        each.stop(_EXIT_S)
+    for each in ended:
+        each.at_exit()
 
 
 def _after_fork_in_child() -> None:

@@ -1,1 +1,7 @@
 """The KVHearth daemon."""
+
+import os
+
+# gRPC's C library prints what a peer sends as it came: forged lines, terminal escapes. It reads
+# this when it is loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

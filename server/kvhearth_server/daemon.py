@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.config.rlimit import raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
-from kvhearth_server.engine.checksums import Background
+from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.engine.garbage import collect_when_idle, spare_survivors
 from kvhearth_server.engine.scrub import Scrub
@@ -31,12 +33,14 @@ from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import StartBar, get_logger
+from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.ownership import foreign
 from kvhearth_server.preflight import arena_plan, check, lock_sockets, socket_files, socket_refusal
-from kvhearth_server.ssd_startup import follow_recovery, open_tier
-from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers
+from kvhearth_server.tiers.base import Tier
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import AttachServer, Tenancy
-from kvhearth_server.transport.dispatch import Decisions
+from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.rpc.server import RpcServer
 
@@ -52,13 +56,15 @@ _TRIM_PAUSE_S = 0.25
 _log = get_logger("kvhearth.daemon")
 
 
-def run(settings: Settings, plan: ArenaPlan | None = None, disk: Environment | None = None) -> int:
+def run(
+    settings: Settings, plan: ArenaPlan | None = None, kinds: Sequence[TierKind] | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status.
 
     Args:
         settings: the operator's settings.
         plan: an arena that settings cannot describe; by default the settings describe it.
-        disk: files and disk queue of the SSD tier; fault injection passes its own.
+        kinds: kinds of tiers, cheapest first; fault injection passes its own.
 
     Raises:
         KVHearthError: the error that keeps the daemon from starting (memory, arena, sockets).
@@ -70,11 +76,11 @@ def run(settings: Settings, plan: ArenaPlan | None = None, disk: Environment | N
     with StartBar("populating") as progress:
         arena = open_arena(plan or arena_plan(settings), progress.note)
     try:
-        tier = open_tier(settings, arena, disk)
+        tiers = open_tiers(settings, arena, kinds)
         try:
-            return asyncio.run(_serve(settings, arena, tier))
+            return asyncio.run(_serve(settings, arena, tiers))
         finally:
-            if tier is not None:
+            for tier in tiers:
                 tier.close()
     finally:
         arena.close()
@@ -84,22 +90,22 @@ def _tell_hangup(_: int, __: FrameType | None) -> None:
     """Log and ignore SIGHUP: operators send it to reload settings, and dying of it would cost the
     cache.
     """
-    _log.warning("daemon.hangup", told="SIGHUP reloads nothing: restart to change settings")
+    _log.warning("daemon.hangup", message="SIGHUP reloads nothing: restart to change settings")
 
 
-async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
+async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
-    counters = Counters()
-    engine = Engine(arena, _limits(settings), _shell(settings), counters, tier=tier)
+    counters = Counters(COUNTERS)
+    engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     supervisor = Supervisor(counters)
-    background = Background(
+    background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
     admin_token = secrets.token_hex(32)
-    decisions = Decisions(engine, background.verify_blocks)
-    rpc = RpcServer(engine, decisions, admin_token)
-    calls = CallsServer(engine, decisions, timeout_s=settings.attach_timeout_s)
+    dispatcher = Dispatcher(engine, background.verify_blocks)
+    rpc = RpcServer(engine, dispatcher, admin_token)
+    calls = CallsServer(engine, dispatcher, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
@@ -125,7 +131,7 @@ async def _serve(settings: Settings, arena: Arena, tier: SsdTier | None) -> int:
     background.close()
     if engine.tiering is not None:
         if not engine.tiering.tier.drain(settings.drain_timeout_s):
-            _log.warning("the SSD tier did not come to rest in time")
+            _log.warning("ssd.not_at_rest")
         engine.tiering.turn()
     for path in socket_files(settings):
         path.unlink(missing_ok=True)
@@ -160,7 +166,7 @@ def _spare_the_loop() -> None:
 
 
 async def _drain(
-    settings: Settings, engine: Engine, background: Background, rpc: RpcServer
+    settings: Settings, engine: Engine, background: ChecksumWorkers, rpc: RpcServer
 ) -> None:
     """Refuse new stores and sessions; let committed blocks get their checksums and calls in flight
     end, within a time limit.
@@ -173,7 +179,7 @@ async def _drain(
             await _settled(engine, background)
             await rpc.stop(settings.drain_timeout_s)
     except TimeoutError:
-        _log.warning("drain took too long: committed blocks without checksum are summed at restart")
+        _log.warning("daemon.drain_timeout", hint="blocks without checksum are summed at restart")
         await rpc.stop(0)
 
 
@@ -185,7 +191,7 @@ async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer
     await attach.stop()
 
 
-async def _settled(engine: Engine, background: Background) -> None:
+async def _settled(engine: Engine, background: ChecksumWorkers) -> None:
     """Wait until every committed block has its checksum and is written back if it is to be."""
     await background.settled()
     if engine.tiering is not None:
@@ -193,15 +199,16 @@ async def _settled(engine: Engine, background: Background) -> None:
 
 
 def _spawn(
-    settings: Settings, engine: Engine, background: Background, supervisor: Supervisor
+    settings: Settings, engine: Engine, background: ChecksumWorkers, supervisor: Supervisor
 ) -> None:
     """Start the optional tasks that the settings enable."""
-    if engine.tier is not None:
-        supervisor.spawn("recovery", partial(follow_recovery, engine.tier))
+    for tier in engine.tiers:
+        if isinstance(tier, SsdTier):
+            supervisor.spawn("recovery", partial(follow_recovery, tier))
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
-        degraded = DegradedLog(engine.tiering.tier.status.by_kind)
+        degraded = DegradedLog(engine.tiering.tier.problems)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
     if not engine.arena.trim():
@@ -213,7 +220,7 @@ async def _trim(engine: Engine) -> None:
     while not engine.arena.trim([each.lock_byte for each in engine.sessions if not each.ghost]):
         await asyncio.sleep(_TRIM_PAUSE_S)
     engine.write_catalogue()  # the next run may give the arena more memory again
-    _log.info("memory of the larger arena given back")
+    _log.info("arena.trimmed")
 
 
 def _tenancies(settings: Settings) -> list[Tenancy]:
@@ -253,6 +260,8 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     folder = settings.socket_dir
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if hint := foreign(folder):
+            raise PermissionError(errno.EPERM, hint, str(folder))
         lock_sockets(folder)  # for as long as this process lives
         *_, token = files = socket_files(settings)
         for path in files:
@@ -280,7 +289,7 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
     for note in engine.arena.notes:
-        _log.warning("arena", note=note)
+        _log.warning("arena.note", note=note)
     segments = engine.arena.segments
     _log.info(
         "ready",

@@ -20,7 +20,8 @@ from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.memory.room import check_room
-from kvhearth_server.ssd_startup import Probe, check_ssd_dirs, check_ssd_interface
+from kvhearth_server.ownership import foreign
+from kvhearth_server.tier_startup import Probe, check_ssd_dirs, check_ssd_interface
 from kvhearth_server.tiers.ssd.disk.probe import probe
 
 _MEMORY = {Reason.MEMORY_UNAVAILABLE: "memory", Reason.HUGEPAGES_UNAVAILABLE: "hugepages"}
@@ -91,6 +92,8 @@ def _sockets(settings: Settings) -> None:
     folder = settings.socket_dir
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     try:
+        if existing == folder and (message := foreign(folder)):
+            raise PermissionError(errno.EPERM, message, str(folder))
         # Permissions alone do not tell: even root may not write to /proc or to a read-only mount.
         Path(tempfile.mkdtemp(prefix=".kvhearth-", dir=existing)).rmdir()
         for path in socket_files(settings):
@@ -104,8 +107,8 @@ def _sockets(settings: Settings) -> None:
 
 def socket_refusal(folder: Path, error: OSError) -> KVHearthError:
     """Return the error for a socket directory that cannot be used."""
-    told = f"cannot use {folder}: {error.strerror}; choose another --socket-dir"
-    return KVHearthError(Reason.SOCKET_UNUSABLE, told)
+    message = f"cannot use {folder}: {error.strerror}; choose another --socket-dir"
+    return KVHearthError(Reason.SOCKET_UNUSABLE, message)
 
 
 def lock_sockets(folder: Path, how: int = fcntl.LOCK_EX) -> int:

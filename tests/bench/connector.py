@@ -1,10 +1,10 @@
-"""Measures the vLLM connector's halves: one step at 64 running requests, and planning a large copy.
+"""Measures the connectors' core: one step at 64 running requests, and planning a large copy.
 Prints one JSON object.
 
     python tests/bench/connector.py
 
-Uses a daemon of its own and the real halves, without vLLM. Results are medians in microseconds;
-compare them only within one run, because machines differ.
+Uses a daemon of its own and the real halves, without an engine. Results are medians in
+microseconds; compare them only within one run, because machines differ.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.daemon import running_daemon
-from support.vllm_fake import BLOCK_TOKENS, FakeEngine, FakeOutput, fake_engine
+from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, scripted_engine
 
-from kvhearth.connectors.vllm.step_metadata import Move
-from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
+from kvhearth.connectors.core.engine import Step
+from kvhearth.connectors.core.step_metadata import Move
+from kvhearth.copiers.batch import Batch, HeldArena, as_arrays
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.page_layout import PagedKV
 
@@ -34,7 +35,7 @@ LAYERS = 32
 PROMPT_TOKENS = 480
 
 
-def step_us(engine: FakeEngine) -> dict[str, float]:
+def step_us(engine: ScriptedEngine) -> dict[str, float]:
     """Return the scheduler's time for decode steps: for steps that store nothing, and for all
     steps.
     """
@@ -50,9 +51,8 @@ def step_us(engine: FakeEngine) -> dict[str, float]:
     stored = []
     for _ in range(STEPS):
         scheduled = {request.request_id: 1 for request in requests}
-        output = FakeOutput(scheduled, {one.request_id: one.tables for one in requests})
         began = time.perf_counter()
-        meta = engine.half.plan_step(output)
+        meta = engine.half.plan_step(Step(RUNNING, scheduled, engine.find_table))
         engine.half.step_done(None, set(), set())
         (stored if meta.stores else taken).append((time.perf_counter() - began) * 1e6)
         for worker in engine.workers:
@@ -70,7 +70,7 @@ def step_us(engine: FakeEngine) -> dict[str, float]:
     }
 
 
-def plan_us(engine: FakeEngine) -> float:
+def plan_us(engine: ScriptedEngine) -> float:
     """Return a worker's time to plan one load of 10,000 fragments, 32 layers of each block: select
     the extents, check them against the arena and the generations, cut them into runs. Blocks are
     scattered, so that no two form one run; the layers of one block are one strided copy.
@@ -95,7 +95,7 @@ def plan_us(engine: FakeEngine) -> float:
     taken = []
     for _ in range(30):
         began = time.perf_counter()
-        pages, records = own_arrays(move.pages, move.extents[:, 0])
+        pages, records = as_arrays(move.pages, move.extents[:, 0])
         batch = Batch(kv, held, arena.boot_id, pages, records)
         assert len(batch.runs(64)) == count
         taken.append((time.perf_counter() - began) * 1e6)
@@ -106,10 +106,10 @@ def main() -> None:
     """Measure and print."""
     with (
         running_daemon(memory="256MiB") as daemon,
-        fake_engine(
+        scripted_engine(
             daemon.url(),
             blocks=RUNNING * 2 * PROMPT_TOKENS // BLOCK_TOKENS + 64,
-            stock_tokens=1 << 16,
+            pool_tokens=1 << 16,
             held_percent=90,
         ) as engine,
     ):

@@ -152,7 +152,7 @@ class Rig:
         return np.frombuffer(sums, np.uint8).reshape(-1, 16)
 
     def hold(self) -> None:
-        """Let no copy end until ``let_go``."""
+        """Let no copy end until ``proceed``."""
         if self.kind == "cuda":
             pytest.skip("a real device cannot be held back")
         self.device.held = True
@@ -160,12 +160,12 @@ class Rig:
         if self.kind.startswith("host"):
             self.arena.on_alive = lambda question: self._go.wait(DEADLINE_S) and None
 
-    def let_go(self) -> None:
+    def proceed(self) -> None:
         self.device.held = False
         self._go.set()
 
     def close(self) -> None:
-        self.let_go()
+        self.proceed()
         assert self.copier.close(DEADLINE_S)
         self.copier.check_books()  # type: ignore[attr-defined]
         cuda = self.device.cuda
@@ -461,7 +461,7 @@ class TestCopierContract:
         pages, extents = np.array([0, 1]), rig.extents([0, 1])
         ticket = rig.copier.store(BOOT, pages, extents)
         pages[:], extents["offset"] = 10**9, 10**9
-        rig.let_go()
+        rig.proceed()
         assert rig.outcome(ticket).ok.all()
 
     def test_the_queue_is_bounded(self, make_rig: MakeRig) -> None:
@@ -476,7 +476,7 @@ class TestCopierContract:
         assert tickets[1] is not None
         assert tickets[2] is None
         assert rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=0.02) is None
-        rig.let_go()
+        rig.proceed()
         late = rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=DEADLINE_S)
         assert rig.outcome(late).ok.all()
         assert {done.ticket for done in rig.copier.poll()} <= set(tickets[:2])
@@ -490,7 +490,7 @@ class TestCopierContract:
         assert rig.copier.wait(ticket, 0.0) is None
         assert not rig.copier.drain(0.02)
         assert rig.copier.poll() == []
-        rig.let_go()
+        rig.proceed()
         assert rig.copier.drain(DEADLINE_S)
         assert rig.outcome(ticket).ok.all()
 
@@ -552,7 +552,9 @@ class TestCopierContract:
     def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         if rig.kind != "cuda-scripted":
-            pytest.skip("pipelines keep a forked child from the host copier; CUDA ends with a fork")
+            pytest.skip(
+                "the cache keeps a forked child from the host copier; CUDA ends with a fork"
+            )
         rig.hold()
         ticket = rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
         assert ticket is not None
@@ -571,7 +573,7 @@ class TestCopierContract:
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        rig.let_go()
+        rig.proceed()
         assert rig.outcome(ticket).ok.all()
 
     def test_close_drains(self, make_rig: MakeRig) -> None:
@@ -584,7 +586,7 @@ class TestCopierContract:
         with pytest.raises(KVHearthError) as caught:
             rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
         assert caught.value.reason is Reason.CLOSED
-        rig.let_go()
+        rig.proceed()
         assert rig.copier.close(DEADLINE_S)
         assert rig.copier.close(DEADLINE_S)
         outcomes = rig.copier.poll()

@@ -139,7 +139,10 @@ class EvictionContract:
         run_state_machine_as_test(
             lambda: PolicyMachine(self.name, slot_count),
             settings=settings(
-                max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+                max_examples=settings.default.max_examples,
+                stateful_step_count=40,
+                deadline=None,
+                print_blob=True,
             ),
         )
 

@@ -23,8 +23,10 @@ from support.tiers import (
     settings,
 )
 
+from kvhearth.model import U8
 from kvhearth_server.tiers.base import (
-    PLACE_DTYPE,
+    ADDRESS_DTYPE,
+    BlockSpec,
     Corrupt,
     Done,
     Failed,
@@ -34,6 +36,7 @@ from kvhearth_server.tiers.base import (
     Throttled,
     Tier,
 )
+from kvhearth_server.tiers.chain import TierChain, demotion_region
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -43,10 +46,11 @@ KINDS = [
     "ssd-two-drives",
     "ssd-tmpfs",
     "ssd-flushed",
+    "chain",
 ]
 
 
-def make_ssd(kind: str, folder: Path, arena: Arena) -> SsdTier:
+def make_ssd(kind: str, folder: Path, arena: Arena, *regions: U8, offers: bool = False) -> SsdTier:
     """Make a tier of the given kind, its log recovered."""
     what = kind.removeprefix("ssd-")
     interface = what if what in NAMES else "auto"
@@ -54,9 +58,17 @@ def make_ssd(kind: str, folder: Path, arena: Arena) -> SsdTier:
         pytest.skip(f"{interface}: {verdict.reason}")
     folders = [folder / "one", folder / "two"] if what == "two-drives" else [folder / "one"]
     found = settings(*folders, interface=interface, flush=what == "flushed")
-    tier = SsdTier(found, [arena.bytes])
+    tier = SsdTier(found, [arena.bytes, *regions], offers=offers)
     Desk(tier, arena).settle()
     return tier
+
+
+def make_chain(folder: Path, arena: Arena) -> TierChain:
+    """Make an SSD tier with a small tier of memory behind it."""
+    region = demotion_region()
+    dram = DramTier([arena.bytes, region], SEGMENT_BYTES, batch_blocks_max=512)
+    ssd = make_ssd("ssd-auto", folder, arena, region, offers=True)
+    return TierChain([ssd, dram], 1, lambda _: True)
 
 
 @pytest.fixture(params=KINDS)
@@ -66,6 +78,8 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
     if kind == "dram":
         tier: Tier = DramTier([arena.bytes], 8 * SEGMENT_BYTES, batch_blocks_max=512)
         yield from drive(Counting(tier), arena)
+    elif kind == "chain":
+        yield from drive(Counting(make_chain(tmp_path, arena)), arena)
     elif kind == "ssd-tmpfs":
         with tmpfs_directory() as folder:
             yield from drive(Counting(make_ssd(kind, folder, arena)), arena)
@@ -187,15 +201,49 @@ def test_forget(desk: Desk) -> None:
 
 def test_room_is_made_by_evicting_and_evictions_are_told(desk: Desk) -> None:
     desk.store_all(range(600))
-    gone = {key for each in desk.tier.take_evicted() for key in each.keys}
+    reported = {key for each in desk.tier.take_evicted() for key in each.keys}
     present = desk.tier.look_up(family(), keys_of(range(600))).present
     assert 0 < present.sum() < 600
-    assert gone == {key_of(number) for number in np.flatnonzero(~present).tolist()}
+    gone = {key_of(number) for number in np.flatnonzero(~present).tolist()}
+    # A chain also tells of blocks that one tier dropped and another one has.
+    assert gone <= reported if isinstance(desk.tier.inner, TierChain) else gone == reported
     assert desk.tier.take_evicted() == []
     found = np.flatnonzero(present).tolist()
     for start in range(0, len(found), 64):
         part = found[start : start + 64]
         assert len(desk.load(part).rows(Done)) == len(part)
+
+
+def test_a_walk_returns_every_block_once(desk: Desk) -> None:
+    shapes = [family(), family(group=1, shards=2)]
+    for of in shapes:
+        desk.store_all(range(20), of)
+    found: dict[BlockSpec, list[bytes]] = {}
+    cursor, steps = 0, 0
+    while cursor or not steps:
+        cursor, step = desk.tier.walk(cursor, 7)
+        assert sum(len(keys) for _, keys in step) <= 7
+        for of, keys in step:
+            found.setdefault(of, []).extend(keys)
+        steps += 1
+    assert {of: sorted(keys) for of, keys in found.items()} == {
+        of: sorted(keys_of(range(20))) for of in shapes
+    }
+    assert desk.tier.blocks == 40
+
+
+def test_a_namespace_is_forgotten_in_portions(desk: Desk) -> None:
+    other = family(namespace=bytes(32))
+    desk.store_all(range(10))
+    desk.store_all(range(4), other)
+    gone: list[bytes] = []
+    while (each := desk.tier.forget_namespace(NAMESPACE, 4)) is not None:
+        assert (each.namespace, each.group, each.cause) == (NAMESPACE, 0, "asked")
+        assert len(each.keys) <= 4
+        gone += each.keys
+    assert sorted(gone) == sorted(keys_of(range(10)))
+    assert not desk.tier.look_up(family(), keys_of(range(10))).present.any()
+    assert desk.tier.look_up(other, keys_of(range(4))).present.all()
 
 
 def test_many_batches_at_once(desk: Desk) -> None:
@@ -258,12 +306,12 @@ def test_rules_for_callers(desk: Desk) -> None:
     with pytest.raises(ValueError, match="room"):
         desk.tier.submit_load(LoadBatch(of, good.keys, places))
     places = good.places.copy()
-    places["region"][0] = 1
+    places["region"][0] = 9
     with pytest.raises(ValueError, match="regions"):
         desk.tier.submit_load(LoadBatch(of, good.keys, places))
     many = desk.tier.batch_blocks_max + 1
     with pytest.raises(ValueError, match="at most"):
-        desk.tier.submit_load(LoadBatch(of, [b"k"] * many, np.zeros((many, 1), PLACE_DTYPE)))
+        desk.tier.submit_load(LoadBatch(of, [b"k"] * many, np.zeros((many, 1), ADDRESS_DTYPE)))
     with pytest.raises(ValueError, match="key"):
         LoadBatch(of, [b"", b"k"], good.places)
     with pytest.raises(ValueError, match="namespace"):

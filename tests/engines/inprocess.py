@@ -21,16 +21,16 @@ def run(out: int, go: int, log: int, options: dict[str, Any], prompts: list[list
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine = LLM(**options)
     os.read(go, 1)
-    told: dict[str, Any] = {"first": _generate(engine, prompts)}
-    told["reset"] = engine.reset_prefix_cache()
+    reported: dict[str, Any] = {"first": _generate(engine, prompts)}
+    reported["reset"] = engine.reset_prefix_cache()
     engine.sleep(level=1)
     engine.wake_up()
     with os.fdopen(out, "w") as file:
-        print(json.dumps(told), file=file, flush=True)
+        print(json.dumps(reported), file=file, flush=True)
         os.read(go, 1)
-        told["second"] = _generate(engine, prompts)
-        told["reset_again"] = engine.reset_prefix_cache()
-        print(json.dumps(told), file=file, flush=True)
+        reported["second"] = _generate(engine, prompts)
+        reported["reset_again"] = engine.reset_prefix_cache()
+        print(json.dumps(reported), file=file, flush=True)
     engine.llm_engine.engine_core.shutdown()
     return 0
 

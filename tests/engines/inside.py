@@ -30,10 +30,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvhearth.connectors.core.settings import parse_settings
+from kvhearth.connectors.core.step_metadata import LoadJob, Move, StepMeta
+from kvhearth.connectors.core.worker import WorkerConnector
+from kvhearth.connectors.vllm.adapter import VllmSettings, describe
 from kvhearth.connectors.vllm.connector import KVHearthConnector
-from kvhearth.connectors.vllm.settings import parse_settings
-from kvhearth.connectors.vllm.step_metadata import LoadJob, Move, StepMeta
-from kvhearth.connectors.vllm.worker import WorkerConnector
 from kvhearth.copiers.base import Done
 from kvhearth.model import EXTENT_DTYPE
 
@@ -91,7 +92,7 @@ def served(words: list[str]) -> dict[str, str]:
     parser = make_arg_parser(FlexibleArgumentParser())
     parsed = parser.parse_args(["--model", words[0], *words[1:]])
     transfer = AsyncEngineArgs.from_cli_args(parsed).kv_transfer_config
-    url = parse_settings(transfer.kv_connector_extra_config).url
+    url = parse_settings(VllmSettings, transfer.kv_connector_extra_config).url
     return {"connector": transfer.kv_connector, "url": url}
 
 
@@ -140,16 +141,19 @@ def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector,
     pages.kv_cache_layout = config.cache_config.kv_cache_layout
     ensure_kv_transfer_initialized(config, pages)
     connector = get_kv_transfer_group()
+    layout = config.cache_config.get_resolved_kv_cache_layout()
+    caches = allocate_kv_cache(pages, torch.device("cpu"), layout)
+    runner = ActiveKVConnector(config, caches)
+    connector.shutdown()
+    settings = parse_settings(VllmSettings, config.kv_transfer_config.kv_connector_extra_config)
     worker = WorkerConnector(
-        parse_settings(config.kv_transfer_config.kv_connector_extra_config),
-        config,
-        pages,
+        settings,
+        *describe(settings, config, pages, caches),
+        engine_id=config.kv_transfer_config.engine_id,
         rank=0,
         make=lambda kv, arena: copier,
     )
     connector._worker = worker
-    layout = config.cache_config.get_resolved_kv_cache_layout()
-    runner = ActiveKVConnector(config, allocate_kv_cache(pages, torch.device("cpu"), layout))
     end = time.monotonic() + READY_S
     while worker._client.arena is None:
         assert time.monotonic() < end, worker.handshake()

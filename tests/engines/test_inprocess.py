@@ -41,18 +41,18 @@ def test_reset_and_sleep_after_the_last_request(
     )
     with led(daemon, logs, options, texts) as (answers, go):
         go.write(b"!")
-        told = json.loads(answers.readline() or "{}")
-        all_same(told["first"], expected, "cold")
-        assert told["reset"] is True, "blocks were held after the last step"
+        reported = json.loads(answers.readline() or "{}")
+        all_same(reported["first"], expected, "cold")
+        assert reported["reset"] is True, "blocks were held after the last step"
         # The engine takes no further step.
         wait_stored(daemon, before + sum((length + 11) // 128 for length in LENGTHS))
         go.write(b"!")
-        told = json.loads(answers.readline() or "{}")
-        all_same(told["second"], expected, "after sleep")
-        assert [each["cached"] for each in told["second"]] == [
+        reported = json.loads(answers.readline() or "{}")
+        all_same(reported["second"], expected, "after sleep")
+        assert [each["cached"] for each in reported["second"]] == [
             whole_blocks(each) for each in LENGTHS
         ]
-        assert told["reset_again"] is True
+        assert reported["reset_again"] is True
     wait_settled(daemon)
 
 
@@ -64,14 +64,14 @@ def led(
     it continue.
     """
     log_path = logs / "in-process.log"
-    out, told = os.pipe()
+    out, reported = os.pipe()
     waits, go = os.pipe()
     with log_path.open("ab") as log:
-        files = [told, waits, log.fileno()]
+        files = [reported, waits, log.fileno()]
         child = engine_nursery().birth(
             "engines.inprocess:run", files, options=options, prompts=texts
         )
-    os.close(told)
+    os.close(reported)
     os.close(waits)
     try:
         with open(out) as answers, open(go, "wb", buffering=0) as door:

@@ -55,7 +55,7 @@ def test_a_prompt_from_ssd_is_the_computed_one(
     """Also if only the SSD has outlived the daemon."""
     options = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "2MiB"}
     with running_daemon(arena=False, memory="20MiB", **options) as daemon:
-        flag = connector(daemon, stock_tokens=STOCK_TOKENS, climb_wait_ms=60_000)
+        flag = connector(daemon, pool_tokens=STOCK_TOKENS, promotion_wait_ms=60_000)
         over = arguments(max_num_batched_tokens=STOCK_TOKENS, kv_transfer_config=flag)
         with running_engine(logs, **over) as engine:
             wait_attached(daemon)

@@ -26,7 +26,7 @@ from engines.kit import (
 )
 from support.daemon import Daemon, running_daemon, until
 
-ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
 """Requests of one round; 34 rounds make the thousand of the requirement."""
 LOADED = "vllm:kvhearth_load_bytes"

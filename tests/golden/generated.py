@@ -12,6 +12,7 @@ from typing import Any, cast
 from kvhearth_server.config.load import Settings
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.exposition import metrics_page
+from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.transport.web.routes import describe, make_app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ END = "<!-- End of the generated part. -->\n"
 
 def openapi() -> dict[str, Any]:
     """Return the description of the HTTP application, which needs no daemon."""
-    engine = cast("Any", SimpleNamespace(boot_id="", counters=Counters()))
+    engine = cast("Any", SimpleNamespace(boot_id="", counters=Counters(COUNTERS)))
     return describe(make_app(engine, Settings(), ""))
 
 
@@ -55,8 +56,8 @@ def _package(folder: Path) -> Iterator[str]:
 
 
 def _summary(path: Path) -> str:
-    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(told.partition("\n\n")[0].split()).replace("``", "`")
+    reported = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(reported.partition("\n\n")[0].split()).replace("``", "`")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from kvhearth import Contract, GroupKind, GroupSpec
 from kvhearth.contract import namespace_digest
 from kvhearth.keys import chain_keys, fold_key
 from kvhearth.model import EXTENT_DTYPE
+from kvhearth.transports import base
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import Hello, encode_frame
 from kvhearth_server.core.slot_table import State
@@ -97,6 +98,9 @@ def test_the_calls_of_the_protocol_are_the_documented_ones() -> None:
     for name, number in frames.METHODS.items():
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
         assert f"| {number} {words} | `{name}Request` |" in text
+    assert text.count("Request` |") == len(frames.METHODS)
+    clients = {rpc.name for rpc in vars(base).values() if isinstance(rpc, base.Rpc)}
+    assert clients == set(frames.METHODS)
 
 
 def test_a_frame_is_eight_bytes_and_its_body() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 
+import kvhearth
 from kvhearth import Contract, GroupKind, GroupSpec, connect
 from kvhearth.copiers import CopyKind
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
@@ -116,6 +117,23 @@ def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> N
     assert registration.close()
     torch.cuda.synchronize()
     client.close()
+
+
+def test_the_simple_api_moves_gpu_pages(torch: Any, daemon: Any) -> None:
+    url, _ = daemon
+    shape = (PAGES, BLOCK_TOKENS, PAGE_BYTES // BLOCK_TOKENS // 2)
+    pages = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    contract = kvhearth.contract_for(pages, model="gpu", revision="1", block_tokens=BLOCK_TOKENS)
+    with kvhearth.open(url, contract, wait_s=DEADLINE_S) as cache:
+        for turn, stored in enumerate((pages, list(pages))):
+            keys = [f"{turn} {index}" for index in range(PAGES)]
+            wanted = pages.clone()
+            assert cache.store(keys, stored).result(DEADLINE_S).stored == PAGES
+            for whole in (True, False):
+                blocks = torch.zeros_like(pages)
+                done = cache.load(keys, blocks if whole else list(blocks)).result(DEADLINE_S)
+                assert done.usable_blocks == PAGES
+                assert torch.equal(blocks, wanted)
 
 
 def _pinned(torch: Any, arena: Any) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 
 import kvhearth_server
 from kvhearth.proto.v1 import admin_pb2
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 MIB = 1 << 20
 PAGE = 64 << 10
@@ -263,10 +263,10 @@ def test_memory_that_is_not_there_leaves_the_arena_as_it_was() -> None:
         assert served(engine, keys) == keys
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
     """Stores, evictions, kills (some in the middle of a resize) and sizes, in any order."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     print(f"seed {seed}")
     small = contract_of(48 << 10, model="small")
     with (
@@ -275,16 +275,16 @@ def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
         engine_of(daemon.url(), small, "small") as narrow,
     ):
         mebibytes, known = 16, dict[str, list[bytes]](wide=[], narrow=[])
-        for turn in range(8):
+        for turn in range(5):
             for name, engine in (("wide", wide), ("narrow", narrow)):
-                fresh = named(dice.randint(1, 60), 1000 * (turn + 1))
+                fresh = named(rng.randint(1, 60), 1000 * (turn + 1))
                 known[name] += engine.store(fresh).bound
-            if dice.random() < 0.4:
-                keep(daemon, dice.randint(0, 60))
+            if rng.random() < 0.4:
+                keep(daemon, rng.randint(0, 60))
             before = [served(wide, known["wide"]), served(narrow, known["narrow"])]
             boots = {wide.client.boot_id}
-            wanted = dice.choice([4, 8, 12, 16, 24, 32])
-            for fault in (f"{dice.choice(POINTS)}:1" if dice.random() < 0.5 else "", ""):
+            wanted = rng.choice([4, 8, 12, 16, 24, 32])
+            for fault in (f"{rng.choice(POINTS)}:1" if rng.random() < 0.5 else "", ""):
                 changed(daemon, wide, "kill -9", fault, memory=f"{wanted}MiB")
             until(lambda b=boots: narrow.ready and narrow.client.boot_id not in b, "it attaches")
             after = [served(wide, known["wide"]), served(narrow, known["narrow"])]

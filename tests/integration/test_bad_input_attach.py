@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.raw_door import (
     PAGE_BYTES,
     RawLine,
@@ -34,6 +33,7 @@ from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, encode_frame
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 TIMEOUT_S = 0.6
 """Handshake timeout of the daemon in ``hasty``."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.raw_door import (
     PAGE_BYTES,
     RawSession,
@@ -33,6 +32,7 @@ from support.raw_door import (
 
 from kvhearth.errors import Reason
 from kvhearth.wire.handshake import encode_frame
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 TIMEOUT_S = 1.5
 """Handshake timeout of the daemon in ``hasty``."""
@@ -92,7 +92,7 @@ def test_out_of_descriptors_and_back(hasty: Daemon) -> None:
     finally:
         resource.prlimit(pid, what, old)
     until(lambda: hasty.descriptor_count() <= count, "all descriptors are closed")
-    assert "cannot accept" in hasty.log_text()
+    assert "attach.cannot_accept" in hasty.log_text()
 
 
 def test_sessions_are_bounded() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.raw_calls import RawCalls, packed
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, refused
 
@@ -19,6 +18,7 @@ from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 TIMEOUT_S = 3.0
 MESSAGE_MAX = 1 << 20

@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.raw_door import (
     CALL_S,
     PAGE_BYTES,
@@ -31,6 +30,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.status import error_from_code
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 KEYS_MAX = 64
 LEASES_MAX = 3

@@ -17,7 +17,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.daemon import Daemon, running_daemon
-from support.engine import Engine, contract_of, engine_of
 from support.raw_door import (
     CALL_S,
     PAGE_BYTES,
@@ -36,6 +35,7 @@ from support.raw_door import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 ADMIN = "kvhearth-admin-token"
 

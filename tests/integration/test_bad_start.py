@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon
-from support.engine import contract_of, engine_of
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
+from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.memory.page_kinds import FilesystemKind, KernelMemory, filesystem_kind
 
 CONFIG, MEMORY, OTHER = 2, 3, 1
@@ -91,9 +91,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize("name", BAD_SETTINGS)
 def test_bad_setting(name: str) -> None:
-    settings, told = BAD_SETTINGS[name]
+    settings, reported = BAD_SETTINGS[name]
     with failing(CONFIG, **settings) as words:
-        assert told in words
+        assert reported in words
 
 
 # -- places --------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def daemon_in(folder: Path, **settings: object) -> Iterator[Daemon]:
 
 
 def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
-    with daemon_in(tmp_path / "nowhere") as daemon:
+    with daemon_in(tmp_path / "nowhere" / "arena") as daemon:
         words = last_words(daemon, MEMORY)
     assert "arena_dir" in words
     assert "create it" in words

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvhearth_lab.bench.local.figures import FIGURES, Figure, median_of, missed, p50, p99, ratio_of
+from kvhearth_lab.bench.local.figures import FIGURES
 from kvhearth_lab.bench.local.sizes import FULL, MEMORY_BYTES_MIN, QUICK, sizes_of
-from kvhearth_lab.cli import bench as bench_verb
+from kvhearth_lab.bench.report import Figure, median_of, missed, p50, p99, ratio_of
+from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app
 
 RUN_S = 280.0
@@ -42,33 +43,31 @@ def found() -> dict[str, Any]:
     return last
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_figure_is_a_number(found: dict[str, Any], name: str) -> None:
-    assert isinstance(found[name], int | float)
-    assert not isinstance(found[name], bool)
+@pytest.mark.slow
+def test_figures_are_numbers_with_their_spreads(found: dict[str, Any]) -> None:
+    assert [name for name in NUMBERS if type(found[name]) not in (int, float)] == []
+    spreads = {name: found["spread"][name] for name in SPREADS}
+    assert [n for n, (low, high) in spreads.items() if not low <= found[n] <= high] == []
 
 
+@pytest.mark.slow
 def test_what_does_not_depend_on_the_machine(found: dict[str, Any]) -> None:
     assert found["quick"] is True
     assert found["blocks"] == QUICK.blocks
     assert found["dropped_stores"] == 0
     assert found["stored_blocks"] > QUICK.blocks
     assert found["books"] == {"balanced": True, "errors": []}
-    assert found["missed"] == missed(found)
+    assert found["missed"] == missed(found, FIGURES)
     assert found["pages"]
     assert found["machine"]["cpus"] > 0
 
 
-@pytest.mark.parametrize("name", SPREADS)
-def test_a_ratio_has_its_spread(found: dict[str, Any], name: str) -> None:
-    low, high = found["spread"][name]
-    assert low <= found[name] <= high
-
-
+@pytest.mark.slow
 def test_the_table_has_every_figure(
     found: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench_verb.console().print(bench_verb.shown(found))
+    for each in bench.local_tables(found):
+        bench.console().print(each)
     text = capsys.readouterr().out
     assert all(name in text for name in (*(each.name for each in FIGURES), "books"))
 
@@ -106,6 +105,7 @@ def test_memory_that_cannot_be(text: str, capsys: pytest.CaptureFixture[str]) ->
     assert "--memory: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_or_says_what_it_needs(
     found: dict[str, Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
         assert app.run(["bench", "local", "--plot", str(tmp_path / "p.png")]) == app.EXIT_CONFIG
         assert "pip install 'kvhearth[lab]'" in capsys.readouterr().err
         return
-    from kvhearth_lab.bench.local.plot import draw
+    from kvhearth_lab.bench.local.figures import draw
 
     draw(found, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

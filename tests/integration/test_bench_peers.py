@@ -1,7 +1,7 @@
 """``kvhearth bench peers`` as a whole: our daemon beside a peer in its own process.
 
-The peer of the default test keeps its blocks in memory. The real peers need their environments:
-their test runs only where `make bench-peers` has made them.
+One peer keeps its blocks in memory. The real peers need their environments: their test runs only
+where `make bench-peers` has made them.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Peer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # six processes with their memory, possibly on a busy machine
 def test_a_pair_is_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(harness.__file__), tmp_path / "harness.py")

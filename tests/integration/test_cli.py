@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.engine import Engine, contract_of, engine_of
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.cli import top as top_verb
 
@@ -67,7 +67,7 @@ def asked(run: Run, *words: str) -> Any:
     return json.loads(out)
 
 
-def told(run: Run, *words: str) -> str:
+def reported(run: Run, *words: str) -> str:
     """Returns the verb's text output; the verb succeeds, and stdout has no escapes."""
     code, out, _ = run(*words)
     assert code == 0
@@ -82,7 +82,7 @@ def test_stat(run: Run, daemon: Daemon) -> None:
     assert found["segments"][0]["committed_bytes"] == 16 * PAGE_BYTES
     assert found["counters"]["stored_blocks"] == 8
     assert found["boot_id"] == daemon.stats().boot_id
-    text = told(run, "stat")
+    text = reported(run, "stat")
     assert "stored_blocks" in text
     assert "16 MiB" in text
 
@@ -103,12 +103,12 @@ def test_ls(run: Run, engine: Engine) -> None:
     assert (space["namespace"], space["tenant"], space["blocks"]) == (DIGEST, "default", 8)
     assert (space["bytes"], space["epoch"]) == (16 * PAGE_BYTES, engine.client.epoch)
     assert space["contract"] == json.loads(CONTRACT.to_json())
-    assert DIGEST[:12] in told(run, "ls")
+    assert DIGEST[:12] in reported(run, "ls")
 
 
 def test_ls_of_one(run: Run) -> None:
     assert asked(run, "ls", DIGEST[:4]) == asked(run, "ls")["namespaces"][0]
-    text = told(run, "ls", DIGEST[:4])
+    text = reported(run, "ls", DIGEST[:4])
     assert DIGEST in text
     assert "page_bytes=65536" in text
     code, _, err = run("ls", "zz")
@@ -125,7 +125,7 @@ def test_sessions(run: Run) -> None:
         ("e[red]1", 1, os.getpid()),
     }
     assert {one["namespace"] for one in found} == {DIGEST}
-    text = told(run, "sessions")
+    text = reported(run, "sessions")
     assert "e[red]1" in text, "what an engine is called is no markup"
     assert "scheduler + rank 0 of 2" in text
 
@@ -138,7 +138,7 @@ def test_leases(run: Run, engine: Engine) -> None:
     assert (held["engine_id"], held["namespace"]) == ("e[red]1", DIGEST)
     assert (held["leases"], held["slots"], held["bytes"]) == (2, 12, 12 * PAGE_BYTES)
     assert 0 < held["oldest_s"] < 60
-    assert DIGEST[:12] in told(run, "leases")
+    assert DIGEST[:12] in reported(run, "leases")
     engine.client.release(first.lease)
     until(lambda: asked(run, "leases")["groups"][0]["leases"] == 1, "the release arrives")
     (left,) = asked(run, "leases")["groups"]
@@ -159,7 +159,7 @@ def test_why_a_key_is_no_miss(run: Run, engine: Engine) -> None:
     assert place["epoch"] == place["namespace_epoch"] == engine.client.epoch
     assert (place["leases"], place["pins"]) == (0, 1)
     assert (place["shard_bytes"], place["shards"]) == (PAGE_BYTES, 2)
-    text = told(run, "explain", KEYS[0].hex())
+    text = reported(run, "explain", KEYS[0].hex())
     assert "served" in text
     assert "0 leases, 1 pins" in text
     engine.client.unpin(pin)
@@ -181,7 +181,7 @@ def test_why_a_contract_is_no_miss(run: Run, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(CONTRACT.to_json()), indent=2))
     found = asked(run, "explain", str(path))
     assert (found["kind"], found["exists"], found["namespace"]) == ("contract", True, DIGEST)
-    assert "exists" in told(run, "explain", str(path))
+    assert "exists" in reported(run, "explain", str(path))
 
 
 def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> Non
     (near,) = found["nearest"]
     assert near["namespace"] == DIGEST
     assert near["fields"] == [{"field": "model", "asked": "other", "stored": "m"}]
-    text = told(run, "explain", str(path))
+    text = reported(run, "explain", str(path))
     assert f"namespace {DIGEST[:12]} differs in 1:" in text
     assert "other" in text
 
@@ -202,7 +202,7 @@ def test_top_once(run: Run) -> None:
     assert set(found) == {"stats", "rates", "sessions", "leases"}
     assert found["rates"]["stored_blocks"] > 0
     assert len(found["sessions"]) == 2
-    text = told(run, "top", "--once")
+    text = reported(run, "top", "--once")
     assert "hit ratio" in text
     assert "e[red]1" in text
 
@@ -242,7 +242,7 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
     now = engine.client.epoch
     assert (place["served"], place["epoch"], place["namespace_epoch"]) == (False, now - 1, now)
     assert f"its weights epoch {now - 1} is not the namespace's {now}" in place["why_not"]
-    assert "not served" in told(run, "explain", KEYS[0].hex())
+    assert "not served" in reported(run, "explain", KEYS[0].hex())
 
 
 def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> N
     (tmp_path / "admin.token").write_text("x" * 64)
     code, out, err = run("stat", "--socket-dir", str(tmp_path), "--json")
     assert (code, out) == (1, "")
-    told = "kvhearth: error: send the content of admin.token of the socket directory\n"
-    assert err == told
+    reported = "kvhearth: error: send the content of admin.token of the socket directory\n"
+    assert err == reported
     assert run("health", "--socket-dir", str(tmp_path))[0] == 0
 
 
@@ -302,9 +302,13 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert heard == b"WATCHDOG=1"
         assert daemon.process.wait(60) == 0
         ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)
-        told = json.loads(ready)
-        assert (told["memory_bytes"], len(told["boot_id"]), len(told["pages"])) == (16 << 20, 32, 1)
-        sockets = {told[name] for name in ("attach", "calls", "grpc")}
+        reported = json.loads(ready)
+        assert (reported["memory_bytes"], len(reported["boot_id"]), len(reported["pages"])) == (
+            16 << 20,
+            32,
+            1,
+        )
+        sockets = {reported[name] for name in ("attach", "calls", "grpc")}
         assert sockets == {
             str(daemon.socket_dir / f"{n}.sock") for n in ("attach", "calls", "grpc")
         }

@@ -21,7 +21,8 @@ from support.daemon import running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
 
-from kvhearth.connectors.vllm.settings import URL_ENV, parse_settings
+from kvhearth.connectors.core.settings import URL_ENV, parse_settings
+from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
 from kvhearth.version import __version__
 from kvhearth_server.config.load import ENV_PREFIX, Settings
@@ -190,11 +191,13 @@ def test_an_engine_uses_the_daemon_beside_it(name: str) -> None:
     assert transfer["kv_role"] == "kv_both"
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert [one for one in engine.environment if one.startswith(ENV_PREFIX)] == [URL_ENV]
-    settings = parse_settings(transfer.get("kv_connector_extra_config", {}), engine.environment)
+    settings = parse_settings(
+        VllmSettings, transfer.get("kv_connector_extra_config", {}), engine.environment
+    )
     folder = parse_url(settings.url).socket_dir
-    (volume,) = [one for one, place in engine.mounts.items() if Path(place) == folder]
-    served = Path(engine.daemon_mounts[volume])
-    assert served == _settings({}).socket_dir, "where the daemon has its sockets by default"
+    ((volume, place),) = [one for one in engine.mounts.items() if folder.is_relative_to(one[1])]
+    served = Path(engine.daemon_mounts[volume]) / folder.relative_to(place)
+    assert served == _settings(engine.daemon_environment).socket_dir
 
 
 @pytest.mark.parametrize("name", ENGINES)

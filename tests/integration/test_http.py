@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.http_door import ANY_PORT, Answer, address_of, ask
 from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
+
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 MISSES = ("absent", "epoch", "not_summed")
 UNKNOWN = "a" * 64
@@ -157,8 +158,8 @@ def test_calls_and_clients_are_measured(daemon: Daemon, neighbour: Engine) -> No
     assert found["store_bytes_total{}"] >= 4 * PAGE_BYTES
     assert found["leased_bytes_total{}"] >= 4 * PAGE_BYTES
     assert found["process_resident_memory_bytes{}"] > 0
-    told = until(lambda: ask(daemon, "/v1/stats").json["client_counters"], "a heartbeat")
-    assert told["attaches"] >= 1
+    reported = until(lambda: ask(daemon, "/v1/stats").json["client_counters"], "a heartbeat")
+    assert reported["attaches"] >= 1
 
 
 def test_eviction_has_an_age(daemon: Daemon, neighbour: Engine) -> None:
@@ -196,8 +197,8 @@ ADMIN = (
 def test_admin_token(daemon: Daemon, method: str, path: str, given: str) -> None:
     headers = {"Authorization": given} if given else {}
     before = daemon.counters().get("refusals{not_admin}", 0)
-    told = problem(ask(daemon, path, method, **headers), 403, "not_admin")
-    assert "admin.token" in told
+    reported = problem(ask(daemon, path, method, **headers), 403, "not_admin")
+    assert "admin.token" in reported
     assert daemon.counters()["refusals{not_admin}"] == before + 1
     assert ask(daemon, "/readyz").status == 200
 
@@ -216,8 +217,8 @@ def test_bump_epoch(daemon: Daemon) -> None:
         (space,) = [one for one in spaces if one["contract"]["model"] == "bumped"]
         path = f"/v1/namespaces/{space['namespace']}:bump-epoch"
         stale = json.dumps({"expected_epoch": space["epoch"] + 7}).encode()
-        told = problem(ask(daemon, path, "POST", stale, admin=True), 409, "stale_epoch")
-        assert str(space["epoch"]) in told
+        reported = problem(ask(daemon, path, "POST", stale, admin=True), 409, "stale_epoch")
+        assert str(space["epoch"]) in reported
         right = json.dumps({"expected_epoch": space["epoch"]}).encode()
         assert ask(daemon, path, "POST", right, admin=True).json["epoch"] == space["epoch"] + 1
         assert ask(daemon, path, "POST", admin=True).json["epoch"] == space["epoch"] + 2

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.engine import Engine, Stored, contract_of, engine_of
 from support.puppet import Puppet, puppets
 
 from kvhearth.checksum import sum_extents
@@ -27,6 +26,7 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.model import Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.session.arena import ArenaMapping
+from kvhearth_lab.harness.engine import Engine, Stored, contract_of, engine_of
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining

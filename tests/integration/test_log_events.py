@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.engine import contract_of, engine_of
 from support.http_door import ask
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth.wire import handshake as wire
+from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 
 PAGE = 64 << 10
@@ -33,7 +33,7 @@ FIRST_LINE_CHARS_MAX = 200
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, command=True, http="127.0.0.1:0") as daemon:
+    with running_daemon(arena=False, http="127.0.0.1:0") as daemon:
         yield daemon
 
 
@@ -82,15 +82,15 @@ def test_the_first_line_is_short_and_has_the_version(daemon: Daemon) -> None:
 
 
 def test_all_settings_are_told_for_debugging() -> None:
-    with running_daemon(arena=False, command=True, log_level="debug") as daemon:
+    with running_daemon(arena=False, log_level="debug") as daemon:
         assert event(daemon, "daemon.settings")["memory"] == 16 << 20
 
 
 def test_a_decimal_memory_is_rounded_down_and_told() -> None:
-    with running_daemon(arena=False, command=True, memory="20M") as daemon:
+    with running_daemon(arena=False, memory="20M") as daemon:
         found = event(daemon, "memory.rounded")
-        told = (found["of"], found["asked_bytes"], found["used_bytes"])
-        assert told == ("memory", 20_000_000, 18 << 20)
+        reported = (found["of"], found["asked_bytes"], found["used_bytes"])
+        assert reported == ("memory", 20_000_000, 18 << 20)
         assert daemon.stats().segments[0].bytes == 18 << 20
 
 
@@ -126,8 +126,8 @@ def test_engines_cannot_flood_the_log(daemon: Daemon) -> None:
     def flood() -> bool:
         for number in itertools.islice(numbers, 100):
             lose(daemon, f"e{number}")
-        told = events(daemon, "engine.lost")
-        return sum(line.get("suppressed", 0) for line in told) > 0
+        reported = events(daemon, "engine.lost")
+        return sum(line.get("suppressed", 0) for line in reported) > 0
 
     until(flood, "those that were held back are told", 60)
 
@@ -161,8 +161,8 @@ def test_what_operators_are_refused(daemon: Daemon) -> None:
     path = f"/v1/namespaces/{UNKNOWN}:evict"
     assert ask(daemon, path, "POST", admin=True).status == 404
     found = event(daemon, "admin.evict")
-    told = (found["result"], found["namespace"], found["level"])
-    assert told == ("unknown_namespace", UNKNOWN, "warning")
+    reported = (found["result"], found["namespace"], found["level"])
+    assert reported == ("unknown_namespace", UNKNOWN, "warning")
     for _ in range(20):
         assert ask(daemon, path, "POST").status == 403
     refused = events(daemon, "admin.refused")
@@ -193,7 +193,7 @@ def test_a_hangup_is_told_and_survived(daemon: Daemon) -> None:
 
 
 def test_people_read_the_same_events(tmp_path: Path) -> None:
-    with stopped_daemon(arena=False, command=True, log_format="console") as daemon:
+    with stopped_daemon(arena=False, log_format="console") as daemon:
         daemon.start()
         lose(daemon, "e7")
         until(lambda: "engine.lost" in daemon.log_text(), "the loss is told")

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.cached import CONTRACT, PAGE_BYTES, CachedEngine, cached_engine, new_keys
 from support.daemon import Daemon, running_daemon, until
-from support.engine import contract_of, engine_of
 from support.http_door import ask
-from support.pipelines import CONTRACT, PAGE_BYTES, PipedEngine, new_keys, piped_engine
+
+from kvhearth_lab.harness.engine import contract_of, engine_of
 
 CAPACITY_BLOCKS = (16 << 20) // PAGE_BYTES
 
@@ -44,35 +45,35 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def piped(daemon: Daemon) -> Iterator[PipedEngine]:
-    with piped_engine(daemon.url()) as piped:
-        yield piped
+def cached(daemon: Daemon) -> Iterator[CachedEngine]:
+    with cached_engine(daemon.url()) as cached:
+        yield cached
 
 
-def test_lookups_by_tier_and_reason_sum_to_the_keys(daemon: Daemon, piped: PipedEngine) -> None:
+def test_lookups_by_tier_and_reason_sum_to_the_keys(daemon: Daemon, cached: CachedEngine) -> None:
     keys = new_keys(8)
-    assert piped.store(keys).stored == 8
+    assert cached.store(keys).stored == 8
     for asked in (keys, [*keys[:4], *new_keys(3)], new_keys(5), keys[:1]):
-        piped.client.release(piped.client.lookup({0: asked}).lease)
+        cached.client.release(cached.client.lookup({0: asked}).lease)
     found = Scrape(daemon)
     assert found.of("lookups_total") == 4
     assert found.of("lookup_blocks_total") == 8 + 7 + 5 + 1 == daemon.counters()["lookup_keys"]
     assert found.of("lookup_blocks_total", result="dram") == 8 + 4 + 1
     assert found.of("lookup_blocks_total", result="miss", reason="absent") == 3 + 5
-    epoch = piped.client.epoch
-    piped.client.bump_epoch()
-    assert piped.client.epoch > epoch
-    piped.client.lookup({0: keys})
+    epoch = cached.client.epoch
+    cached.client.bump_epoch()
+    assert cached.client.epoch > epoch
+    cached.client.lookup({0: keys})
     later = Scrape(daemon)
     assert later.of("lookup_blocks_total", result="miss", reason="epoch") == 8
     assert later.of("lookup_blocks_total") == 29 == daemon.counters()["lookup_keys"]
 
 
-def test_bytes_and_seconds_of_copies(daemon: Daemon, piped: PipedEngine) -> None:
+def test_bytes_and_seconds_of_copies(daemon: Daemon, cached: CachedEngine) -> None:
     keys = new_keys(32)
-    assert piped.store(keys).stored == 32
-    assert piped.load(keys).usable_tokens
-    assert piped.load([*keys[:2], *new_keys(2)]).loaded[0].sum() == 2
+    assert cached.store(keys).stored == 32
+    assert cached.load(keys).usable_blocks
+    assert cached.load([*keys[:2], *new_keys(2)]).loaded.sum() == 2
     wanted = {"store": 32 * PAGE_BYTES, "load": 34 * PAGE_BYTES}
     until(
         lambda: Scrape(daemon).of("client_copy_bytes_total", direction="load") == wanted["load"],
@@ -90,9 +91,9 @@ def test_bytes_and_seconds_of_copies(daemon: Daemon, piped: PipedEngine) -> None
     assert found.of("leased_bytes_total") == 34 * PAGE_BYTES
 
 
-def test_evictions_have_a_reason_and_an_age(daemon: Daemon, piped: PipedEngine) -> None:
+def test_evictions_have_a_reason_and_an_age(daemon: Daemon, cached: CachedEngine) -> None:
     for _ in range(2 * CAPACITY_BLOCKS // 64):
-        assert piped.store(new_keys(64)).stored == 64
+        assert cached.store(new_keys(64)).stored == 64
     found = Scrape(daemon)
     evicted = found.of("evictions_total", reason="space")
     assert evicted >= CAPACITY_BLOCKS
@@ -104,11 +105,11 @@ def test_evictions_have_a_reason_and_an_age(daemon: Daemon, piped: PipedEngine) 
     assert found.of("evictable_bytes") == found.of("used_bytes")
 
 
-def test_calls_by_method_and_code(daemon: Daemon, piped: PipedEngine) -> None:
+def test_calls_by_method_and_code(daemon: Daemon, cached: CachedEngine) -> None:
     before = Scrape(daemon)
-    piped.store(new_keys(4))
+    cached.store(new_keys(4))
     for _ in range(5):
-        piped.client.lookup({0: new_keys(2)})
+        cached.client.lookup({0: new_keys(2)})
     found = Scrape(daemon)
     assert found.of("rpc_requests_total", method="Lookup", code="OK") == 5
     assert found.of("rpc_seconds_count", method="Lookup") == 5
@@ -146,7 +147,7 @@ def test_leases_sessions_and_what_a_restart_took_over(daemon: Daemon) -> None:
     assert Scrape(daemon).of("sessions_closed_total") == 1
 
 
-def test_contract_is_the_pipelines() -> None:
+def test_contract_is_the_engines() -> None:
     """The sizes above are those of the contract's blocks: one shard of one page."""
     (group,) = CONTRACT.groups
     assert (group.page_bytes, group.shards) == (PAGE_BYTES, 1)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
-from support.engine import contract_of, engine_of
 from support.memory_places import mounted, tmpfs_directory
 
+from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import parse_size
@@ -26,8 +26,10 @@ from kvhearth_server.memory.page_kinds import (
     KernelMemory,
     filesystem_kind,
 )
+from kvhearth_server.memory.plan import CATALOGUE_NAME
 from kvhearth_server.memory.room import room_of
 from kvhearth_server.preflight import arena_plan
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -162,6 +164,55 @@ def earlier_arena(**values: object) -> Prepare:
     return prepare
 
 
+def open_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.arena_dir = undo.enter_context(tmpfs_directory())
+    daemon.arena_dir.chmod(0o777)
+
+
+def missing_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.arena_dir = undo.enter_context(tmpfs_directory()) / "arena"
+
+
+def foreign_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.arena_dir = undo.enter_context(tmpfs_directory())
+    given_to_nobody(daemon.arena_dir)
+
+
+def foreign_catalogue(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    earlier_arena()(daemon, folder, undo)
+    assert daemon.arena_dir is not None
+    given_to_nobody(daemon.arena_dir / CATALOGUE_NAME)
+
+
+def open_sockets(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.socket_dir.mkdir(parents=True, exist_ok=True)
+    daemon.socket_dir.chmod(0o770)
+
+
+def foreign_sockets(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    daemon.socket_dir.mkdir(parents=True, exist_ok=True)
+    given_to_nobody(daemon.socket_dir)
+
+
+def open_drive(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    ssd_at("drive/kv")(daemon, folder, undo)
+    (folder / "drive/kv").mkdir()
+    (folder / "drive/kv").chmod(0o777)
+
+
+def foreign_head(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    ssd_at("drive/kv")(daemon, folder, undo)
+    daemon.start()
+    daemon.kill()
+    given_to_nobody(folder / "drive/kv" / SUPERBLOCK_NAME)
+
+
+def given_to_nobody(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a file to another user")
+    os.chown(path, 65534, 65534)
+
+
 CASES: dict[str, tuple[Prepare, int]] = {
     "nothing is wrong": (as_it_is, 0),
     "an arena on tmpfs": (earlier_arena(), 0),
@@ -180,6 +231,14 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "an arena of less memory": (earlier_arena(memory="32MiB"), 0),
     "an arena of another geometry": (earlier_arena(slab_bytes="4MiB"), 3),
     "discarding an arena": (earlier_arena(slab_bytes="4MiB", discard_arena=True), 0),
+    "an arena directory that the daemon makes": (missing_arena, 0),
+    "an arena directory that others may write to": (open_arena, 3),
+    "another user's arena directory": (foreign_arena, 3),
+    "another user's catalogue": (foreign_catalogue, 3),
+    "another user's SSD directory file": (foreign_head, 3),
+    "an SSD directory that others may write to": (open_drive, 3),
+    "a socket directory that a group may write to": (open_sockets, 1),
+    "another user's socket directory": (foreign_sockets, 1),
     "an arena that is in use": (arena_in_use, 3),
     "a good SSD directory": (ssd_at("drive/kv"), 0),
     "an SSD directory without a parent": (ssd_at("no/kv"), 3),
@@ -211,14 +270,14 @@ def test_doctor_says_what_serve_does(
         code, verdict = advised(daemon, capsys)
         assert (code, happened(daemon)) == (expected, expected), daemon.log_tail()
         if code:
-            told = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
+            reported = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
             # Except for the memory that is available at the moment.
-            assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", verdict), "the same words"
+            assert re.sub(r"\d+", "N", reported) in re.sub(r"\d+", "N", verdict), "the same words"
 
 
 def test_the_verdict_is_the_last_line(tmp_path: Path) -> None:
     with stopped_daemon(arena=False) as daemon:
-        daemon.arena_dir = tmp_path / "no"
+        daemon.arena_dir = tmp_path / "no" / "arena"
         words = [ROOT / ".venv/bin/kvhearth", "doctor", *daemon.flags()]
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 3
@@ -313,10 +372,10 @@ def test_the_pages_that_are_told_are_exactly_enough(
 @pytest.mark.parametrize("name", ["README.md", "docs/operations.md"])
 def test_the_pages_that_documents_tell_are_the_ones_it_takes(name: str) -> None:
     text = (ROOT / name).read_text()
-    told = {int(each) for each in re.findall(r"vm\.nr_hugepages=(\d+)", text)}
+    reported = {int(each) for each in re.findall(r"vm\.nr_hugepages=(\d+)", text)}
     sizes = re.findall(r"kvhearth serve --memory (\w+)[^`]*?--arena-dir /(?:dev/huge|arena)", text)
     assert sizes
-    assert on_hugetlbfs(Settings(memory=parse_size(sizes[0]))) in told
+    assert on_hugetlbfs(Settings(memory=parse_size(sizes[0]))) in reported
 
 
 def test_the_sidecars_memory_leaves_room_for_catalogue_and_journal() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.engine import Engine, content, contract_of, engine_of
 from support.http_door import ask
 
+from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.format import (
@@ -239,7 +239,7 @@ def test_one_of_two_directories_is_enough(
         assert f"[!]ssd: {bad}/kvhearth.log is of another version" in reply.body.decode()
         assert value(daemon, "ssd_degraded", directory=str(bad), reason="unusable") == 1
         assert value(daemon, "ssd_degraded", directory=str(good), reason="unusable") == 0
-        assert "the SSD tier is degraded" in daemon.log_text()
+        assert "ssd.degraded" in daemon.log_text()
         monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
         assert app.run(["health"]) == 0
         out, err = capsys.readouterr()
@@ -269,7 +269,7 @@ def test_recovery_is_told(tmp_path: Path) -> None:
 
 def _read_back(daemon: Daemon) -> list[int]:
     """Returns, per start, the number of blocks reported as recovered."""
-    lines = [line for line in daemon.log_text().splitlines() if "the SSD log is read back" in line]
+    lines = [line for line in daemon.log_text().splitlines() if "ssd.read_back" in line]
     return [json.loads(line)["blocks"] for line in lines]
 
 

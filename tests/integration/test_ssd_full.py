@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, engine_of
 from support.http_door import ANY_PORT, ask
 from support.memory_places import mounted
 from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, new_keys, store_all
 
+from kvhearth_lab.harness.engine import Engine, engine_of
 from kvhearth_lab.torture.damage import segment_files, taken_bytes
 
 MIB = 1 << 20

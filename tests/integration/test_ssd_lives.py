@@ -11,8 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
-from support.engine import PAGES, Engine, engine_of
 from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_paced
+
+from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 
 BLOCKS = 400
 
@@ -34,7 +35,7 @@ def ask_until_dead(daemon: Daemon, engine: Engine, keys: list[bytes]) -> None:
 )
 def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
     dirs = [f"{tmp_path}/ssd=256MiB"]
-    with stopped_daemon(command=True, **SSD, ssd_dirs=dirs) as daemon:
+    with stopped_daemon(**SSD, ssd_dirs=dirs) as daemon:
         daemon.start()
         keys = new_keys(BLOCKS)
         with engine_of(daemon.url(), CONTRACT) as engine:
@@ -81,7 +82,7 @@ def test_a_life_after_the_directorys_own_file_was_lost(
         daemon.kill()
         damage(tmp_path / "ssd" / "kvhearth.log")
         daemon.start()
-        assert "an SSD directory was mended" in daemon.log_text()
+        assert "ssd.directory_mended" in daemon.log_text()
         with engine_of(daemon.url(), CONTRACT) as engine:
             until(lambda: daemon.read_back, "it is read back")
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
@@ -89,8 +90,8 @@ def test_a_life_after_the_directorys_own_file_was_lost(
 
 def test_a_life_with_much_less_room(tmp_path: Path) -> None:
     folder = tmp_path / "ssd"
-    told = {**SSD, "ssd_segment_bytes": "16MiB"}
-    with stopped_daemon(arena=False, **told, ssd_dirs=[f"{folder}=256MiB"]) as daemon:
+    reported = {**SSD, "ssd_segment_bytes": "16MiB"}
+    with stopped_daemon(arena=False, **reported, ssd_dirs=[f"{folder}=256MiB"]) as daemon:
         daemon.start()
         with engine_of(daemon.url(), CONTRACT) as engine:
             store_paced(engine, daemon, new_keys(BLOCKS))

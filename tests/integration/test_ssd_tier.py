@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.daemon import running_daemon, stopped_daemon, until
-from support.engine import PAGES, engine_of
 from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all, store_paced
+
+from kvhearth_lab.harness.engine import PAGES, engine_of
 
 BLOCKS = 600
 """More blocks than the 16 MiB of memory hold (256)."""

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.daemon import running_daemon
-from support.vllm_fake import BLOCK_TOKENS, FakeEngine, fake_engine
-from support.vllm_world import STOCK_BLOCKS, World
+from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, scripted_engine
+from support.scripted_world import STOCK_BLOCKS, World
 
 SETTINGS = settings(
     deadline=None,
@@ -42,7 +42,7 @@ CHUNKS = st.sampled_from([1, 5, BLOCK_TOKENS, 40, TOKENS_MAX])
 class ConnectorMachine(RuleBasedStateMachine):
     """The machine's rules; the test sets ``engine``."""
 
-    engine: FakeEngine
+    engine: ScriptedEngine
     numbers = count()
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -55,8 +55,6 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     def _names(self, *statuses: str) -> list[str]:
         return [name for name, one in self.world.live.items() if one.status in statuses]
-
-        self.world.sibling_has = dict.fromkeys(self.texts, TOKENS_MAX)
 
     @rule(text=st.integers(0, TEXTS - 1), blocks=st.integers(0, 7))
     def sibling_stores(self, text: int, blocks: int) -> None:
@@ -141,7 +139,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.engine.half._holds.check_books()
+        self.engine.half._block_refs.check_books()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -150,17 +148,17 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
+def engine() -> Iterator[ScriptedEngine]:
     with (
         running_daemon() as daemon,
-        fake_engine(
-            daemon.url(), blocks=64, stock_tokens=STOCK_BLOCKS * BLOCK_TOKENS, held_percent=100
+        scripted_engine(
+            daemon.url(), blocks=64, pool_tokens=STOCK_BLOCKS * BLOCK_TOKENS, held_percent=100
         ) as found,
     ):
         yield found
 
 
-def test_what_is_stored_was_written(engine: FakeEngine) -> None:
+def test_what_is_stored_was_written(engine: ScriptedEngine) -> None:
     machine = type("Machine", (ConnectorMachine,), {"engine": engine, "seen": Counter()})
     run_state_machine_as_test(
         machine, settings=settings(SETTINGS, max_examples=150, stateful_step_count=50)

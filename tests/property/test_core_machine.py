@@ -21,7 +21,7 @@ from support.machine_reads import ReadingRules
 from support.machine_refusals import RefusalRules
 from support.machine_writes import WritingRules
 
-SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "120"))
+SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
 SETTINGS = settings(
     deadline=None,
     print_blob=True,
@@ -36,7 +36,10 @@ class CoreMachine(WritingRules, ReadingRules, RefusalRules):
 
 def test_the_core_against_a_model() -> None:
     run_state_machine_as_test(
-        CoreMachine, settings=settings(SETTINGS, max_examples=100, stateful_step_count=50)
+        CoreMachine,
+        settings=settings(
+            SETTINGS, max_examples=settings.default.max_examples + 20, stateful_step_count=50
+        ),
     )
 
 

@@ -20,10 +20,11 @@ import structlog
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.daemon import READY_S, Daemon, stopped_daemon, until
+from support.daemon import Daemon, stopped_daemon, until
 from support.fuzz import depths, fuzz, values
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness.daemon import READY_S
 from kvhearth_server.cli import app
 from kvhearth_server.cli.sample import settings_yaml
 from kvhearth_server.cli.serve import prepare
@@ -149,7 +150,7 @@ def complaint(err: str) -> str:
     return last
 
 
-@depths(60)
+@depths(30)
 def test_validate_says_what_serve_does(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "kvhearth.yaml"
 
@@ -176,12 +177,12 @@ def test_validate_says_what_serve_does(tmp_path: Path, examples: int) -> None:
         with environment(environ):
             code, out, err = command("config", "validate", "--config", str(path), "--json")
             settings = served(path, {})
-        told = json.loads(out)
-        assert told["valid"] == (settings is not None) == (code == 0)
+        reported = json.loads(out)
+        assert reported["valid"] == (settings is not None) == (code == 0)
         if settings is None:
             assert code == 2
-            assert complaint(err) == f"kvhearth: error: {told['problem']}"
-            one_clear_line(told["problem"])
+            assert complaint(err) == f"kvhearth: error: {reported['problem']}"
+            one_clear_line(reported["problem"])
         else:
             path.write_text(settings_yaml(settings))
             assert load_settings({}, path) == settings, "shown, it can be read again"
@@ -189,7 +190,7 @@ def test_validate_says_what_serve_does(tmp_path: Path, examples: int) -> None:
     check()
 
 
-@depths(50)
+@depths(30)
 def test_any_flags(tmp_path: Path, examples: int) -> None:
     @settings(base, max_examples=examples)
     @given(flags, switches, variables)
@@ -268,7 +269,7 @@ starts = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize(
-    "examples", [6, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    "examples", [6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_valid_settings_start_or_say_why_not(examples: int) -> None:
     @settings(base, max_examples=examples)

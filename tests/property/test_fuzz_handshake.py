@@ -17,7 +17,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.fuzz import changed, depths, fuzz, pieces, refusals_by_reason, unharmed, values
 from support.raw_door import (
     PAGE_BYTES,
@@ -33,6 +32,7 @@ from support.raw_door import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, FrameDecoder, encode_frame
 from kvhearth.wire.status import rebuild_error
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 HANDSHAKE_S = 1.0
 """The daemon's handshake timeout."""

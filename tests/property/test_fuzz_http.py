@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from support.daemon import Daemon, running_daemon
-from support.engine import Engine, contract_of, engine_of
 from support.fuzz import depths, fuzz, refusals_by_reason, unharmed
 from support.http_door import ANY_PORT, address_of, ask
 from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
 
 from kvhearth.errors import STATUS, Reason
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 DESCRIBED = json.loads((Path(__file__).parents[1] / "golden" / "openapi.json").read_text())
 OPERATIONS = sorted(
@@ -104,7 +104,7 @@ def refusals_total(daemon: Daemon) -> float:
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
-@depths(16)
+@depths(10)
 def test_requests_of_the_description(place: Place, label: str, examples: int) -> None:
     daemon = place.daemon
     operation, base_url = operation_of(place.schema, label), url_of(daemon)

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.daemon import Daemon, running_daemon, until
-from support.engine import Engine, contract_of, engine_of
 from support.fuzz import depths, fuzz, pieces, refusals_by_reason, unharmed
 from support.http_door import ANY_PORT, address_of, ask
 from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
 
 from kvhearth.errors import Reason
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
 
 ANSWER_S = 10.0
@@ -153,7 +153,7 @@ CHUNKED = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\nTransfer-Encodin
 
 @depths(150)
 def test_any_bytes(daemon: Daemon, neighbour: Engine, examples: int) -> None:
-    told: list[Reason] = []
+    reported: list[Reason] = []
 
     @settings(fuzz, max_examples=examples)
     @given(st.lists(requests(), max_size=4), st.lists(st.integers(0, 99_999), max_size=3))
@@ -169,14 +169,14 @@ def test_any_bytes(daemon: Daemon, neighbour: Engine, examples: int) -> None:
                 for piece in pieces(data, cuts):
                     line.sendall(piece)
             found, _ = heard(line)
-            told.extend(judged(found))
+            reported.extend(judged(found))
 
     before = refusals_by_reason(daemon)
     with unharmed(daemon, neighbour):
         send()
     after = refusals_by_reason(daemon)
-    for reason in set(told):
-        assert after[reason] - before[reason] >= told.count(reason)
+    for reason in set(reported):
+        assert after[reason] - before[reason] >= reported.count(reason)
     assert ask(daemon, "/readyz").status == 200
 
 

@@ -47,7 +47,7 @@ WELCOME = Welcome("b", 1, "t", 1, "n", 1, SLOTS, 9, 1 << 20, 9, SEGMENTS)
 ASKED = {0: [bytes(32)] * 3, 1: [bytes([1]) * 32] * 2}
 
 
-def told(decode: Callable[[], Any]) -> Any:
+def reported(decode: Callable[[], Any]) -> Any:
     """Returns the value, or None if it was rejected. Any other exception is a failure."""
     with contextlib.suppress(KVHearthError):
         return decode()
@@ -123,7 +123,7 @@ def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl], examples: int) -> 
     def say(body: bytes, more: int, cuts: list[int], passes: int) -> None:
         size = min(max(0, len(body) + more), 0xFFFFFFFF)
         liar.says, liar.passes = pieces(struct.pack("<I", size) + body, cuts), passes
-        session = told(lambda: attach(url, Hello(1, "e", CONTRACT.to_json())))
+        session = reported(lambda: attach(url, Hello(1, "e", CONTRACT.to_json())))
         if session is not None:
             assert len(session.descriptors) == len(session.welcome.segments) + 1
             session.close()
@@ -196,7 +196,7 @@ granted = st.builds(types_pb2.GroupExtents, group=numbers, count=numbers, extent
 @st.composite
 def welcomes(draw: st.DrawFn) -> Welcome:
     """Draws welcomes that a client accepts: normal ones, and barely valid ones."""
-    found = told(lambda: Welcome.from_message(draw(changed(WELCOME.to_message()))))
+    found = reported(lambda: Welcome.from_message(draw(changed(WELCOME.to_message()))))
     return WELCOME if found is None else found
 
 
@@ -215,7 +215,7 @@ def test_any_presence(examples: int) -> None:
     @given(st.lists(presences, max_size=3), welcomes(), st.integers(1, 9))
     def check(replies: list[Any], welcome: Welcome, keys_max: int) -> None:
         query = codec.pack_query(CONTRACT, ASKED, keys_max)
-        found = told(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
+        found = reported(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
         for group, result in (found or {}).items():
             count = len(ASKED[group])
             assert len(result.present) == len(result.ready) == len(result.tiers) == count
@@ -231,9 +231,9 @@ def test_any_bitmaps_and_reservations(examples: int) -> None:
     @given(st.lists(bitmaps, max_size=3), st.lists(granted, max_size=3), welcomes())
     def check(found: list[Any], extents: list[Any], welcome: Welcome) -> None:
         query = codec.pack_query(CONTRACT, ASKED, 9)
-        flags = told(lambda: codec.parse_bitmaps(query, found))
+        flags = reported(lambda: codec.parse_bitmaps(query, found))
         assert flags is None or {g: len(each) for g, each in flags.items()} == {0: 3, 1: 2}
-        taken = told(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
+        taken = reported(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
         for group, each in (taken or {}).items():
             assert each.shape == (len(each), GROUPS[group].shards)
             assert len(each) <= {0: 2, 1: 1}[group]
@@ -299,7 +299,7 @@ def test_extents_are_taken_if_each_of_them_is_good(examples: int) -> None:
         found["length"], found["segment"] = PAGE_BYTES, segment
         for place, (name, value) in changes if count else ():
             found[place % count][name] = value
-        taken = told(lambda: parse_extents(CONTRACT, welcome, 1, found.tobytes(), count))
+        taken = reported(lambda: parse_extents(CONTRACT, welcome, 1, found.tobytes(), count))
         assert (taken is not None) == good(welcome, found)
         assert taken is None or taken.tobytes() == found.tobytes()
 

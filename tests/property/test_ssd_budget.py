@@ -39,7 +39,7 @@ class Driven:
 
     def __init__(self, folders: list[Path], *, prewrite: bool, flush: bool = False) -> None:
         arena = Arena()
-        told = tier_settings(
+        reported = tier_settings(
             *folders,
             segments=6,
             interface="threads",
@@ -48,7 +48,9 @@ class Driven:
             flush=flush,
         )
         self.now = 1000.0
-        self.tier = SsdTier(told, [arena.bytes], environment=Environment(clock=lambda: self.now))
+        self.tier = SsdTier(
+            reported, [arena.bytes], environment=Environment(clock=lambda: self.now)
+        )
         self.desk = Desk(self.tier, arena)
         self.desk.settle()
         self.stored = 0

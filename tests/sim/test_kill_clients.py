@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.engine import contract_of, engine_of
 from support.nursery import Child, nursery
 
+from kvhearth_lab.harness.engine import contract_of, engine_of
+
 ENGINES = 8
-SECONDS = 12.0
-SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
+SECONDS = 6.0
+SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
 SETTINGS = {"memory": "12MiB", "held_fraction_max": 0.9, "leases_max": 64}
 KINDS = (
     {"model": "one", "page_bytes": 16384, "shards": 1, "far": False},
@@ -39,9 +40,9 @@ DAEMON_FAULTS = ("", "", "commit.after:40", "journal.bind_half:25", "sum.compute
 class Cradle:
     """Processes of one engine, one generation after the other."""
 
-    def __init__(self, daemon: Daemon, number: int, dice: random.Random, folder: Path) -> None:
+    def __init__(self, daemon: Daemon, number: int, rng: random.Random, folder: Path) -> None:
         self._daemon = daemon
-        self._dice = dice
+        self._rng = rng
         self._name = f"e{number}"
         self._kind = KINDS[number % len(KINDS)]
         self._files = {"report": str(folder / "report"), "tally": str(folder / "tally")}
@@ -65,8 +66,8 @@ class Cradle:
         """Kills or stops one of the processes."""
         if not self.living:
             return
-        child = self._dice.choice(self.living)
-        if self._dice.random() < 0.6:
+        child = self._rng.choice(self.living)
+        if self._rng.random() < 0.6:
             child.kill()
         else:
             child.send_signal(signal.SIGSTOP)
@@ -82,7 +83,7 @@ class Cradle:
             **self._files,
             "url": self._daemon.url(),
             "name": self._name,
-            "seed": self._dice.randrange(1 << 62),
+            "seed": self._rng.randrange(1 << 62),
         }
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -105,15 +106,15 @@ def run(seconds: float, daemon_life_s: float) -> None:
     """Runs engines for so long, and ends the daemon at about the given age."""
     seed = int(os.environ.get("KVHEARTH_SEED") or secrets.randbelow(1 << 32))
     print(f"\nKVHEARTH_SEED={seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     with running_daemon(**SETTINGS) as daemon:
         with engine_of(daemon.url(), contract_of(16384, model="one"), "first"):
             pass
         daemon.wait_quiet()
         descriptors = daemon.descriptor_count()
-        cradles = [Cradle(daemon, n, dice, daemon.folder) for n in range(ENGINES)]
+        cradles = [Cradle(daemon, n, rng, daemon.folder) for n in range(ENGINES)]
         try:
-            daemon_deaths = live(daemon, cradles, dice, seconds, daemon_life_s)
+            daemon_deaths = live(daemon, cradles, rng, seconds, daemon_life_s)
             die(cradles)
         finally:
             for child in (child for cradle in cradles for child in cradle.living):
@@ -130,7 +131,7 @@ def run(seconds: float, daemon_life_s: float) -> None:
 def live(
     daemon: Daemon,
     cradles: list[Cradle],
-    dice: random.Random,
+    rng: random.Random,
     seconds: float,
     daemon_life_s: float,
 ) -> int:
@@ -138,20 +139,20 @@ def live(
     start = time.monotonic()
     # The last daemon is not killed, and lives long enough to show a leak.
     calm_at = start + seconds / 2
-    kill_at = min(calm_at, start + dice.expovariate(1 / daemon_life_s))
+    kill_at = min(calm_at, start + rng.expovariate(1 / daemon_life_s))
     daemon_deaths = 0
     while (now := time.monotonic()) < start + seconds:
         if daemon.dead or now > kill_at:
             calm = now > calm_at
-            daemon.restart("" if calm else dice.choice(DAEMON_FAULTS))
+            daemon.restart("" if calm else rng.choice(DAEMON_FAULTS))
             daemon_deaths += 1
-            life_s = seconds if calm else dice.expovariate(1 / daemon_life_s)
+            life_s = seconds if calm else rng.expovariate(1 / daemon_life_s)
             kill_at = now + life_s if calm else min(calm_at, now + life_s)
         for cradle in cradles:
             cradle.tend()
-            if dice.random() < 0.05 / MEAN_LIFE_S / ENGINES:
+            if rng.random() < 0.05 / MEAN_LIFE_S / ENGINES:
                 cradle.hit()
-            if dice.random() < 0.02:
+            if rng.random() < 0.02:
                 cradle.go_on()
         assert not reported(daemon), (daemon.folder / "report").read_text()
         time.sleep(0.02)

@@ -100,10 +100,10 @@ def a_world(
             for client in world.clients:
                 client.kill()
             world.daemon.kill()
-            metronome.stop()
+            metronome.stop(1)
 
 
-def told(world: World) -> str:
+def reported(world: World) -> str:
     """Returns the known state of clients and daemon."""
     each = [
         f"{one.name}: {len(world.oracle.known(one.model))} blocks, alive {one.alive}, "
@@ -121,7 +121,7 @@ def until_sealed(world: World, blocks: int) -> None:
         for client in late:
             world.go(client, blocks)
         time.sleep(0.05)
-        assert time.monotonic() < end, "clients store nothing: " + told(world)
+        assert time.monotonic() < end, "clients store nothing: " + reported(world)
 
 
 def found_of(report: Report) -> dict[str, int]:
@@ -145,6 +145,7 @@ def forge(world: World) -> None:
         journal.write(row.tobytes())
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_found(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         check(world)
@@ -158,6 +159,7 @@ def test_wrong_bytes_are_found(tmp_path: Path) -> None:
         assert "served other bytes" in report.texts[0]["text"]
 
 
+@pytest.mark.slow
 def test_damage_that_nobody_announced_is_found(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         with world.paused():
@@ -169,6 +171,7 @@ def test_damage_that_nobody_announced_is_found(tmp_path: Path) -> None:
         assert not report.found[WRONG]
 
 
+@pytest.mark.slow
 def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
     with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
         with world.paused():
@@ -187,6 +190,7 @@ def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
         assert report.found[LOST] == sealed
 
 
+@pytest.mark.slow
 def test_an_orderly_end_that_writes_nothing_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +216,7 @@ def test_an_orderly_end_that_writes_nothing_is_found(
         assert "at an orderly end" in report.texts[0]["text"]
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DRIVE_S", 5.0)
     with a_world(tmp_path, SINKING, ssd=48 * MIB) as (world, report):
@@ -227,6 +232,7 @@ def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.M
         assert "not on the drive" in report.texts[0]["text"]
 
 
+@pytest.mark.slow
 def test_slots_of_a_stopped_client_that_are_given_away_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +256,7 @@ def test_slots_of_a_stopped_client_that_are_given_away_are_found(
             check(world)
             if report.found[CAUGHT]:
                 break
-        assert report.found[CAUGHT], told(world)
+        assert report.found[CAUGHT], reported(world)
 
 
 def forget_reserved(world: World) -> None:
@@ -266,6 +272,7 @@ def forget_reserved(world: World) -> None:
         journal.write(data)
 
 
+@pytest.mark.slow
 def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         with world.paused():
@@ -279,6 +286,7 @@ def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:
         assert found_of(report) == {WRONG: report.found[WRONG]}
 
 
+@pytest.mark.slow
 def test_blocks_are_stored_again_under_new_weights(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         client = world.clients[0]
@@ -288,11 +296,12 @@ def test_blocks_are_stored_again_under_new_weights(tmp_path: Path) -> None:
         while not before & set(world.oracle.known(client.model)):
             world.go(client, 10)
             time.sleep(0.05)
-            assert time.monotonic() < end, "no older block comes again: " + told(world)
+            assert time.monotonic() < end, "no older block comes again: " + reported(world)
         check(world)
         assert found_of(report) == {}, report.texts
 
 
+@pytest.mark.slow
 def test_descriptors_of_attaches_that_broke_off_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,9 +309,9 @@ def test_descriptors_of_attaches_that_broke_off_are_found(
 
     def break_off(_: CutHandshake, world: World, __: object) -> None:
         for name in ("a", "b"):
-            contract = contract_of(world.model_name(0), PAGE_BYTES, 1).to_json()
+            contract = contract_of(PAGE_BYTES, model=world.model_name(0)).to_json()
             hello = Hello(PROTOCOL_VERSION, name, contract, map_arena=False)
-            left.append(attach(parse_url(world.daemon.url), hello))
+            left.append(attach(parse_url(world.daemon.url()), hello))
 
     with a_world(tmp_path, ROOMY) as (world, report):
         monkeypatch.setattr(CutHandshake, "run", break_off)
@@ -313,6 +322,7 @@ def test_descriptors_of_attaches_that_broke_off_are_found(
         assert any("descriptors" in text for text in texts), report.texts
 
 
+@pytest.mark.slow
 def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:
     wanted = ["ssd.head_written", "ssd.segment_removed", "demote.done", "no.such_point"]
     with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
@@ -324,6 +334,7 @@ def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:
         assert found_of(report) == {}, report.texts
 
 
+@pytest.mark.slow
 def test_torn_records_end_where_it_was_dealt(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
         dealt = {"16": [5], "40": [31, 0]}
@@ -336,6 +347,7 @@ def test_torn_records_end_where_it_was_dealt(tmp_path: Path) -> None:
         assert found_of(report) == {}, report.texts
 
 
+@pytest.mark.slow
 def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +374,7 @@ def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
 
 
 @pytest.mark.parametrize("how", ["flip", "empty", "delete"])
+@pytest.mark.slow
 def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
     with a_world(tmp_path, FLEETING, ssd=64 * MIB) as (world, report):
         with world.paused():
@@ -375,6 +388,7 @@ def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("footers", [False, True])
+@pytest.mark.slow
 def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: bool) -> None:
     memory = 10 * MIB
     with a_world(tmp_path, SINKING, memory=memory, ssd=128 * MIB, blocks=1500) as (world, report):
@@ -392,6 +406,7 @@ def until_written_back(world: World) -> None:
         assert time.monotonic() < end, "blocks do not sink"
 
 
+@pytest.mark.slow
 def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:
     with a_world(tmp_path, ROOMY) as (world, report):
         with world.window("announced"):
@@ -416,6 +431,7 @@ def stop_daemon(world: World) -> None:
     world.daemon.go_on()
 
 
+@pytest.mark.slow
 def test_a_leak_an_unexpected_end_and_too_much_space_are_found(tmp_path: Path) -> None:
     with a_world(tmp_path, PRESSED, memory=16 * MIB, ssd=16 * MIB) as (world, report):
         watch = CapacityWatch(world.ssd_dir)
@@ -426,14 +442,14 @@ def test_a_leak_an_unexpected_end_and_too_much_space_are_found(tmp_path: Path) -
         world.clients[0].process.wait()
         check(world)
         assert report.found[CRASH] == 1
-        contract = contract_of(world.model_name(0), PAGE_BYTES, 1).to_json()
+        contract = contract_of(PAGE_BYTES, model=world.model_name(0)).to_json()
         hello = Hello(PROTOCOL_VERSION, "leak", contract, map_arena=False)
 
-        kept = attach(parse_url(world.daemon.url), hello)
+        kept = attach(parse_url(world.daemon.url()), hello)
         nothing_is_left(world)
         kept.close()
-        told = " ".join(line["text"] for line in report.texts if line["kind"] == LEAK)
-        assert "1 sessions" in told, told
+        reported = " ".join(line["text"] for line in report.texts if line["kind"] == LEAK)
+        assert "1 sessions" in reported, reported
 
 
 # -- its parts -------------------------------------------------------------------------------------
@@ -471,7 +487,7 @@ def test_what_windows_explain() -> None:
 
 
 def test_a_metronome_tells_when_its_process_stood_still() -> None:
-    told: list[tuple[float, float]] = []
+    reported: list[tuple[float, float]] = []
     code = (
         "import sys, time; from kvhearth_lab.torture.stalls import Metronome; "
         "Metronome(lambda a, b: print(b - a, flush=True)).start(); print('on', flush=True); "
@@ -486,7 +502,7 @@ def test_a_metronome_tells_when_its_process_stood_still() -> None:
         while float(process.stdout.readline()) < 0.4:
             pass  # the machine itself was late
         process.stdin.close()
-    assert told == []
+    assert reported == []
 
 
 def test_content_is_a_function_of_its_names() -> None:

@@ -1,7 +1,6 @@
-"""Runs of the chaos kit: a short run finds nothing, and a seed determines all choices.
+"""Runs of the chaos kit: a run finds nothing, and a seed determines all choices.
 
-``KVHEARTH_SEED`` repeats a run's choices (not its timing), ``KVHEARTH_SOAK_S`` is the length of the
-slow run.
+``KVHEARTH_SEED`` repeats a run's choices (not its timing), ``KVHEARTH_SOAK_S`` is its length.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvhearth_lab.torture.scene import Roots
 from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SINKING
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
-SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "150"))
+SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
 
 
 def run_kit(tmp_path: Path, seconds: float, *words: str) -> tuple[dict[str, object], str]:
@@ -52,25 +51,19 @@ def run_kit(tmp_path: Path, seconds: float, *words: str) -> tuple[dict[str, obje
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 200)
+def test_faults_find_nothing(tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
-    # A busy machine needs twelve seconds for one fault.
-    found, told = run_kit(tmp_path, 25, "--log", str(log))
-    assert found["passed"], told
+    found, reported = run_kit(tmp_path, SOAK_S, "--log", str(log))
+    assert found["passed"], reported
     wanted = {"seed", "seconds", "faults", "operations", "longest_stall_s", *KINDS}
     wanted |= {"points_reached", "points_total", "boundaries_reached", "boundaries_total"}
     assert wanted <= found.keys()
     assert found["compared_blocks"]
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sum("fault" in line for line in steps) == found["faults"] >= 2
     assert list(tmp_path.iterdir()) == [log], "directories are left"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SOAK_S + 200)
-def test_minutes_of_faults_find_nothing(tmp_path: Path) -> None:
-    found, told = run_kit(tmp_path, SOAK_S)
-    assert found["passed"], told
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum("fault" in line for line in steps) == found["faults"]
     # The number of worlds depends on the machine; the deck only guarantees that they differ.
     names, faults = found["faults_by_name"], found["faults"]
     assert isinstance(names, dict)
@@ -118,6 +111,7 @@ def test_all_fault_points_are_known() -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_end_by_signal_leaves_nothing(tmp_path: Path) -> None:
     if not os.access(ARENA_ROOT, os.W_OK):
         pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")

@@ -15,10 +15,11 @@ from hypothesis import settings
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, U8, U32, Bools
+from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.fast_path import Asked, One
 from kvhearth_server.core.groups import Group
-from kvhearth_server.core.lookup import Found, KeysItem
+from kvhearth_server.core.lookup import Found, KeysItem, Presence
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.reservations import CommitItem, Reserved, SlotsItem
 from kvhearth_server.core.slot_table import Geometry, State
@@ -40,6 +41,13 @@ def key(number: int, width: int = KEY_BYTES) -> bytes:
 def keys(*numbers: int) -> list[bytes]:
     """Keys, in order."""
     return [key(number) for number in numbers]
+
+
+def one_of(item: CommitItem) -> One:
+    """A commit of one key and one slot, in plain numbers."""
+    sums = b"" if item.checksums is None else item.checksums.tobytes()
+    slot, generation = item.slots.item(), item.generations.item()
+    return One(item.kv_group, item.keys[0], slot, generation, sums, item.parent)
 
 
 def full(page_bytes: int = SLOT_BYTES, shards: int = 1, block_tokens: int = 16) -> GroupSpec:
@@ -205,11 +213,20 @@ class Rig:
         return CommitItem(kv_group, named, slots, generations, sums, parent)
 
     def commit(self, session: int, *parts: CommitItem) -> list[Bools]:
-        """Commit the items."""
+        """Commit the items, one key by the fast path if that takes it, as the transport does."""
         try:
+            if self._commit_one(session, parts):
+                return [np.array([True])]
             return self.core.writing.commit(session, self.epoch(session), list(parts))
         finally:
             self.check()
+
+    def _commit_one(self, session: int, parts: tuple[CommitItem, ...]) -> bool:
+        if len(parts) != 1 or parts[0].slots.shape != (1, 1):
+            return False
+        group = self.group(session)
+        space, epoch = self.state.namespaces.get(group.namespace), self.epoch(session)
+        return self.core.writing.commit_one(group, space, epoch, one_of(parts[0]))
 
     def put(
         self,
@@ -247,12 +264,26 @@ class Rig:
     def lookup_all(
         self, session: int, asked: dict[int, list[bytes]], *, lease_id: int = 0
     ) -> Found:
-        """Look up keys of several groups."""
+        """Look up keys of several groups; a lease of one key by the fast path if that takes it."""
         parts = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
         try:
+            if lease_id and len(parts) == 1 and len(parts[0].keys) == 1:
+                found = self._lookup_one(session, Asked(parts[0][0], parts[0].keys[0], lease_id))
+                if found is not None:
+                    return found
             return self.core.reading.lookup(session, self.epoch(session), parts, lease_id)
         finally:
             self.check()
+
+    def _lookup_one(self, session: int, asked: Asked) -> Found | None:
+        group = self.group(session)
+        space = self.state.namespaces.get(group.namespace)
+        extent = self.core.reading.lookup_one(group, space, asked, 0.0)
+        if extent is None:
+            return None
+        tokens = space.contract.groups[asked.kv_group].block_tokens
+        presence = Presence.of_whole(asked.kv_group, np.frombuffer(bytearray(extent), EXTENT_DTYPE))
+        return Found(asked.lease_id, tokens, [presence], None, [])
 
     def pin(
         self,

@@ -27,6 +27,7 @@ from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.memory import journal as journal_module
 from kvhearth_server.memory.journal import Journal, journal_bytes
 from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.metrics import COUNTERS
 
 
 class Crash(BaseException):
@@ -140,7 +141,7 @@ class Shell:
             self.arena,  # type: ignore[arg-type]
             self.limits,
             EngineLimits(message_bytes_max=1 << 20, drain_grace_s=0, drain_grace_no_pidfd_s=0),
-            Counters(),
+            Counters(COUNTERS),
             now=lambda: self.now,
         )
 

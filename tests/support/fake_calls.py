@@ -19,12 +19,12 @@ Answer = Callable[[str, Any, str], Any]
 """Function from method, request and token to a reply; a ``KVHearthError`` is sent as a refusal."""
 
 
-class FakeCalls:
-    """Serves until ``stop``, with a thread for each connection."""
+class Listener:
+    """Calls ``serve`` with each connection, on a thread of its own, until ``stop``."""
 
-    def __init__(self, path: Path, answer: Answer) -> None:
-        self._answer = answer
-        self._connections: list[socket.socket] = []
+    def __init__(self, path: Path, serve: Callable[[socket.socket], None]) -> None:
+        self.connections: list[socket.socket] = []
+        self._serve = serve
         self._threads: list[threading.Thread] = []
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -32,14 +32,20 @@ class FakeCalls:
         self._listener.listen(8)
         self._spawn(self._accept)
 
-    def stop(self) -> None:
-        """Close everything; answers in progress get five seconds."""
+    def refuse(self) -> None:
+        """Accept no more connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in self._connections:
+
+    def drop(self) -> None:
+        """Shut all connections down."""
+        for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Wait for the threads; answers in progress get five seconds."""
         for thread in self._threads:
             thread.join(5)
 
@@ -54,8 +60,22 @@ class FakeCalls:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._connections.append(connection)
+            self.connections.append(connection)
             self._spawn(self._serve, connection)
+
+
+class FakeCalls:
+    """Serves calls until ``stop``."""
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        self._answer = answer
+        self._listener = Listener(path, self._serve)
+
+    def stop(self) -> None:
+        """Close everything; answers in progress get five seconds."""
+        self._listener.refuse()
+        self._listener.drop()
+        self._listener.join()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError):

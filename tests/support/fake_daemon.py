@@ -27,7 +27,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import cache_pb2_grpc
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
 from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
-from support.fake_calls import FakeCalls
+from support.fake_calls import FakeCalls, Listener
 
 SEGMENT_BYTES = 64 * 1024
 PAGE_BYTES = 4096
@@ -105,22 +105,13 @@ class FakeDaemon:
         self.requests: dict[str, list[Any]] = defaultdict(list)
         self.answers: dict[str, deque[Answer]] = defaultdict(deque)
         self.welcome_changes = welcome
-        self.lines: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
         self._memory = [_memfd("segment", SEGMENT_BYTES), _memfd("generations", SLOTS * 4)]
         self.segment = mmap.mmap(self._memory[0], SEGMENT_BYTES)
         self.generations = mmap.mmap(self._memory[1], SLOTS * 4)
         # Start now: a client calls as soon as it is attached.
         self._serve()
-        self._listen()
-
-    def _listen(self) -> None:
-        path = self.directory / "attach.sock"
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen(8)
-        self._spawn(self._accept)
+        self._attach = Listener(self.directory / "attach.sock", self._session)
+        self.lines = self._attach.connections
 
     def _serve(self) -> None:
         (self.directory / "grpc.sock").unlink(missing_ok=True)
@@ -132,15 +123,12 @@ class FakeDaemon:
 
     def stop(self, *, keep_lines: bool = False) -> None:
         """Simulate the daemon's death: attach sockets close, socket files stay."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._attach.refuse()
         if not keep_lines:
             self.drop_lines()
         self._server.stop(None).wait(5)
         self._calls.stop()
-        for thread in self._threads:
-            thread.join(5)
+        self._attach.join()
         self.segment.close()
         self.generations.close()
         for descriptor in self._memory:
@@ -149,9 +137,7 @@ class FakeDaemon:
 
     def drop_lines(self) -> None:
         """End all sessions."""
-        for line in self.lines:
-            with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+        self._attach.drop()
 
     def reply(self, rpc: str, request: Any, token: str) -> Any:
         """Return the answer to ``rpc``, through whichever transport it came."""
@@ -203,20 +189,6 @@ class FakeDaemon:
             return None
 
         self.answer(rpc, slow)
-
-    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=function, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            self.lines.append(line)
-            self._spawn(self._session, line)
 
     def _session(self, line: socket.socket) -> None:
         decoder = FrameDecoder()

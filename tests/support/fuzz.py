@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from kvhearth.errors import Reason
+from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
-from support.engine import Engine
 from support.raw_door import NEIGHBOUR_S, goes_on, new_keys
 
 fuzz = settings(
@@ -26,7 +26,7 @@ fuzz = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "200"))
+SOAK_EXAMPLES = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "100"))
 """Number of examples of each property in a slow run."""
 RESIDENT_BYTES_MORE = 48 << 20
 """Allowed growth of a daemon under bad input: room for allocators' slack, but not for a soak's

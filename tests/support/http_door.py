@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from support.daemon import Daemon, until
+from support.daemon import Daemon
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -28,12 +28,7 @@ class Answer:
 
 def address_of(daemon: Daemon) -> tuple[str, int]:
     """Return the address at which the running daemon reports that it serves HTTP."""
-
-    def said() -> str:
-        lines = [line for line in daemon.own_lines() if '"event": "ready"' in line]
-        return str(json.loads(lines[0])["http"]) if lines else ""
-
-    host, _, port = until(said, "the daemon says that it is ready").rpartition(":")
+    host, _, port = str(daemon.ready()["http"]).rpartition(":")
     return host, int(port)
 
 

@@ -248,11 +248,11 @@ class TierMachine(RuleBasedStateMachine):
         self.rig.tier.held = held
 
     @rule(count=st.integers(1, 3), newest=st.booleans())
-    def let_go(self, count: int, newest: bool) -> None:
+    def lose_blocks(self, count: int, newest: bool) -> None:
         """End some batches, in any order."""
         if newest:
             self.rig.tier.under_way.reverse()
-        self.rig.tier.let_go(count)
+        self.rig.tier.lose_blocks(count)
         self.rig.turn()
 
     @seldom

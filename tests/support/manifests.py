@@ -26,6 +26,7 @@ class Deployed:
         environment: its variables.
         mounts: paths inside it, by the volume's name.
         daemon_mounts: the same for the daemon's container beside it.
+        daemon_environment: variables of that container.
     """
 
     image: str
@@ -33,6 +34,7 @@ class Deployed:
     environment: dict[str, str]
     mounts: dict[str, str]
     daemon_mounts: dict[str, str]
+    daemon_environment: dict[str, str]
 
     @property
     def transfer(self) -> dict[str, Any]:
@@ -53,8 +55,10 @@ def kubernetes_engine() -> Deployed:
     mounts = [
         {one["name"]: one["mountPath"] for one in each["volumeMounts"]} for each in (engine, daemon)
     ]
-    environment = {one["name"]: one["value"] for one in engine["env"]}
-    return Deployed(engine["image"], engine["args"], environment, *mounts)
+    environment, served = (
+        {one["name"]: one["value"] for one in each["env"]} for each in (engine, daemon)
+    )
+    return Deployed(engine["image"], engine["args"], environment, *mounts, served)
 
 
 def compose_engine() -> Deployed:
@@ -65,7 +69,8 @@ def compose_engine() -> Deployed:
         dict(default(one).split(":")[:2] for one in each["volumes"]) for each in (engine, daemon)
     ]
     words = [default(word) for word in engine["command"]]
-    return Deployed(engine["image"], words, engine["environment"], *mounts)
+    served = {name: default(value) for name, value in daemon["environment"].items()}
+    return Deployed(engine["image"], words, engine["environment"], *mounts, served)
 
 
 ENGINES = {"kubernetes": kubernetes_engine, "compose": compose_engine}

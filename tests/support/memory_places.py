@@ -52,7 +52,9 @@ def mounted(kind: str, options: str, path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip(f"mounting {kind} needs root")
     path.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", kind, "-o", options, "none", str(path)]
+    # By default everybody may write to a tmpfs, and a daemon uses no such directory.
+    alone = "mode=0700," if kind == "tmpfs" else ""
+    mount = ["mount", "-t", kind, "-o", alone + options, "none", str(path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"cannot mount {kind} here: {done.stderr.strip()}")

@@ -67,15 +67,29 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
         os._exit(status)
 
 
-def serve_daemon(log: int, arguments: list[str], fault: str) -> int:
-    """Run ``kvhearth serve`` as the command line does."""
+def serve_daemon(
+    log: int, arguments: list[str], environment: dict[str, str], dram_bytes: int
+) -> int:
+    """Run ``kvhearth serve`` as the command line does.
+
+    Args:
+        dram_bytes: size of a tier of ordinary memory behind all others, 0 for none.
+    """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
 
+    kinds = None
+    if dram_bytes:
+        from kvhearth_server.tier_startup import TIERS, TierKind
+        from support.tier_doubles import DramTier
+
+        dram = TierKind(lambda _: True, lambda _, regions, __: DramTier(regions, dram_bytes))
+        kinds = [*TIERS, dram]
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faults.arm(fault or None)
-    return run(["serve", *arguments])
+    os.environ.update(environment)
+    faults.arm(os.environ.get(faults.ENVIRONMENT_NAME))
+    return run(["serve", *arguments], kinds)
 
 
 if __name__ == "__main__":

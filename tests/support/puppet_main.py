@@ -161,10 +161,10 @@ class Member:
         (maps it and scribbles on ``extents``). Return its pid.
         """
         parent = os.getppid()
-        ready, told = os.pipe()
+        ready, reported = os.pipe()
         child = os.fork()
         if child:
-            os.close(told)
+            os.close(reported)
             os.read(ready, 1)
             os.close(ready)
             return child
@@ -172,7 +172,7 @@ class Member:
             self.close_descriptors()
         views = self._child_views(extents) if kind == "map" else []
         self._door.close()
-        os.write(told, b"r")
+        os.write(reported, b"r")
         while _is_there(parent):
             for view in views:
                 view[:] = byte

@@ -6,7 +6,6 @@ to ``tally``; both files are appended to at once, because the process may die th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -15,13 +14,15 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvhearth import Contract
 from kvhearth import failpoints as faults
 from kvhearth.model import EXTENT_DTYPE, Records
-from support.engine import Copied, Engine, Rank, Seen, contract_of, rank_of
+from kvhearth_lab.harness.engine import Copied, Engine, Rank, Seen, contract_of, key_of, rank_of
 
 KEYS = 120
 """Number of keys of a model, which all its engines share."""
@@ -35,11 +36,6 @@ CLIENT_FAULTS = (
     "copier.load_block",
     "copier.load_done",
 )
-
-
-def key_of(model: str, number: int) -> bytes:
-    """A key that all engines of a model know."""
-    return hashlib.sha256(f"{model} {number}".encode()).digest()
 
 
 class WorkerGoneError(Exception):
@@ -134,11 +130,11 @@ class Worker:
     slots of its last store, as a GPU would.
     """
 
-    def __init__(self, rank: Rank, door: socket.socket, diary: Diary, dice: random.Random) -> None:
+    def __init__(self, rank: Rank, door: socket.socket, diary: Diary, rng: random.Random) -> None:
         self._rank = rank
         self._door = door
         self._diary = diary
-        self._dice = dice
+        self._rng = rng
         self._late = threading.Event()
         self._last: Records | None = None
         self._alone = False
@@ -167,7 +163,7 @@ class Worker:
         if request["do"] == "store":
             if self._rank.boot_id == request["boot_id"]:
                 self._last = extents
-                if self._dice.random() < 0.1:
+                if self._rng.random() < 0.1:
                     os.kill(request["pid"], signal.SIGKILL)
                     self._alone = True
             copied = self._rank.store(*where)
@@ -193,7 +189,7 @@ class Worker:
         if arena is None or self._rank.client.arena is not arena:
             self._late.clear()
             return
-        end = time.monotonic() + self._dice.uniform(0, LATE_S)
+        end = time.monotonic() + self._rng.uniform(0, LATE_S)
         while time.monotonic() < end:
             for one in extents:
                 start = int(one["offset"])
@@ -207,11 +203,11 @@ class Worker:
 class RandomLife:
     """Random actions of the scheduler's process, until it ends in some way."""
 
-    def __init__(self, engine: Engine, model: str, diary: Diary, dice: random.Random) -> None:
+    def __init__(self, engine: Engine, model: str, diary: Diary, rng: random.Random) -> None:
         self._engine = engine
         self._model = model
         self._diary = diary
-        self._dice = dice
+        self._rng = rng
 
     def live(self, life_s: float) -> None:
         """Act until the time is over."""
@@ -227,23 +223,23 @@ class RandomLife:
             self._act()
 
     def _keys(self, count: int) -> list[bytes]:
-        numbers = self._dice.sample(range(KEYS), count)
+        numbers = self._rng.sample(range(KEYS), count)
         return [key_of(self._model, number) for number in numbers]
 
     def _act(self) -> None:
-        engine, dice = self._engine, self._dice
-        choice = dice.random()
+        engine, rng = self._engine, self._rng
+        choice = rng.random()
         if choice < 0.45:
-            keys = self._keys(dice.randint(1, 16))
-            stored = engine.store(keys, sums=dice.random() < 0.6, parent=self._keys(1)[0])
+            keys = self._keys(rng.randint(1, 16))
+            stored = engine.store(keys, sums=rng.random() < 0.6, parent=self._keys(1)[0])
             self._diary.count(f"stored_{self._model}", len(stored.bound))
         elif choice < 0.8:
-            self._diary.note(engine.check(self._keys(dice.randint(1, 24))))
+            self._diary.note(engine.check(self._keys(rng.randint(1, 24))))
         elif choice < 0.9:
-            taken = engine.reserve(dice.randint(1, 8))
-            if dice.random() < 0.6:
+            taken = engine.reserve(rng.randint(1, 8))
+            if rng.random() < 0.6:
                 engine.client.abort(
-                    taken.groups, boot_id=taken.boot_id, in_doubt=dice.random() < 0.5
+                    taken.groups, boot_id=taken.boot_id, in_doubt=rng.random() < 0.5
                 )
         elif choice < 0.95:
             engine.pin(self._keys(4), 0.3)
@@ -252,70 +248,67 @@ class RandomLife:
             engine.client.lookup({0: self._keys(4)})
 
 
-def scheduler(
-    door: int,
-    *,
-    url: str,
-    name: str,
-    model: str,
-    page_bytes: int,
-    shards: int,
-    far: bool,
-    seed: int,
-    report: str,
-    tally: str,
-) -> int:
+@dataclass(frozen=True)
+class Life:
+    """Parameters of an engine's processes; ``report`` and ``tally`` are the files of ``Diary``."""
+
+    url: str
+    name: str
+    model: str
+    page_bytes: int
+    shards: int
+    seed: int
+    report: str
+    tally: str
+
+    @property
+    def contract(self) -> Contract:
+        """Contract of the engine."""
+        return contract_of(self.page_bytes, shards=self.shards, model=self.model)
+
+
+def scheduler(door: int, *, far: bool, **life: Any) -> int:
     """Run the process with the scheduler and rank 0; rank 1 is in it, too, unless ``far``."""
-    _quiet()
-    dice = random.Random(seed)
-    diary = Diary(report, tally)
-    contract = contract_of(page_bytes, shards=shards, model=model)
+    its = Life(**life)
+    rng, diary = _begin(its.seed), Diary(its.report, its.tally)
     others = [FarRank(socket.socket(fileno=door))] if far else None
-    engine = Engine(url, contract, name, others)
-    if dice.random() < 0.3:
-        faults.arm(f"{dice.choice(CLIENT_FAULTS)}:{dice.randint(1, 40)}")
+    engine = Engine(its.url, its.contract, its.name, others)
+    _arm(rng)
     try:
-        RandomLife(engine, model, diary, dice).live(dice.uniform(0.05, 2.0))
+        RandomLife(engine, its.model, diary, rng).live(rng.uniform(0.05, 2.0))
     except WorkerGoneError:
         # The worker's writes are in doubt, and so is everything else: ending the group reports it.
         diary.count("workers_lost", 1)
-    return _end(dice, engine)
+    return _end(rng, engine)
 
 
-def worker(
-    door: int,
-    *,
-    url: str,
-    name: str,
-    model: str,
-    page_bytes: int,
-    shards: int,
-    seed: int,
-    report: str,
-    tally: str,
-) -> int:
+def worker(door: int, **life: Any) -> int:
     """Run the process with rank 1."""
-    _quiet()
-    dice = random.Random(seed + 1)
-    contract = contract_of(page_bytes, shards=shards, model=model)
-    rank = rank_of(url, contract, name, 1)
-    if dice.random() < 0.3:
-        faults.arm(f"{dice.choice(CLIENT_FAULTS)}:{dice.randint(1, 40)}")
-    Worker(rank, socket.socket(fileno=door), Diary(report, tally), dice).serve()
-    return _end(dice, rank)
+    its = Life(**life)
+    rng = _begin(its.seed + 1)
+    rank = rank_of(its.url, its.contract, its.name, 1)
+    _arm(rng)
+    Worker(rank, socket.socket(fileno=door), Diary(its.report, its.tally), rng).serve()
+    return _end(rng, rank)
 
 
-def _end(dice: random.Random, what: Engine | Rank) -> int:
+def _begin(seed: int) -> random.Random:
+    # Hundreds of clients report hundreds of deaths.
+    logging.getLogger("kvhearth").addHandler(logging.NullHandler())
+    logging.getLogger("kvhearth").propagate = False
+    return random.Random(seed)
+
+
+def _arm(rng: random.Random) -> None:
+    if rng.random() < 0.3:
+        faults.arm(f"{rng.choice(CLIENT_FAULTS)}:{rng.randint(1, 40)}")
+
+
+def _end(rng: random.Random, what: Engine | Rank) -> int:
     """Close properly, end without a goodbye, or die."""
-    choice = dice.random()
+    choice = rng.random()
     if choice < 0.4:
         what.close()
     elif choice < 0.7:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0
-
-
-def _quiet() -> None:
-    """Silence logs: hundreds of clients report hundreds of deaths."""
-    logging.getLogger("kvhearth").addHandler(logging.NullHandler())
-    logging.getLogger("kvhearth").propagate = False

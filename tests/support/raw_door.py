@@ -24,13 +24,12 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import admin_pb2, cache_pb2_grpc
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupCount
-from kvhearth.transports.base import TOKEN_KEY
 from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
-from kvhearth.wire.status import STATUS_DETAILS_KEY, decode_status, rebuild_error
+from kvhearth.wire.status import STATUS_DETAILS_KEY, TOKEN_KEY, decode_status, rebuild_error
+from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
-from support.engine import Engine
 
 CALL_S = 20.0
 PAGE_BYTES = 16 * 1024

@@ -134,8 +134,14 @@ class ReadRig:
         self.drive = Drive(open_queue(interface or choose()[0], 16))
         self.arena = Arena()
         # Half of a depth of two is one: one request may have all records.
-        told = {"depth": 2, "segments": 16, "segment_bytes": 1 << 20, "slow_s": 600.0, **changes}
-        found = settings(*folders, **{"stuck_s": 600.0, **told})
+        reported = {
+            "depth": 2,
+            "segments": 16,
+            "segment_bytes": 1 << 20,
+            "slow_s": 600.0,
+            **changes,
+        }
+        found = settings(*folders, **{"stuck_s": 600.0, **reported})
         self.tier = SsdTier(found, [self.arena.bytes], environment=Environment(queue=self.drive))
         self.desk = Desk(self.tier, self.arena)
         self.desk.settle()

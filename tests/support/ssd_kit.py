@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 
+from kvhearth_lab.harness.engine import PAGES, Engine, contract_of
 from support.daemon import Daemon, until
-from support.engine import PAGES, Engine, contract_of
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)

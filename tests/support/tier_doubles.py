@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,7 +26,6 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Facts,
     Failed,
-    Health,
     LoadBatch,
     Missing,
     Outcome,
@@ -53,7 +53,7 @@ class _Block:
 _Name = tuple[bytes, int, bytes]
 
 
-class DramTier:
+class DramTier(Tier):
     """Blocks in ordinary memory, least recently used first out."""
 
     name = "dram"
@@ -114,12 +114,30 @@ class DramTier:
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return sum(self._drop((namespace, group, key)) for key in keys)
 
+    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
+        """Take one step in the order of the names, so that blocks may come and go between two."""
+        names = sorted(self._blocks)
+        found: dict[BlockSpec, list[bytes]] = {}
+        for name in names[cursor : cursor + count]:
+            found.setdefault(self._blocks[name].family, []).append(name[2])
+        end = cursor + count
+        return end if end < len(names) else 0, list(found.items())
+
+    def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
+        names = [name for name in self._blocks if name[0] == namespace]
+        chosen = [name for name in names if name[1] == names[0][1]][:count]
+        for name in chosen:
+            self._drop(name)
+        keys = [name[2] for name in chosen]
+        return Evicted(namespace, chosen[0][1], keys, "asked") if chosen else None
+
     def take_evicted(self) -> list[Evicted]:
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def health(self) -> Health:
-        return Health()
+    @property
+    def blocks(self) -> int:
+        return len(self._blocks)
 
     def drain(self, deadline_s: float) -> bool:
         self._draining = True
@@ -208,43 +226,9 @@ class Wrapper:
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.event_fd = inner.event_fd
-        self.counts = inner.counts
 
-    @property
-    def batch_blocks_max(self) -> int:
-        return self.inner.batch_blocks_max
-
-    def submit_store(self, batch: StoreBatch) -> int | Throttled:
-        return self.inner.submit_store(batch)
-
-    def submit_load(self, batch: LoadBatch) -> int | Throttled:
-        return self.inner.submit_load(batch)
-
-    def cancel(self, ticket: int) -> None:
-        self.inner.cancel(ticket)
-
-    def poll(self) -> list[Completion]:
-        return self.inner.poll()
-
-    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        return self.inner.look_up(family, keys)
-
-    def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        return self.inner.forget(namespace, group, keys)
-
-    def take_evicted(self) -> list[Evicted]:
-        return self.inner.take_evicted()
-
-    def health(self) -> Health:
-        return self.inner.health()
-
-    def drain(self, deadline_s: float) -> bool:
-        return self.inner.drain(deadline_s)
-
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class Counting(Wrapper):

@@ -30,11 +30,13 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Failed,
     LoadBatch,
+    Offer,
     Outcome,
     StoreBatch,
     Throttled,
     gather,
 )
+from kvhearth_server.tiers.chain import demotion_region
 from support.core_kit import Rig
 from support.tier_doubles import DramTier
 
@@ -57,52 +59,41 @@ class Batch:
     batch: LoadBatch
 
 
-@dataclass
-class FakeSettings:
-    """Bounds of the tier that the engine reads."""
-
-    queue_reads: int = 4096
-    queue_writes: int = 1024
-
-
-class FakeStatus:
-    """Status of the tier, as far as the engine uses it."""
-
-    def __init__(self) -> None:
-        self.locked_files = self.unusable_places = 0
-        self.recovering = False
-
-    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """Estimate a millisecond for each block, and for each one that waits."""
-        own = sum(blocks for _, blocks in loads)
-        return (own + max(0, waiting - own)) / 1000
-
-
 class FakeTier(DramTier):
     """A memory tier that copies only when a test permits it.
 
     Attributes:
-        held: no batch ends until ``let_go``.
+        held: no batch ends until ``lose_blocks``.
         refuse_stores, refuse_loads: refusals that batches get.
         spoil: an outcome for one block of a store (false) or a load, None for the true one.
         under_way: batches that have not ended, oldest first.
         submitted: blocks of all batches that were taken, by ``store`` and ``load``.
-        progress: changes with each step towards room for stores.
+        offers: blocks to offer to the tier behind.
+        progress, recovering, loads_of_the_dead: as of any tier, set by tests.
     """
+
+    queue_reads = 4096
+    queue_writes = 1024
+    progress = (0,)
+    recovering = False
+    loads_of_the_dead = False
 
     def __init__(self, regions: Sequence[U8], capacity_bytes: int, **options: Any) -> None:
         super().__init__(regions, capacity_bytes, **options)
-        self.settings = FakeSettings()
-        self.status = FakeStatus()
         self.held = False
         self.refuse_stores: Throttled | None = None
         self.refuse_loads: Throttled | None = None
         self.spoil: Callable[[bool, bytes], Outcome | None] = lambda load, key: None
         self.under_way: list[Batch] = []
         self.submitted: Counter[str] = Counter()
-        self.progress = 0
+        self.offers: list[Offer] = []
         self._cancelled: set[int] = set()
-        self._let_go = 0
+        self._lose_blocks = 0
+
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
+        """Estimate a millisecond for each block, and for each one that waits."""
+        own = sum(blocks for _, blocks in loads)
+        return (own + max(0, waiting - own)) / 1000
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
         return self.refuse_stores or self._take(batch, load=False)
@@ -113,9 +104,13 @@ class FakeTier(DramTier):
     def cancel(self, ticket: int) -> None:
         self._cancelled.add(ticket)
 
-    def let_go(self, count: int = 1) -> None:
+    def take_offers(self) -> list[Offer]:
+        offers, self.offers = self.offers, []
+        return offers
+
+    def lose_blocks(self, count: int = 1) -> None:
         """Let ``count`` batches end at the next ``poll``, although the tier is held."""
-        self._let_go += count
+        self._lose_blocks += count
 
     def stuck(self) -> None:
         """Report all batches in progress as stuck in the device."""
@@ -145,8 +140,8 @@ class FakeTier(DramTier):
                 block.content[0, 0] ^= 0xFF
 
     def poll(self) -> list[Completion]:
-        count = self._let_go if self.held else len(self.under_way)
-        self._let_go = 0
+        count = self._lose_blocks if self.held else len(self.under_way)
+        self._lose_blocks = 0
         ending, self.under_way = self.under_way[:count], self.under_way[count:]
         for each in ending:
             rows = range(len(each.batch.keys))
@@ -162,9 +157,8 @@ class FakeTier(DramTier):
     def _take(self, batch: LoadBatch, *, load: bool) -> int | Throttled:
         self._check(batch)
         requests = len(batch.keys) * batch.family.shards
-        bounds = self.settings
         busy = sum(e.batch.places.size for e in self.under_way if e.load == load)
-        if busy + requests > (bounds.queue_reads if load else bounds.queue_writes):
+        if busy + requests > (self.queue_reads if load else self.queue_writes):
             return Throttled("queue")
         ticket, self._next = self._next, self._next + 1
         self.under_way.append(Batch(ticket, load, batch))
@@ -191,7 +185,7 @@ class FakeTier(DramTier):
 
 
 class TierRig(Rig):
-    """A core with a tier below it."""
+    """A core with a tier below it, and if a test wants it another one behind that."""
 
     def __init__(
         self,
@@ -200,6 +194,7 @@ class TierRig(Rig):
         capacity_bytes: int = 1 << 30,
         queue_reads: int = 4096,
         queue_writes: int = 1024,
+        behind: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(slabs, **options)
@@ -207,19 +202,18 @@ class TierRig(Rig):
         self.regions = [
             np.zeros(self.geometry.segment_bytes(index), np.uint8) for index in range(count)
         ]
+        if behind:
+            self.regions.append(demotion_region())
         self.tier = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
-        self.tier.settings = FakeSettings(queue_reads, queue_writes)
+        self.behind = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
+        self.tier.queue_reads, self.tier.queue_writes = queue_reads, queue_writes
         self.now = 0.0
         self.counted: Counter[tuple[str, str]] = Counter()
-        self.woken = 0
         self.spoilt: set[int] = set()
         """Heads of blocks that a test has damaged."""
         self.to_sum: list[Sum] = []
-        self.tiering = Tiering(self.core, self.tier, LINEAGE, self.call, lambda: self.now)  # type: ignore[arg-type]
-        self.tiering.wake = self._wake
-
-    def _wake(self) -> None:
-        self.woken += 1
+        tiers = [self.tier, self.behind] if behind else [self.tier]
+        self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now)
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the core as the engine does."""
@@ -265,8 +259,9 @@ class TierRig(Rig):
             extents = table.extents(slots, 1)
             places = zip(extents["segment"].tolist(), extents["offset"].tolist(), strict=True)
             at.update(zip(places, slots.tolist(), strict=True))
-        for each in self.tier.under_way:
+        for each in (*self.tier.under_way, *self.behind.under_way):
             places = each.batch.places.reshape(-1)
+            places = places[places["region"] < len(self.geometry.segments)]
             for place in zip(places["region"].tolist(), places["offset"].tolist(), strict=True):
                 assert place in at, f"{place} is free or reserved while the tier has it"
                 assert place not in seen or not each.load, "a slot is loaded to twice"

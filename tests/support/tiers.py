@@ -18,7 +18,7 @@ import xxhash
 
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import (
-    PLACE_DTYPE,
+    ADDRESS_DTYPE,
     BlockSpec,
     Completion,
     Done,
@@ -108,7 +108,7 @@ class Arena:
 
     def places(self, first: int, count: int, shards: int) -> Any:
         """Return the places of ``count`` blocks from slot ``first``, (count, shards)."""
-        rows = np.zeros((count, shards), PLACE_DTYPE)
+        rows = np.zeros((count, shards), ADDRESS_DTYPE)
         rows["offset"] = (
             first + np.arange(count * shards).reshape(count, shards)
         ) * self.slot_bytes
@@ -259,9 +259,9 @@ class Opened:
     """A tier over folders, its log recovered; closed at the end, books checked."""
 
     def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
-        told = settings(*folders, **changes)
+        reported = settings(*folders, **changes)
         self.tier = SsdTier(
-            told, [(arena := Arena()).bytes], environment=Environment(files=files or Files())
+            reported, [(arena := Arena()).bytes], environment=Environment(files=files or Files())
         )
         self.desk = Desk(self.tier, arena)
 

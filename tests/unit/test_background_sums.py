@@ -7,12 +7,13 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from kvhearth_server.engine.checksums import Background
+from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.metrics import COUNTERS
 
 
-class Failing(Background):
+class Failing(ChecksumWorkers):
     """A background task whose first checksum fails."""
 
     def __init__(self, engine: Any, supervisor: Supervisor) -> None:
@@ -29,11 +30,12 @@ class Failing(Background):
 
 def test_sums_go_on_after_a_failure() -> None:
     async def work() -> None:
-        counters = Counters()
+        counters = Counters(COUNTERS)
         supervisor = Supervisor(counters)
         pinning = SimpleNamespace(expire=None)
         engine = SimpleNamespace(
             arena=SimpleNamespace(segments=[]),
+            work=asyncio.Event(),
             to_sum=deque(["first", "second"]),
             sessions=[],
             core=SimpleNamespace(pinning=pinning),

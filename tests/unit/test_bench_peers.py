@@ -32,7 +32,7 @@ from kvhearth_lab.bench.peers.adapter import (
 from kvhearth_lab.bench.peers.adapters import harness
 from kvhearth_lab.bench.peers.figures import Samples, against, counterpart, figure_names
 from kvhearth_lab.bench.peers.run import Pair
-from kvhearth_lab.cli import bench_peers
+from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app
 
 MIB = 1 << 20
@@ -394,8 +394,8 @@ def test_a_pair_has_its_table() -> None:
     assert made["memcpy_gbs"] == round(128 * 2 * MIB / 1e9, 2)
     assert made["against"] == {"store": 2.0, "store_one_bare": 3.0, "lookup512": 1.0}
     found = {"peers": {"lmcache": made}, "skipped": {"mooncake": "no interpreter"}}
-    tables = list(bench_peers.shown(found))
-    console = bench_peers.console()
+    tables = list(bench.peers_tables(found))
+    console = bench.console()
     with console.capture() as printed:
         for each in tables:
             console.print(each)
@@ -411,4 +411,4 @@ def test_a_pair_without_samples_is_still_a_report() -> None:
     assert made["memcpy_gbs"] is None
     assert made["against"] == {}
     assert figure_names(made) == []
-    assert list(bench_peers.shown({"peers": {"lmcache": made}, "skipped": {}})) == []
+    assert list(bench.peers_tables({"peers": {"lmcache": made}, "skipped": {}})) == []

@@ -1,3 +1,5 @@
+"""The breaker opens after failures in a row, probes after a pause, and closes on an answer."""
+
 from __future__ import annotations
 
 import pytest

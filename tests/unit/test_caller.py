@@ -17,17 +17,17 @@ from kvhearth.transports.base import LOOKUP
 class Line:
     """A session, its transport and its manager, as far as a caller sees them."""
 
-    def __init__(self, *, warm: bool = True, living: bool = True) -> None:
+    def __init__(self, *, has_connection: bool = True, living: bool = True) -> None:
         self.session = self.transport = self
         self.link: Line | None = self
         self.refusal = None
         self.boot_id = "b"
-        self.is_warm, self.living = warm, living
+        self.is_warm, self.living = has_connection, living
         self.fails: Reason | None = None
         self.asked = self.called = 0
         self.lost: list[object] = []
 
-    def warm(self) -> bool:
+    def has_connection(self) -> bool:
         return self.is_warm
 
     def alive(self) -> bool:
@@ -66,15 +66,15 @@ def test_a_call_on_a_connection_that_is_there_asks_nothing_more() -> None:
     assert (line.asked, line.called) == (0, 1)
 
 
-@pytest.mark.parametrize("warm", [True, False])
-def test_without_a_call_the_life_line_is_asked(warm: bool) -> None:
-    line = Line(warm=warm, living=False)
+@pytest.mark.parametrize("has_connection", [True, False])
+def test_without_a_call_the_life_line_is_asked(has_connection: bool) -> None:
+    line = Line(has_connection=has_connection, living=False)
     assert refused(caller_of(line).link).reason is Reason.DAEMON_AWAY
     assert len(line.lost) == 1
 
 
 def test_a_transport_that_would_wait_is_not_asked_while_the_daemon_is_dead() -> None:
-    line = Line(warm=False, living=False)
+    line = Line(has_connection=False, living=False)
     caller = caller_of(line)
     error = refused(lambda: ask(caller))
     assert (error.reason, isinstance(error, NotSent)) == (Reason.DAEMON_AWAY, True)

@@ -166,16 +166,16 @@ def test_the_directory_comes_from_the_environment_or_the_settings(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["explain", "what?"], "neither a file nor a key in hex"),
         (["evict", "ab", "--keep", "much"], "--keep: 'much': not a size"),
     ],
 )
-def test_usage_that_is_wrong_is_2(run: Run, words: list[str], told: str) -> None:
+def test_usage_that_is_wrong_is_2(run: Run, words: list[str], reported: str) -> None:
     code, _, err = run(*words)
     assert code == 2
-    assert told in err
+    assert reported in err
 
 
 def test_a_file_that_is_no_contract_is_2(run: Run, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "grade", "told", "fix"),
+    ("wanted", "grade", "reported", "fix"),
     [
         ("auto", Grade.OK, "auto -> libaio; not io_uring: not permitted", ""),
         ("threads", Grade.OK, "threads -> threads", ""),
@@ -304,7 +304,7 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
     ],
 )
 def test_the_interface_that_a_daemon_takes_is_told(
-    tmp_path: Path, *, wanted: str, grade: Grade, told: str, fix: str
+    tmp_path: Path, *, wanted: str, grade: Grade, reported: str, fix: str
 ) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
@@ -315,7 +315,7 @@ def test_the_interface_that_a_daemon_takes_is_told(
     ]
     place = f"{tmp_path}/kv=100GiB"
     found = ssd_findings(machine, tmp_path, place, ssd_interface=wanted)["ssd_interface"]
-    assert found == Finding("ssd_interface", grade, told, fix)
+    assert found == Finding("ssd_interface", grade, reported, fix)
     found = findings(machine, tmp_path, ssd_interface=wanted)["ssd_interface"]
     assert found.grade is (Grade.OK if grade is Grade.OK else Grade.WARN), "no directory asks it"
 
@@ -352,7 +352,7 @@ def test_less_is_asked_for_only_where_less_would_do(
 
 
 @pytest.mark.parametrize(
-    ("driver", "on_bus", "nodes", "grade", "told"),
+    ("driver", "on_bus", "nodes", "grade", "reported"),
     [
         ("", 0, 0, Grade.OK, "no NVIDIA GPU; the daemon needs none"),
         ("", 2, 0, Grade.WARN, "2 GPUs of NVIDIA and no driver"),
@@ -361,21 +361,21 @@ def test_less_is_asked_for_only_where_less_would_do(
     ],
 )
 def test_drivers_of_gpus(
-    tmp_path: Path, *, driver: str, on_bus: int, nodes: int, grade: Grade, told: str
+    tmp_path: Path, *, driver: str, on_bus: int, nodes: int, grade: Grade, reported: str
 ) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     gpus(tmp_path, driver=driver, on_bus=on_bus, nodes=nodes)
     found = findings(Told(tmp_path, good=True), tmp_path)["nvidia"]
     assert found.grade is grade
-    assert told in found.found
+    assert reported in found.found
     assert ("ubuntu-drivers install" in found.fix) == (grade is Grade.WARN)
 
 
 def test_a_great_arena_is_registered_in_pieces(tmp_path: Path) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     gpus(tmp_path, driver="580.95.05", on_bus=1, nodes=1)
-    told = findings(Told(tmp_path, good=True), tmp_path, memory="600GiB")["nvidia"].found
-    assert "in pieces" in told
+    reported = findings(Told(tmp_path, good=True), tmp_path, memory="600GiB")["nvidia"].found
+    assert "in pieces" in reported
 
 
 def test_nowhere_to_write(

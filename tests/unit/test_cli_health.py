@@ -87,8 +87,8 @@ def in_a_process(*words: str, before: str = "") -> subprocess.CompletedProcess[s
     """Runs the entry point in its own process, after the statements of ``before``; it finally
     prints the names of all loaded modules to stderr, one a line.
     """
-    told = "lambda: sys.stderr.write(chr(10).join(['', *sys.modules]))"
-    code = f"import atexit, sys\natexit.register({told})\n{before}\n"
+    reported = "lambda: sys.stderr.write(chr(10).join(['', *sys.modules]))"
+    code = f"import atexit, sys\natexit.register({reported})\n{before}\n"
     code += "from kvhearth_server.cli import app\napp.main()"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
@@ -157,7 +157,7 @@ def test_a_degraded_tier_is_a_warning(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "told"),
+    ("frame", "reported"),
     [
         (health_frame(serving=False), "the daemon drains: it takes no stores"),
         (wire.encode_frame({"kind": "refused", "message": "no places"}), "refuses: no places"),
@@ -168,12 +168,14 @@ def test_a_degraded_tier_is_a_warning(run: Run, tmp_path: Path) -> None:
         (b"\x02\x00\x00\x00{{", "is no KVHearth daemon"),
     ],
 )
-def test_a_daemon_that_does_not_serve(run: Run, tmp_path: Path, frame: bytes, told: str) -> None:
+def test_a_daemon_that_does_not_serve(
+    run: Run, tmp_path: Path, frame: bytes, reported: str
+) -> None:
     with answering(tmp_path, frame):
         code, out, err = run("--socket-dir", str(tmp_path))
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert err.startswith("kvhearth: error: ")
-        assert told in err
+        assert reported in err
         found = json.loads(run("--socket-dir", str(tmp_path), "--json")[1])
         assert (found["serving"], found["problem"] in err) == (False, True)
 

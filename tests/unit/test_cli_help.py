@@ -34,7 +34,7 @@ def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 VERBS = dict(_verbs(typer.main.get_command(app.build())))
 
 
-def _told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def _reported(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert app.run([*words, "--help"]) == 0
     return capsys.readouterr().out
 
@@ -50,14 +50,14 @@ def test_all_verbs_are_there() -> None:
 def test_every_verb_has_an_example_and_json(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
-    assert re.search(r"Examples?: .*kvhearth " + words[0], _told(capsys, *words))
+    assert re.search(r"Examples?: .*kvhearth " + words[0], _reported(capsys, *words))
     options = {name for parameter in VERBS[words].params for name in parameter.opts}
     assert ("--json" in options) == (words[0] not in WITHOUT_JSON)
 
 
 @pytest.mark.parametrize("words", [(), ("config",), ("bench",)])
 def test_groups_have_examples(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    assert re.search(r"Examples?: kvhearth ", _told(capsys, *words))
+    assert re.search(r"Examples?: kvhearth ", _reported(capsys, *words))
 
 
 def test_what_people_try_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_what_people_try_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    text = _told(capsys)
+    text = _reported(capsys)
     codes = {int(code) for code in re.findall(r"^ (\d)  \w", text, flags=re.MULTILINE)}
     assert codes == {0, app.EXIT_OTHER, app.EXIT_CONFIG, app.EXIT_MEMORY}
     assert {app.EXIT_OTHER, *app.EXIT_CODES.values()} <= codes

@@ -9,7 +9,7 @@ from support.attached import connected
 from support.fake_daemon import key, running, small_contract, until
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.epoch import Epochs
+from kvhearth.session.epoch import WeightsEpoch
 
 KEYS = {0: [key(1)]}
 
@@ -53,7 +53,7 @@ def test_a_bump_before_a_warm_restart_is_anothers(tmp_path: Path) -> None:
 
 
 def test_what_a_warm_restart_brings_is_anothers_however_soon_it_comes() -> None:
-    epochs = Epochs()
+    epochs = WeightsEpoch()
     epochs.attached("b1", 100, "cold")
     epochs.heard("b1", 100)
     epochs.attached("b2", 101, "cold")
@@ -63,7 +63,7 @@ def test_what_a_warm_restart_brings_is_anothers_however_soon_it_comes() -> None:
 
 
 def test_what_a_cold_start_brings_is_ours_if_we_were_up_to_date() -> None:
-    epochs = Epochs()
+    epochs = WeightsEpoch()
     epochs.attached("a", 990, "first")
     epochs.bumped("a", 991)
     epochs.attached("b", 1011, "second")
@@ -77,14 +77,14 @@ def test_what_a_cold_start_brings_is_ours_if_we_were_up_to_date() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("", "x"), ("x", ""), ("", "")])
 def test_without_a_lineage_no_start_is_taken_for_a_cold_one(before: str, after: str) -> None:
-    epochs = Epochs()
+    epochs = WeightsEpoch()
     epochs.attached("a", 990, before)
     epochs.attached("b", 1011, after)
     assert (epochs.own, epochs.daemon) == (990, 1011)
 
 
 def test_weights_without_an_epoch_stay_so() -> None:
-    epochs = Epochs()
+    epochs = WeightsEpoch()
     epochs.use(-1)
     epochs.attached("a", 7)
     assert (epochs.own, epochs.daemon) == (-1, 7)

@@ -1,3 +1,5 @@
+"""The outbox is bounded, merges and batches requests, and retries what gRPC rejects."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""Counters that a client reports survive a daemon's restart without being counted twice."""
+
 from __future__ import annotations
 
 from kvhearth.counters import Report

@@ -14,11 +14,11 @@ from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running, until
 from support.threads import left_since, own_threads
 from support.tower import CONTRACT, Tower, ended
 
+from kvhearth.cache import Cache, LoadResult
 from kvhearth.client import KVClient, connect
 from kvhearth.errors import Reason
-from kvhearth.page_layout import PagedKV
-from kvhearth.transfer import LoadDone, LoadPipeline
 from kvhearth.transfer.hit import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
+from kvhearth.transfer.lanes import Transfer
 
 KEYS = [key(number) for number in range(4)]
 DONE_S = 20.0
@@ -41,11 +41,10 @@ def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
 
 
 @pytest.fixture
-def loads(client: KVClient) -> Iterator[LoadPipeline]:
-    pipeline = LoadPipeline(client, {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])})
-    yield pipeline
-    assert pipeline.close(DONE_S)
-    pipeline.check_books()
+def cache(client: KVClient) -> Iterator[Cache]:
+    cache = Cache(client)
+    yield cache
+    assert cache.close(DONE_S)
 
 
 def lookups(daemon: FakeDaemon) -> list[Any]:
@@ -124,109 +123,90 @@ def test_a_lookup_whose_answer_is_lost_is_cancelled(daemon: FakeDaemon, tmp_path
 # -- loads -------------------------------------------------------------------------------------
 
 
-def load(loads: LoadPipeline, promotion_s: float, deadline_s: float = DONE_S) -> LoadDone:
-    """Loads all of ``KEYS``."""
-    wanted = {0: (KEYS, range(4))}
-    done = loads.load_now(wanted, prefetch=True, promotion_s=promotion_s, deadline_s=deadline_s)
-    assert done is not None
-    return done
+def begin(cache: Cache, wait_s: float, count: int = 4) -> Transfer[LoadResult]:
+    """Begin to load the first ``count`` of ``KEYS``."""
+    return cache.load(KEYS[:count], np.zeros((count, PAGE_BYTES), np.uint8), wait_s=wait_s)
 
 
-def test_a_load_takes_what_is_there_unless_it_may_wait(
-    loads: LoadPipeline, daemon: FakeDaemon
-) -> None:
+def test_a_load_takes_what_is_there_unless_it_may_wait(cache: Cache, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=1)
-    assert load(loads, 0.0).usable_tokens == 16
+    assert begin(cache, 0.0).result(DONE_S).usable_blocks == 1
     asked = lookups(daemon)
     assert len(asked) == 1
     assert asked[0].prefetch
     until(lambda: ended(daemon) == ([asked[0].lease_id], []))
 
 
-def test_a_load_waits_for_what_climbs(loads: LoadPipeline, daemon: FakeDaemon) -> None:
-    Tower(daemon, dram=1)
-    done = load(loads, 10.0)
-    assert (done.hit_tokens, done.usable_tokens, done.reason) == (64, 64, "")
+@pytest.mark.parametrize("eta_us", [2000, 0], ids=["from SSD", "until it is checked"])
+def test_a_load_waits_for_what_climbs(cache: Cache, daemon: FakeDaemon, eta_us: int) -> None:
+    Tower(daemon, dram=1, eta_us=eta_us)
+    done = begin(cache, 10.0).result(DONE_S)
+    assert (done.hit_blocks, done.usable_blocks, done.reason) == (4, 4, "")
     ids = [request.lease_id for request in lookups(daemon)]
     assert len(ids) == 4
     # Each answer's promotion was taken over by the next lookup before it was cancelled.
-    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3])))
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3]) if eta_us else []))
 
 
-def test_what_does_not_climb_in_time_is_not_waited_for(
-    loads: LoadPipeline, daemon: FakeDaemon
-) -> None:
+def test_what_does_not_climb_in_time_is_not_waited_for(cache: Cache, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=2, step=0)
     started = time.monotonic()
-    done = load(loads, 0.1)
+    done = begin(cache, 0.1).result(DONE_S)
     assert 0.1 <= time.monotonic() - started < 10
-    assert (done.usable_tokens, done.reason) == (32, "")
+    assert (done.usable_blocks, done.reason) == (2, "")
     ids = [request.lease_id for request in lookups(daemon)]
     # The last answer's promotion continues, for a later caller.
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
 
 
-def test_a_load_that_is_given_up_calls_its_climb_off(
-    loads: LoadPipeline, daemon: FakeDaemon
-) -> None:
+def test_a_load_that_is_given_up_calls_its_climb_off(cache: Cache, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=2, step=0, eta_us=60_000_000)
-    done = load(loads, 30.0, deadline_s=0.05)
-    assert (done.usable_tokens, done.reason) == (0, Reason.DEADLINE)
+    future = begin(cache, 30.0)
+    until(lambda: lookups(daemon))
+    assert future.cancel()
     ids = sorted(request.lease_id for request in lookups(daemon))
     until(lambda: ended(daemon) == (ids, ids))
 
 
-def test_a_load_that_waits_holds_no_other_load_up(loads: LoadPipeline, daemon: FakeDaemon) -> None:
+def test_a_load_that_waits_holds_no_other_load_up(cache: Cache, daemon: FakeDaemon) -> None:
     tower = Tower(daemon, dram=1, step=0, eta_us=16_000_000)
-    slow = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
-    assert slow is not None
+    slow = begin(cache, 30.0)
     until(lambda: lookups(daemon))
-    quick = loads.load_now({0: (KEYS[:1], [4])}, prefetch=True, promotion_s=30.0, deadline_s=DONE_S)
-    assert quick is not None
-    assert quick.usable_tokens == 16
+    assert begin(cache, 30.0, count=1).result(DONE_S).usable_blocks == 1
     tower.dram = 4
-    done = loads.wait(slow, DONE_S)
-    assert done is not None
-    assert done.usable_tokens == 64
+    assert slow.result(DONE_S).usable_blocks == 4
 
 
-def test_a_closed_pipeline_waits_for_no_climb(client: KVClient, daemon: FakeDaemon) -> None:
+def test_a_closed_cache_waits_for_no_climb(client: KVClient, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=1, step=0, eta_us=60_000_000)
-    loads = LoadPipeline(client, {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])})
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
-    assert ticket is not None
+    cache = Cache(client)
+    future = begin(cache, 30.0)
     until(lambda: lookups(daemon))
-    assert loads.close(5.0)
-    done = loads.wait(ticket, 0)
-    assert done is not None
-    assert done.reason == Reason.CLOSED
-    ids = sorted(request.lease_id for request in lookups(daemon))
-    until(lambda: ended(daemon) == (ids, ids))
+    time.sleep(0.05)  # the answer arrives
+    assert cache.close(5.0)
+    assert future.result(0).usable_blocks == 1
+    assert ended(daemon)[0] == sorted(request.lease_id for request in lookups(daemon))
 
 
 def test_a_load_whose_next_question_fails_goes_on_with_what_it_has(
-    loads: LoadPipeline, daemon: FakeDaemon
+    cache: Cache, daemon: FakeDaemon
 ) -> None:
     Tower(daemon, dram=2, step=0)
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
-    assert ticket is not None
+    future = begin(cache, 30.0)
     until(lambda: len(lookups(daemon)) > 1)
     daemon.answers["Lookup"].clear()
     daemon.refuse_next("Lookup", Reason.DRAINING)
-    done = loads.wait(ticket, DONE_S)
-    assert done is not None
-    assert done.usable_tokens == 32
+    assert future.result(DONE_S).usable_blocks == 2
 
 
 def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
-    loads: LoadPipeline, daemon: FakeDaemon
+    cache: Cache, daemon: FakeDaemon
 ) -> None:
     Tower(daemon, dram=1, step=0, eta_us=20_000)
-    ticket = loads.submit({0: (KEYS, range(4))}, prefetch=True, promotion_s=30.0)
-    assert ticket is not None
+    future = begin(cache, 30.0)
     until(lambda: lookups(daemon))
     daemon.stop()
-    assert loads.wait(ticket, DONE_S) is not None
+    future.result(DONE_S)
 
 
 # -- repeated lookups --------------------------------------------------------------------------

@@ -168,14 +168,14 @@ def test_each_bad_value_is_told_with_where_it_is_from(
     path = tmp_path / "kvhearth.yaml"
     path.write_text("memory: 12 bananas\nmemroy: 1\n_env_file: x\n")
     monkeypatch.setenv("KVHEARTH_KEYS_MAX", "abc")
-    told = refusal(path, hugepages="maybe", pin_ttl_max_s="soon")
-    assert f"memory (in {path}): '12 bananas': not a size; write bytes" in told
-    assert f"memroy (in {path}): there is no such setting; did you mean memory?" in told
-    assert f"_env_file (in {path}): there is no such setting; see kvhearth serve --help" in told
-    assert "KVHEARTH_KEYS_MAX: 'abc'" in told
-    assert "--hugepages: 'maybe'" in told
-    assert "'prefer'" in told
-    assert "--pin-ttl-max-s: 'soon': not a duration" in told
+    reported = refusal(path, hugepages="maybe", pin_ttl_max_s="soon")
+    assert f"memory (in {path}): '12 bananas': not a size; write bytes" in reported
+    assert f"memroy (in {path}): there is no such setting; did you mean memory?" in reported
+    assert f"_env_file (in {path}): there is no such setting; see kvhearth serve --help" in reported
+    assert "KVHEARTH_KEYS_MAX: 'abc'" in reported
+    assert "--hugepages: 'maybe'" in reported
+    assert "'prefer'" in reported
+    assert "--pin-ttl-max-s: 'soon': not a duration" in reported
 
 
 NO_SETTINGS = {
@@ -209,7 +209,7 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         ({"memory": "32MiB"}, "memory: 32MiB is less than one slab"),
         ({"memory": "0"}, "--memory: '0'"),
@@ -233,8 +233,8 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
         ({"switch_interval_s": "1s"}, "--switch-interval-s: '1s'"),
     ],
 )
-def test_what_does_not_fit_together(flags: dict[str, object], told: str) -> None:
-    assert re.search(re.escape(told), refusal(**flags))
+def test_what_does_not_fit_together(flags: dict[str, object], reported: str) -> None:
+    assert re.search(re.escape(reported), refusal(**flags))
 
 
 # -- the SSD tier ----------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_ssd_directories_from_flags_environment_and_file(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
         ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
@@ -277,8 +277,8 @@ def test_ssd_directories_from_flags_environment_and_file(
         ({"scrub_rate": "much"}, "--scrub-rate: 'much': not a size"),
     ],
 )
-def test_an_ssd_tier_that_cannot_be(flags: dict[str, object], told: str) -> None:
-    assert told in refusal(**flags)
+def test_an_ssd_tier_that_cannot_be(flags: dict[str, object], reported: str) -> None:
+    assert reported in refusal(**flags)
 
 
 @pytest.mark.parametrize("size", ["268MiB", "1GiB", "3TiB", "1024TiB"])
@@ -292,17 +292,17 @@ def test_what_is_said_to_be_enough_is_what_the_tier_takes(size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reported"),
     [
         ("/a\0b", "a path has no zero byte"),
         ("/a\ud800", "not UTF-8"),
         ("~no-such-user/x", "not a directory here"),
     ],
 )
-def test_what_is_no_directory(value: str, told: str) -> None:
-    assert told in refusal(socket_dir=value)
-    assert told in refusal(arena_dir=value)
-    assert told in refusal(ssd_dirs=[f"{value}=1GiB"])
+def test_what_is_no_directory(value: str, reported: str) -> None:
+    assert reported in refusal(socket_dir=value)
+    assert reported in refusal(arena_dir=value)
+    assert reported in refusal(ssd_dirs=[f"{value}=1GiB"])
 
 
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1"])
@@ -314,10 +314,10 @@ def test_what_is_told_is_short_and_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "kvhearth.yaml"
     names = "".join(f'"n{number}\\n": 1\n' for number in range(3000))
     path.write_text(names + f"memory: {'x' * 100_000}\ndrain_grace_s: {'9' * 400}\n")
-    told = refusal(path)
-    assert told.isprintable()
-    assert len(told) < 16_000
-    assert told.endswith("and 2982 more")
+    reported = refusal(path)
+    assert reported.isprintable()
+    assert len(reported) < 16_000
+    assert reported.endswith("and 2982 more")
 
 
 def test_a_socket_path_has_a_limit() -> None:

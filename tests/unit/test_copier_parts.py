@@ -17,7 +17,7 @@ from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
 
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena, own_arrays, own_one
+from kvhearth.copiers.batch import Batch, HeldArena, as_arrays, as_single
 from kvhearth.copiers.tickets import TicketBook
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
@@ -140,8 +140,8 @@ class TestOwnOne:
     def test_it_reads_what_own_arrays_copies(self) -> None:
         extents = FakeArena(PAGE_BYTES).extents(range(6)).reshape(3, 2)[1:2, 1]
         pages = np.arange(9, dtype=np.uint16)[4:5]
-        own_pages, own_extents = own_arrays(pages, extents)
-        assert own_one(pages, extents) == (int(own_pages[0]), own_extents.tobytes())
+        own_pages, own_extents = as_arrays(pages, extents)
+        assert as_single(pages, extents) == (int(own_pages[0]), own_extents.tobytes())
 
     def test_all_else_is_left_to_own_arrays(self) -> None:
         extents, pages = FakeArena(PAGE_BYTES).extents([0, 1]), np.array([0, 1])
@@ -156,7 +156,7 @@ class TestOwnOne:
             (pages[:1].astype(float), extents[:1]),
             (pages[:1], pages[:1]),
         ]
-        assert [own_one(*other) for other in others] == [None] * len(others)
+        assert [as_single(*other) for other in others] == [None] * len(others)
 
 
 class _MovingGenerations:

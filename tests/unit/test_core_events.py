@@ -16,7 +16,7 @@ def add(log: EventLog, count: int, keys_each: int = 1) -> None:
         log.append(STORED, 1, 0, keys(*range(number, number + keys_each)))
 
 
-def told(rig: Rig, cursor: int) -> list[tuple[EventKind, list[int], str]]:
+def reported(rig: Rig, cursor: int) -> list[tuple[EventKind, list[int], str]]:
     """Returns the events since the cursor: kind, keys as numbers, cause or tier."""
     return [
         (event.kind, [int.from_bytes(each) for each in event.keys], event.cause or event.tier)
@@ -108,11 +108,11 @@ def test_a_block_is_stored_when_it_can_be_served() -> None:
     cursor = rig.state.events.subscribe()
     rig.put(session, keys(0, 1))
     rig.put(session, keys(2, 3), summed=False)
-    assert told(rig, cursor) == [(STORED, [0, 1], "dram")]
+    assert reported(rig, cursor) == [(STORED, [0, 1], "dram")]
     *_, action = [action for action in rig.state.take_actions() if hasattr(action, "generations")]
     rig.core.writing.summed(action.slots, action.generations, sums_of(action.slots))
     rig.check()
-    assert told(rig, cursor)[1:] == [(STORED, [2, 3], "dram")]
+    assert reported(rig, cursor)[1:] == [(STORED, [2, 3], "dram")]
 
 
 def test_a_key_that_is_there_already_is_not_stored_again() -> None:
@@ -121,7 +121,7 @@ def test_a_key_that_is_there_already_is_not_stored_again() -> None:
     cursor = rig.state.events.subscribe()
     rig.put(session, keys(0))
     rig.put(session, keys(0, 1, 1))
-    assert told(rig, cursor) == [(STORED, [0], "dram"), (STORED, [1], "dram")]
+    assert reported(rig, cursor) == [(STORED, [0], "dram"), (STORED, [1], "dram")]
 
 
 def test_a_removal_comes_before_what_takes_its_place() -> None:
@@ -130,15 +130,15 @@ def test_a_removal_comes_before_what_takes_its_place() -> None:
     rig.put(session, keys(*range(16)))
     cursor = rig.state.events.subscribe()
     rig.put(session, keys(100))
-    (first, second) = told(rig, cursor)
+    (first, second) = reported(rig, cursor)
     assert first[0] is REMOVED
     assert (len(first[1]), first[2]) == (1, "space")
     assert second == (STORED, [100], "dram")
     rig.core.bump_epoch(session, 1)
     # An epoch bump makes all blocks invalid at once; each is reported only when it leaves.
-    assert len(told(rig, cursor)) == 2
+    assert len(reported(rig, cursor)) == 2
     rig.put(session, keys(100))
-    assert told(rig, cursor)[-2:] == [(REMOVED, [100], "epoch"), (STORED, [100], "dram")]
+    assert reported(rig, cursor)[-2:] == [(REMOVED, [100], "epoch"), (STORED, [100], "dram")]
 
 
 def test_each_cause_has_its_word() -> None:
@@ -149,12 +149,12 @@ def test_each_cause_has_its_word() -> None:
     cursor = rig.state.events.subscribe()
     head = rig.head(session, key(19))
     rig.remove_bad(head, "reader")
-    assert told(rig, cursor)[-1] == (REMOVED, [19], "checksum")
+    assert reported(rig, cursor)[-1] == (REMOVED, [19], "checksum")
     digest = next(iter(rig.state.namespaces)).digest
     rig.core.evict(digest, 18 * 4096)
-    assert told(rig, cursor)[-1][2] == "asked"
+    assert reported(rig, cursor)[-1][2] == "asked"
     rig.put(session, keys(0, 1), kv_group=1)
-    assert {cause for _, _, cause in told(rig, cursor)} >= {"quota", "asked", "checksum"}
+    assert {cause for _, _, cause in reported(rig, cursor)} >= {"quota", "asked", "checksum"}
     rig.check()
 
 

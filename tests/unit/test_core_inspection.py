@@ -24,8 +24,8 @@ def test_the_group_with_the_oldest_lease_comes_first() -> None:
     lease(rig, second, 1, named, 5.0)
     lease(rig, second, 2, named[:2], 20.0)
     found = held_by_groups(rig.state, 25.0)
-    told = [(one.group.engine_id, one.leases, one.slots, one.oldest_s) for one in found]
-    assert told == [("b", 2, 5, 20.0), ("a", 1, 1, 15.0)]
+    reported = [(one.group.engine_id, one.leases, one.slots, one.oldest_s) for one in found]
+    assert reported == [("b", 2, 5, 20.0), ("a", 1, 1, 15.0)]
     assert found[0].bytes == 5 * SLOT_BYTES
     rig.core.reading.release(second, [1])
     assert [one.oldest_s for one in held_by_groups(rig.state, 25.0)] == [15.0, 5.0]

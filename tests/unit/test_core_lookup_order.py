@@ -26,15 +26,15 @@ def test_neighbours_in_any_order(order: list[int]) -> None:
 
 
 def test_all_orders_of_scattered_blocks() -> None:
-    rig, dice = Rig(), random.Random(5)
+    rig, rng = Rig(), random.Random(5)
     session = rig.attach()
     numbers = list(range(24))
-    dice.shuffle(numbers)
+    rng.shuffle(numbers)
     for start in range(0, 24, 5):
         rig.put(session, keys(*numbers[start : start + 5]))
     alone = [rig.head(session, key(number)) for number in range(24)]
     for _ in range(200):
-        order = dice.sample(range(24), dice.randint(2, 12))
+        order = rng.sample(range(24), rng.randint(2, 12))
         found = rig.lookup(session, keys(*order), lease_id=9)
         extents = found.groups[0].extents
         assert extents["slot"].tolist() == [alone[number] for number in order]

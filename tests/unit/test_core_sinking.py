@@ -106,7 +106,7 @@ def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one() -> No
     rig.turn()
     assert len(rig.tier.under_way) == 2
     rig.tier.under_way.reverse()
-    rig.tier.let_go(2)
+    rig.tier.lose_blocks(2)
     rig.turn()
     rig.tier.held = False
     rig.settle()

@@ -175,14 +175,14 @@ def test_pins_and_readers_of_removed_blocks_keep_the_books(
 @given(st.lists(op, max_size=40))
 def test_leases_end_in_both_ways_alike(steps: list[tuple[Any, ...]]) -> None:
     pair = Pair(GROUPS, KEYS, 8, slab_bytes=8 * 4096)
-    plain = holding._let_go_plain
+    plain = holding._unhold_plain
 
     def either(state: CoreState, segment: int, slots: Pick) -> bool:
         return state is pair.short.state and plain(state, segment, slots)
 
     first = [("put", list(range(at, at + BLOCKS)), 0, True, at - 1) for at in (0, 8, 16)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holding, "_let_go_plain", either)
+        patch.setattr(holding, "_unhold_plain", either)
         for step in [*first, *steps, *(("release", number) for number in range(1, 10))]:
             pair.do(step)
 

@@ -9,8 +9,9 @@ from structlog.testing import CapturingLogger
 from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 
 from kvhearth_server.engine.tiering.manager import LOOK_S, OVER_S, DegradedLog
+from kvhearth_server.tiers.base import Kind
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.health import WORDS, DirectoryHealth, Kind
+from kvhearth_server.tiers.ssd.health import WORDS, DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -69,22 +70,22 @@ def test_how_long_it_lasted_is_without_the_wait_after_it() -> None:
 
 def test_numbers_that_change_are_not_told_anew() -> None:
     rig = Rig()
-    told = []
+    reported = []
     for number in range(50):
         rig.wrong = {Kind("/a", "stuck", "requests"): f"holds on to {number}"}
-        told += rig.after(0.5)
-    assert told == [("warning", "/a", "holds on to 0")]
+        reported += rig.after(0.5)
+    assert reported == [("warning", "/a", "holds on to 0")]
     rig.wrong = {}
     assert rig.after(10) == [("info", "/a", "holds on to 49")], "the last that was seen"
 
 
 def test_what_comes_and_goes_is_one() -> None:
     rig = Rig()
-    told = []
+    reported = []
     for number in range(100):
         rig.wrong = {} if number % 2 else {IO: "broken"}
-        told += rig.after(0.7)
-    assert told == [("warning", "/a", "broken")]
+        reported += rig.after(0.7)
+    assert reported == [("warning", "/a", "broken")]
 
 
 def test_each_directory_and_each_kind_has_its_own_lines() -> None:
@@ -121,9 +122,9 @@ def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
 
 
 def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
-    told = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
-    bad = Place(tmp_path / "absent", told.places[0].capacity_bytes)
-    both = SsdSettings((*told.places, bad), segment_bytes=SEGMENT_BYTES)
+    reported = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
+    bad = Place(tmp_path / "absent", reported.places[0].capacity_bytes)
+    both = SsdSettings((*reported.places, bad), segment_bytes=SEGMENT_BYTES)
     tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
     unusable = Kind(str(bad.path), "unusable")
     assert [*tier.status.by_kind()] == [unusable]

@@ -10,9 +10,13 @@ from kvhearth_server.config import rlimit as descriptors
 from kvhearth_server.config.model import Settings
 
 
-@pytest.mark.parametrize(("short", "told"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("short", "reported"), [(0, False), (1, True)])
 def test_a_limit_that_is_too_low_is_told_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: int, *, told: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    short: int,
+    *,
+    reported: bool,
 ) -> None:
     settings = Settings(**{"ssd_dirs": ["/mnt/a=4GiB", "/mnt/b=400GiB"], "sessions_max": 10})
     assert descriptors.ssd_files(settings) > 500
@@ -22,4 +26,4 @@ def test_a_limit_that_is_too_low_is_told_at_the_start(
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
     descriptors.raise_limit(settings)
     assert limits == [(hard, hard)]
-    assert ("few descriptors" in capsys.readouterr().out) is told
+    assert ("descriptors.few" in capsys.readouterr().out) is reported

@@ -11,7 +11,7 @@ from support.core_kit import contract
 from support.core_shell import Shell
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.epoch import Epochs
+from kvhearth.session.epoch import WeightsEpoch
 from kvhearth.wire.handshake import Welcome, encode_frame
 from kvhearth_server.core.actions import SlabSized
 from kvhearth_server.core.slot_table import Geometry, State
@@ -33,7 +33,7 @@ def welcome(world: Shell, engine_id: str = "e") -> Welcome:
     return Welcome.from_message(json.loads(json.dumps(message)))
 
 
-def hear(epochs: Epochs, said: Welcome) -> None:
+def hear(epochs: WeightsEpoch, said: Welcome) -> None:
     """Attaches a client that receives the welcome."""
     epochs.attached(said.boot_id, said.epoch, said.lineage)
 
@@ -56,7 +56,7 @@ def test_an_arena_that_nobody_adopts_has_a_lineage_a_run() -> None:
 
 
 def test_anothers_bump_before_a_warm_restart_leaves_old_weights_old() -> None:
-    world, epochs = shell(), Epochs()
+    world, epochs = shell(), WeightsEpoch()
     said = welcome(world)
     hear(epochs, said)
     core = world.engine.core
@@ -67,7 +67,7 @@ def test_anothers_bump_before_a_warm_restart_leaves_old_weights_old() -> None:
 
 
 def test_a_cold_start_takes_along_who_was_up_to_date() -> None:
-    world, fresh, old = shell(), Epochs(), Epochs()
+    world, fresh, old = shell(), WeightsEpoch(), WeightsEpoch()
     said = welcome(world)
     hear(fresh, said)
     hear(old, said)

@@ -16,10 +16,11 @@ from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
-from kvhearth_server.engine.checksums import Background
+from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.snapshot import EVICTED_MAX, Removed, check_books, evict
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.metrics import COUNTERS
 
 PAGE = 4096
 SLABS = 160
@@ -106,7 +107,9 @@ def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
     world = World(1024)
     core, seen = world.engine.core, [world.space.blocks]
     (heads,) = (found for _, _, found in core.state.index.spaces())
-    background = Background(world.engine, Supervisor(Counters()), sum_threads=1, verify=False)
+    background = ChecksumWorkers(
+        world.engine, Supervisor(Counters(COUNTERS)), sum_threads=1, verify=False
+    )
     removed, _ = meanwhile(
         lambda: background.verify_blocks(core.state.table.blocks_of(heads), "reader"),
         lambda _: seen.append(world.space.blocks),

@@ -80,7 +80,7 @@ def test_progress_is_waited_for_as_long_as_it_takes() -> None:
         rig.turn()
         rig.state.writeback_queue.under_pressure = True
         rig.now += PATIENCE_S * 0.9
-        rig.tier.let_go()
+        rig.tier.lose_blocks()
         rig.turn()
     assert rig.count_of("demotion_refused", "slow") == 0
     assert rig.tier.keys() == set(keys(*range(32)))
@@ -90,11 +90,11 @@ def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
     rig = TierRig(slabs=2)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("recovering", 0.1)
-    rig.tier.status.recovering = True
+    rig.tier.recovering = True
     rig.put(session, keys(*range(32)))
     for _ in range(3):
         assert not gets_room(rig, session, READ_BACK_PATIENCE_S * 0.9)
-        rig.tier.progress += 1
+        rig.tier.progress = (rig.tier.progress[0] + 1,)
     assert rig.count_of("demotion_refused", "slow") == 0
     assert gets_room(rig, session, READ_BACK_PATIENCE_S * 1.1)
     assert rig.count_of("demotion_refused", "slow") > 0
@@ -103,7 +103,7 @@ def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
 def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
     rig = TierRig(slabs=2)
     session = rig.attach()
-    rig.tier.status.recovering = True
+    rig.tier.recovering = True
     rig.put(session, keys(*range(32)))
     rig.turn(5)
     assert not rig.tier.keys(), "they may be in a part that is not read back yet"
@@ -121,7 +121,7 @@ def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
     assert rig.tier.submitted["store"] == written, "nobody wanted more room"
     assert gets_room(rig, session, PATIENCE_S)
     assert rig.count_of("demotion_refused", "slow") == 0
-    rig.tier.status.recovering = False
+    rig.tier.recovering = False
     rig.now += 1
     rig.settle()
 
@@ -133,7 +133,7 @@ def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
     rig.put(session, keys(*range(32)))
     for _ in range(8):
         assert not gets_room(rig, session, PATIENCE_S * 0.9)
-        rig.tier.progress += 1
+        rig.tier.progress = (rig.tier.progress[0] + 1,)
     assert rig.count_of("demotion_refused", "slow") == 0
     rig.tier.held = False
     rig.settle()
@@ -165,11 +165,13 @@ def test_a_full_tier_is_not_asked_again_and_again(how: str) -> None:
     rig.put(session, keys(*range(100)))
     rig.turn()
     rig.turn()
-    before, woken = rig.tier.submitted["store"], rig.woken
+    before = rig.tier.submitted["store"]
+    rig.tiering.due.clear()
     assert 0 < rig.tiering.pause_s() <= 0.1
     rig.turn(20)
     rig.tiering.nudge()
-    assert (rig.tier.submitted["store"], rig.woken) == (before, woken)
+    assert rig.tier.submitted["store"] == before
+    assert not rig.tiering.due.is_set()
     rig.tier.refuse_stores = None
     rig.tier.spoil = lambda load, named: None
     rig.settle()
@@ -186,9 +188,9 @@ def test_a_tenant_that_may_hold_nothing_does_not_keep_the_loop_busy() -> None:
     rig.tier.refuse_stores = None
     rig.now += 1
     rig.turn()
-    woken = rig.woken
+    rig.tiering.due.clear()
     rig.turn(5)
-    assert rig.woken == woken
+    assert not rig.tiering.due.is_set()
 
 
 def test_a_turn_has_bounded_work() -> None:
@@ -198,7 +200,7 @@ def test_a_turn_has_bounded_work() -> None:
         rig.put(session, keys(*range(start, start + 200)), kv_group=start // 200 % 2)
     rig.turn()
     assert 0 < rig.tier.submitted["store"] <= TURN_SLOTS
-    assert rig.woken
+    assert rig.tiering.due.is_set()
     rig.settle()
     for start in range(0, 800, 200):
         rig.drop(session, keys(*range(start, start + 200)), start // 200 % 2)

@@ -98,7 +98,7 @@ class Pair:
         assert not ticks or ticks[-1] <= self.model.tick
 
 
-@pytest.mark.parametrize("seed", range(51, 59))
+@pytest.mark.parametrize("seed", range(51, 54))
 def test_against_a_list(seed: int) -> None:
     pair = Pair(seed)
     for _ in range(150):

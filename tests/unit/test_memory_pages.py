@@ -52,8 +52,8 @@ def test_shortage_names_free_needed_and_the_fix(tmp_path: Path) -> None:
             f"{POOL}/free_hugepages": "4",
         },
     )
-    told = kernel.pool_shortage(2 * MIB, 32)
-    assert told == "4 of 32 pages of 2MiB are free; run: sysctl -w vm.nr_hugepages=38"
+    reported = kernel.pool_shortage(2 * MIB, 32)
+    assert reported == "4 of 32 pages of 2MiB are free; run: sysctl -w vm.nr_hugepages=38"
     assert "hugepagesz=1G hugepages=3" in kernel.pool_shortage(1 << 30, 3)
 
 

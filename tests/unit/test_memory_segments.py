@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.memory_places import (
 )
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.memory.mapping import address_of, map_shared
 from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory, PageKind
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
@@ -108,9 +110,11 @@ class ScriptedKernel(KernelMemory):
 
 def test_it_is_zeroed_populated_and_shared(where: tuple[Path | None, HugepagePolicy]) -> None:
     path, policy = where
-    told: list[tuple[int, int]] = []
-    segment = create_segment(SIZE, policy, path=path, on_progress=lambda *pair: told.append(pair))
-    assert told == [(SIZE, SIZE)]
+    reported: list[tuple[int, int]] = []
+    segment = create_segment(
+        SIZE, policy, path=path, on_progress=lambda *pair: reported.append(pair)
+    )
+    assert reported == [(SIZE, SIZE)]
     assert (segment.bytes, segment.path) == (SIZE, path)
     assert segment.view.shape == (SIZE,)
     assert segment.view.ctypes.data == segment.address
@@ -390,3 +394,15 @@ def test_a_disk_is_no_place_for_an_arena() -> None:
     with pytest.raises(KVHearthError, match="neither on hugetlbfs nor on tmpfs") as caught:
         create_segment(SIZE, OFF, path=Path("/proc/segment"))
     assert caught.value.reason is Reason.ARENA_UNUSABLE
+
+
+def test_a_core_dump_leaves_the_arena_out() -> None:
+    descriptor = os.memfd_create("kvh-dump")
+    os.ftruncate(descriptor, 1 << 20)
+    mapping = map_shared(descriptor, 1 << 20)
+    start = f"{address_of(mapping):x}-"
+    after = Path("/proc/self/smaps").read_text().partition(f"\n{start}")[2]
+    flags = re.search(r"^VmFlags: (.*)$", after, re.MULTILINE)
+    assert flags is not None
+    assert "dd" in flags[1].split()
+    os.close(descriptor)

@@ -13,19 +13,22 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
 
+import kvhearth_server
 from kvhearth.errors import Reason
-from kvhearth_server.core.removal import EVICTIONS
+from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
 from kvhearth_server.engine.tick_clock import TickClock
-from kvhearth_server.observability import counters
 from kvhearth_server.observability.client_counters import NAMES_MAX, Reported
+from kvhearth_server.observability.counters import LABEL_VALUES_MAX, OTHER, Counters
 from kvhearth_server.observability.exposition import Exposition
-from kvhearth_server.observability.metrics import TABLE
+from kvhearth_server.observability.metrics import COUNTERS, TABLE
 from kvhearth_server.observability.timings import AGE_BOUNDS, SECONDS_BOUNDS, CallTimings, Histogram
+from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
+from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
-from kvhearth_server.tiers.ssd.stats import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.ssd.health import WORDS
 
-SERVER = Path(counters.__file__).resolve().parents[1]
+SERVER = Path(kvhearth_server.__file__).resolve().parent
 OPEN = "application/openmetrics-text; version=1.0.0"
 UNITS = ("bytes", "seconds")
 
@@ -55,14 +58,14 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
         "budget_left_bytes": 39,
         "counts": counts,
     }
-    return SsdNow(SsdFigures(**(values | changes)), 40, 41)
+    return SsdNow(TierFigures(**(values | changes)), 40, 41)
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
     """A daemon in which every counter and label of the table has a distinct value."""
     counts: dict[tuple[str, str], int] = {}
-    for number, (name, counter) in enumerate(counters.TABLE.items(), 1000):
-        for label in sorted(counter.values) or (["word"] if counter.label else [""]):
+    for number, (name, counter) in enumerate(COUNTERS.items(), 1000):
+        for label in sorted(counter.only) or (["word"] if counter.label else [""]):
             counts[name, label] = number
     ages, timings = Histogram(AGE_BOUNDS), CallTimings()
     ages.observe(30.0, 3)
@@ -150,7 +153,6 @@ def test_every_counter_is_shown() -> None:
     elsewhere = {
         *("reserves", "commits", "aborts"),  # rpc_requests_total counts the calls
         "lookup_keys",  # the sum of lookup_blocks_total
-        "events_lost",  # no client subscribes to events yet
     }
     now = a_snapshot()
     shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
@@ -164,43 +166,37 @@ def test_every_counter_is_shown() -> None:
 
 def test_labelled_counters_are_there_from_the_start() -> None:
     """Without an event yet: a rise from an absent series is none, so an alert would miss it."""
-    counts = counters.Counters().values()
+    counts = Counters(COUNTERS).values()
     found = scraped(a_snapshot(counts=counts, reported=Counter()))
     for source in ("adoption", "reader"):
         assert value(found, "checksum_failures_total", source=source) == 0
     for reason in Reason:
         assert value(found, "refusals_total", reason=reason.value) == 0
         assert value(found, "client_fallbacks_total", reason=reason.value) == 0
-    labelled = [name for name, counter in counters.TABLE.items() if counter.label]
-    assert [name for name in labelled if not counters.TABLE[name].shown] == []
+    labelled = [name for name, counter in COUNTERS.items() if counter.label]
+    assert [name for name in labelled if not COUNTERS[name].shown] == []
 
 
 def test_a_word_that_is_not_usual_is_shown_once_it_came() -> None:
-    counted = counters.Counters()
+    counted = Counters(COUNTERS)
     counted.add("adoption_dropped", 3, "comet")
     counted.add("adoption_dropped", 2, "slab")
     found = scraped(a_snapshot(counts=counted.values()))
-    read = {word: value(found, "adoption_dropped_total", reason=word) for word in USED_ADOPTION}
-    assert read == {word: 2 * (word == "slab") for word in USED_ADOPTION}
+    read = {word: value(found, "adoption_dropped_total", reason=word) for word in DropCause}
+    assert read == {word: 2 * (word == "slab") for word in DropCause}
     assert value(found, "adoption_dropped_total", reason="comet") == 3
-
-
-USED_ADOPTION = _words(r"""_drop\(found, "(\w+)\"""") | _words(r"""found\.reasons\["(\w+)"\]""")
 
 
 @pytest.mark.parametrize(
     ("counter", "used"),
     [
-        ("adoption_dropped", USED_ADOPTION),
         ("task_failures", _words(r"""spawn\(\s*"(\w+)\"""") | {"attach_connection"}),
         ("checksum_failures", _words(r"""verify_blocks\([^()]*, "(\w+)"\)""")),
-        ("evicted_blocks", EVICTIONS),
-        ("removed_blocks", _words(r"""remove_blocks\(.*, "(\w+)"\)""") - EVICTIONS),
     ],
 )
 def test_usual_words_are_those_that_the_daemon_counts(counter: str, used: set[str]) -> None:
     assert used
-    assert used <= counters.TABLE[counter].usual
+    assert used <= COUNTERS[counter].usual
 
 
 def test_seconds_of_copies() -> None:
@@ -279,7 +275,7 @@ def test_every_counter_of_the_ssd_tier_is_shown() -> None:
 
 
 def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
-    now = a_snapshot(ssd=an_ssd_tier(counts={}), counts=counters.Counters().values())
+    now = a_snapshot(ssd=an_ssd_tier(counts={}), counts=Counters(COUNTERS).values())
     found = scraped(now)
     for reason in ("admission", "budget", "full", "queue"):
         assert value(found, "ssd_refused_blocks_total", direction="store", reason=reason) == 0
@@ -288,6 +284,18 @@ def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
     assert value(found, "ssd_load_blocks_total", outcome="corrupt") == 0
     assert value(found, "demotions_failed_total", reason="io") == 0
     assert value(found, "repaired_blocks_total", tier="dram") == 0
+
+
+def test_labels_are_the_tiers_own_words() -> None:
+    found = scraped(a_snapshot(ssd=an_ssd_tier()))
+
+    def shown(name: str, label: str) -> set[str]:
+        return {dict(labels)[label] for each, labels in found if each == f"kvhearth_{name}"}
+
+    assert shown("ssd_interface_info", "interface") == set(NAMES)
+    assert shown("ssd_degraded", "reason") == WORDS
+    dropped = {doubt.value for doubt in Doubt} | {"namespaces"}
+    assert shown("ssd_recovery_dropped_total", "reason") == dropped
 
 
 def test_reasons_of_refusals_are_those_that_the_tier_gives() -> None:
@@ -397,7 +405,7 @@ def test_a_clock_that_wrapped_starts_anew() -> None:
 
 
 def test_many_counts_are_added_as_one_by_one() -> None:
-    together, apart = counters.Counters(), counters.Counters()
+    together, apart = Counters(COUNTERS), Counters(COUNTERS)
     many = {
         ("lookups", ""): 3,
         ("miss_keys", "absent"): 2,
@@ -414,7 +422,7 @@ def test_many_counts_are_added_as_one_by_one() -> None:
             together.add_all({("commits", ""): 1, place: count})
     for number in range(40):
         together.add_all({("evicted_blocks", f"cause_{number}"): 1})
-    assert together.get("evicted_blocks", counters.OTHER) == 40 - counters.LABEL_VALUES_MAX + 1
+    assert together.get("evicted_blocks", OTHER) == 40 - LABEL_VALUES_MAX + 1
 
 
 def test_a_histogram_counts_many_as_it_counts_one_by_one() -> None:

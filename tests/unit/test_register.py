@@ -29,7 +29,7 @@ from kvhearth.copiers.host_register import (
 )
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
-from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, host_or_cuda
+from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
 
 DEADLINE_S = 10.0
 LOG_TEXT = "the arena stays unregistered"
@@ -256,7 +256,7 @@ class _Gpu:
     def add_cuda_movers(self) -> CopierPool:
         torch = pytest.importorskip("torch")
         self.kv = {0: PagedKV([torch.zeros((8, PAGE_BYTES), dtype=torch.uint8)])}
-        return self.add_movers(host_or_cuda(device=self.device))
+        return self.add_movers(default_copier(device=self.device))
 
 
 @pytest.fixture

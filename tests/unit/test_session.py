@@ -1,3 +1,5 @@
+"""Attaching: the arena and its descriptors, refusals, deadlines, and malformed answers."""
+
 from __future__ import annotations
 
 import contextlib
@@ -137,14 +139,14 @@ def test_memory_lives_as_long_as_its_last_array_and_no_longer(tmp_path: Path) ->
 
 
 def test_who_comes_while_the_arena_is_being_unmapped_is_told_why(tmp_path: Path) -> None:
-    told: list[Reason] = []
+    reported: list[Reason] = []
 
     class Watched(dict[int, U8]):
         def clear(self) -> None:
             super().clear()
             with pytest.raises(KVHearthError) as refusal:
                 mapping.view(1)
-            told.append(refusal.value.reason)
+            reported.append(refusal.value.reason)
 
     with running(tmp_path, small_contract()):
         session = attach(url(tmp_path), hello())
@@ -152,7 +154,7 @@ def test_who_comes_while_the_arena_is_being_unmapped_is_told_why(tmp_path: Path)
         mapping._views = Watched(mapping._views)
         mapping.close()
         session.close()
-    assert told == [Reason.CLOSED]
+    assert reported == [Reason.CLOSED]
 
 
 def test_without_the_arena_no_descriptors_come(tmp_path: Path) -> None:

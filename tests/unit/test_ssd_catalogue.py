@@ -8,21 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvhearth_server.engine.epoch_store import FILE_NAME, SsdCatalogue
+from kvhearth_server.engine.epoch_store import FILE_NAME, EpochStore
 from kvhearth_server.observability.counters import Counters
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.observability.metrics import COUNTERS
 
 CONTENT = {"lineage": "one", "next_session": 7, "epoch_floor": 3, "namespaces": []}
 PATIENCE_S = 2.0  # enough time for the directory that does not hang, even on a busy machine
 
 
-def catalogue_of(*folders: Path) -> tuple[SsdCatalogue, Counters]:
+def catalogue_of(*folders: Path) -> tuple[EpochStore, Counters]:
     """A catalogue over directories that exist."""
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    counters = Counters()
-    places = tuple(Place(folder, 1 << 30) for folder in folders)
-    return SsdCatalogue(SsdSettings(places, open_s=PATIENCE_S), counters), counters
+    counters = Counters(COUNTERS)
+    return EpochStore(folders, counters, PATIENCE_S), counters
 
 
 @contextmanager

@@ -29,8 +29,8 @@ def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> None:
-    told: list[Job] = []
-    checksum_pool = ChecksumPool(told.append, threads, "test")
+    reported: list[Job] = []
+    checksum_pool = ChecksumPool(reported.append, threads, "test")
     jobs = []
     for number in range(300):
         op = Op.READ if number % 3 == 0 else Op.WRITE
@@ -41,8 +41,8 @@ def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> N
     assert checksum_pool.alive
     assert checksum_pool.stop(_WAIT_S)
     assert not checksum_pool.alive
-    assert len(told) == len(jobs)
-    assert set(told) == set(jobs)
+    assert len(reported) == len(jobs)
+    assert set(reported) == set(jobs)
     for number, job in enumerate(jobs):
         assert job.wrong == ([number % 2] if number % 5 == 0 else [])
 

@@ -28,6 +28,7 @@ from support.tiers import (
 
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Corrupt, Done
+from kvhearth_server.tiers.directories import DirectoryError
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -40,7 +41,7 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.tiers.ssd.recovery.recover import read_segment
 from kvhearth_server.tiers.ssd.recovery.scanner import SCAN_BYTES, Reader
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
-from kvhearth_server.tiers.ssd.superblock import HEAD_NAME, DirectoryError
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 MIB = 1 << 20
@@ -95,7 +96,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -> None:
-    path = copy / HEAD_NAME
+    path = copy / SUPERBLOCK_NAME
     whole = path.read_bytes()
     damage, doubt = DAMAGES[name]
     slow = os.open(path, os.O_RDWR)  # opened by a daemon that starts at the same time
@@ -104,7 +105,7 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
         assert path.read_bytes() == whole
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert dropped(desk) == {f"dropped_{doubt}": 1}
-        assert "taken from the segment files" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
+        assert "taken from the segment files" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
         with pytest.raises(DirectoryError, match="another daemon"):
             Opened(copy)
         if name != "missing":
@@ -125,19 +126,19 @@ def test_footers_and_records_say_it_too_and_foreign_files_are_outvoted(
     for path in segment_files(copy):
         patch(path, 0, b"\xff" * PAGE)
     shutil.copy(next(segment_files(tmp_path / "other")), copy / "00000000.segment")
-    whole = (copy / HEAD_NAME).read_bytes()
-    (copy / HEAD_NAME).unlink()
+    whole = (copy / SUPERBLOCK_NAME).read_bytes()
+    (copy / SUPERBLOCK_NAME).unlink()
     with Opened(copy) as desk:
-        assert (copy / HEAD_NAME).read_bytes() == whole
+        assert (copy / SUPERBLOCK_NAME).read_bytes() == whole
         assert len(desk.load(range(40)).rows(Done)) == 40
 
 
 def test_a_directory_in_which_nothing_can_be_believed_begins_anew(copy: Path) -> None:
     random = np.random.default_rng(3)
-    for path in [copy / HEAD_NAME, *segment_files(copy)]:
+    for path in [copy / SUPERBLOCK_NAME, *segment_files(copy)]:
         path.write_bytes(random.bytes(path.stat().st_size))
     with Opened(copy) as desk:
-        assert "a new log was begun" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
+        assert "a new log was begun" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_damaged"] >= 1
         desk.store_all(range(10))
     with Opened(copy) as desk:
@@ -145,7 +146,7 @@ def test_a_directory_in_which_nothing_can_be_believed_begins_anew(copy: Path) ->
 
 
 def test_a_head_of_another_version_is_refused_and_kept(copy: Path) -> None:
-    path = copy / HEAD_NAME
+    path = copy / SUPERBLOCK_NAME
     row = np.frombuffer(path.read_bytes(), DIRECTORY_DTYPE, 1).copy()
     row["version"] = 2
     seal(row)
@@ -160,7 +161,7 @@ def test_a_head_of_another_version_is_refused_and_kept(copy: Path) -> None:
 def test_a_damaged_head_where_nothing_can_be_written(log: Path, tmp_path: Path, name: str) -> None:
     with mounted("tmpfs", "size=16m", tmp_path / "small") as mount:
         folder = Path(shutil.copytree(log, mount / "copy"))
-        DAMAGES[name][0](folder / HEAD_NAME)
+        DAMAGES[name][0](folder / SUPERBLOCK_NAME)
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
         with Opened(folder) as desk:
             assert len(desk.load(range(40)).rows(Done)) == 40
@@ -173,7 +174,7 @@ def test_one_damaged_head_of_two(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     with Opened(one, two) as desk:
         desk.store_all(range(80))
-    os.truncate(two / HEAD_NAME, 0)
+    os.truncate(two / SUPERBLOCK_NAME, 0)
     with Opened(one, two) as desk:
         assert len(desk.load(range(80)).rows(Done)) == 80
 
@@ -289,7 +290,7 @@ def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -
     with Opened(folder, segments=12) as desk:
         capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
         desk.store_all(range(300, 330))
-        assert "begun anew" in desk.tier.status.mended[0]  # type: ignore[attr-defined]
+        assert "begun anew" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_outsized"] >= 4
         desk.rest()
         assert desk.tier.status.allocated_bytes()[str(folder)] <= capacity  # type: ignore[attr-defined]
@@ -346,11 +347,11 @@ def test_a_file_of_another_log_is_left_alone(copy: Path, tmp_path: Path, damage:
 def test_what_is_no_regular_file_is_passed_over(copy: Path) -> None:
     os.mkfifo(copy / "00000060.segment")
     (copy / "00000061.segment").mkdir()
-    (copy / "00000062.segment").symlink_to(copy / HEAD_NAME)
+    (copy / "00000062.segment").symlink_to(copy / SUPERBLOCK_NAME)
     with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
-        told = "00000060.segment is no regular file, and 2 more: left alone"
-        assert reasons(desk) == f"{copy}: {told}"
+        reported = "00000060.segment is no regular file, and 2 more: left alone"
+        assert reasons(desk) == f"{copy}: {reported}"
         assert desk.tier.counts["segments_lost"] == 0  # type: ignore[attr-defined]
 
 
@@ -362,12 +363,12 @@ class Hanging(Files):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.let_go = threading.Event()
+        self.proceed = threading.Event()
         self.opened = threading.Event()
 
     def open(self, path: Path, *, create: bool = False) -> OpenFile:
         if self._folder in path.parents:
-            self.let_go.wait(DEADLINE_S)
+            self.proceed.wait(DEADLINE_S)
             self.opened.set()
         return super().open(path, create=create)
 
@@ -378,9 +379,10 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     with Opened(one, two, files=files, open_s=0.2) as desk:
         assert f"{two} did not answer in 0.2 s" in reasons(desk)
         assert desk.tier.status.unusable_places == 1  # type: ignore[attr-defined]
+        assert desk.tier.loads_of_the_dead
         desk.store_all(range(10))
         assert len(desk.load(range(10)).rows(Done)) == 10
-        files.let_go.set()
+        files.proceed.set()
         assert files.opened.wait(DEADLINE_S)
         for each in threading.enumerate():
             if each.name == "kvhearth-open":
@@ -393,4 +395,4 @@ def test_no_drive_that_answers_is_an_error(tmp_path: Path) -> None:
     files = Hanging(tmp_path)
     with pytest.raises(DirectoryError, match=r"did not answer in 0.2 s"):
         Opened(tmp_path / "one", files=files, open_s=0.2)
-    files.let_go.set()
+    files.proceed.set()

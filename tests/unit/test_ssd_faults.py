@@ -29,6 +29,7 @@ from support.tiers import (
 
 from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Corrupt, Counts, Done, Failed, Missing, StoreBatch, Throttled
+from kvhearth_server.tiers.directories import DirectoryError
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.base import Op, Request
@@ -37,7 +38,6 @@ from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
-from kvhearth_server.tiers.ssd.superblock import DirectoryError
 from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
@@ -456,8 +456,8 @@ def test_a_disk_interface_that_breaks_is_no_hang(tmp_path: Path) -> None:
 
     arena, clock = Arena(), Clock()
     queue = Breaks(open_queue("threads", 4), Faults())
-    told = settings(tmp_path / "one", stuck_s=STUCK_S)
-    tier = SsdTier(told, [arena.bytes], environment=Environment(queue=queue, clock=clock))
+    reported = settings(tmp_path / "one", stuck_s=STUCK_S)
+    tier = SsdTier(reported, [arena.bytes], environment=Environment(queue=queue, clock=clock))
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(8))

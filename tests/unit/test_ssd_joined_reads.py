@@ -243,7 +243,7 @@ def test_a_joined_read_fails_like_a_single_one(
 ) -> None:
     page = rig.page(3)
 
-    def told() -> tuple[str, ...]:
+    def reported() -> tuple[str, ...]:
         return rig.tier.health().reasons
 
     rig.drive.fate = bad_page(page, end)
@@ -253,16 +253,16 @@ def test_a_joined_read_fails_like_a_single_one(
     ticket = rig.begin(range(8))
     while rig.tier.counts["loaded_blocks"] < 7:
         rig.desk.pump(0.01)
-    assert told() == ()
+    assert reported() == ()
     rig.drive.release()
     assert rig.desk.wait(ticket).rows(Failed).tolist() == [3]
-    joined = told()
+    joined = reported()
     rig.desk.store_all([3])
     rig.desk.load([4])
-    assert told() == (), "one that is good ends it"
+    assert reported() == (), "one that is good ends it"
     rig.drive.fate = bad_page(rig.page(4), end)
     assert rig.desk.load([4]).parts[0][0] == Failed(reason)
-    assert told() == joined
+    assert reported() == joined
     assert len(joined) == 1
     assert rig.tier.counts["read_errors"] == 2
 

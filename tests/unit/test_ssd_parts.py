@@ -13,7 +13,7 @@ from support.tier_doubles import Counting, DramTier, Faulty, Throttling
 from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
 
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import PLACE_DTYPE, Done, Failed, LoadBatch, Throttled
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, Done, Failed, LoadBatch, Throttled
 from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.executor import Job, ReadRate
 from kvhearth_server.tiers.ssd.health import DirectoryHealth
@@ -57,12 +57,12 @@ def test_the_index_agrees_with_a_dict() -> None:
                 del model[name]
         else:
             old = seed.randrange(segment + 1)
-            told = set[tuple[int, bytes]]()
+            reported = set[tuple[int, bytes]]()
             while gone_now := index.forget_some(old, seed.randrange(1, 4)):
-                told |= {(e.group, k) for e in gone_now for k in e.keys}
+                reported |= {(e.group, k) for e in gone_now for k in e.keys}
                 index.check()
             assert old not in index.segments
-            assert told == {name for name, where in model.items() if where == old}
+            assert reported == {name for name, where in model.items() if where == old}
             model = {name: where for name, where in model.items() if where != old}
         entries = index.find(NAMESPACE, group, names)
         # Some names occur twice: the pages of a hot block still count once.
@@ -247,7 +247,7 @@ def test_throttling_by_rate_and_by_batches() -> None:
     tier = Throttling(
         DramTier([arena.bytes], 1 << 20), clock=lambda: now[0], bytes_per_s=20_000, batches=2
     )
-    batch = LoadBatch(family(), [b"k"], np.zeros((1, 1), PLACE_DTYPE))
+    batch = LoadBatch(family(), [b"k"], np.zeros((1, 1), ADDRESS_DTYPE))
     assert isinstance(tier.submit_load(batch), int)
     refused = tier.submit_load(batch)
     assert refused == Throttled("rate", 0.5)

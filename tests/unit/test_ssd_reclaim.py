@@ -7,10 +7,21 @@ import time
 from pathlib import Path
 
 import pytest
-from support.tiers import DEADLINE_S, Arena, Desk, family, key_of, keys_of, settings, spoil
+from support.tiers import (
+    DEADLINE_S,
+    LENGTH,
+    Arena,
+    Clock,
+    Desk,
+    family,
+    key_of,
+    keys_of,
+    settings,
+    spoil,
+)
 
 from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
-from kvhearth_server.tiers.base import Completion, Done
+from kvhearth_server.tiers.base import Completion, Done, Offer
 from kvhearth_server.tiers.ssd import reclaimer as reclaim
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.base import Op
@@ -46,10 +57,10 @@ def test_a_hot_block_that_cannot_be_carried_is_told_with_its_cause(
         faults.errors = {Op.READ: errno.EIO}
     else:
         faults.short = frozenset({Op.READ})
-    told: list[tuple[bytes, str]] = []
+    reported: list[tuple[bytes, str]] = []
 
     def note() -> None:
-        told.extend((key, each.cause) for each in tier.take_evicted() for key in each.keys)
+        reported.extend((key, each.cause) for each in tier.take_evicted() for key in each.keys)
 
     number, end = 100, time.monotonic() + DEADLINE_S
     while tier.look_up(family(), [key_of(3)]).present[0]:
@@ -60,9 +71,9 @@ def test_a_hot_block_that_cannot_be_carried_is_told_with_its_cause(
     note()
     what = "corrupt_blocks" if cause == "checksum" else "read_errors"
     assert tier.counts[what] == (1 if cause == "checksum" else 2)
-    of_it = [why for key, why in told if key == key_of(3)]
+    of_it = [why for key, why in reported if key == key_of(3)]
     assert of_it == [cause], "whoever has it in memory believes in this copy"
-    assert {why for key, why in told if key not in (key_of(3), key_of(4))} <= {"space"}
+    assert {why for key, why in reported if key not in (key_of(3), key_of(4))} <= {"space"}
     assert tier.drain(DEADLINE_S)
     tier.check()
     tier.close()
@@ -76,25 +87,92 @@ def test_a_segment_is_forgotten_in_portions(
     tier = SsdTier(settings(tmp_path / "one", segments=6), [arena.bytes])
     desk = Desk(tier, arena)
     desk.settle()
-    stored, told = 0, list[bytes]()
+    stored, reported = 0, list[bytes]()
     poll = tier.poll
 
     def noting() -> list[Completion]:
         done, gone = poll(), evicted(tier)
         assert len(gone) <= FEW, "a turn evicts a few"
         assert not tier.look_up(family(), gone).present.any()
-        told.extend(gone)
+        reported.extend(gone)
         return done
 
     monkeypatch.setattr(tier, "poll", noting)
-    while len(told) < 20:
+    while len(reported) < 20:
         assert stored < 2000, "nothing is evicted"
         desk.store_all(range(stored, stored + 12))
         stored += 12
     assert tier.drain(DEADLINE_S)
     there = tier.look_up(family(), keys_of(range(stored))).present
-    assert len(told) == len(set(told)) == stored - int(there.sum())
+    assert len(reported) == len(set(reported)) == stored - int(there.sum())
     tier.check()
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["settled", "ignored"])
+def test_blocks_are_offered_before_they_are_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    arena, clock = Arena(), Clock()
+    tier = SsdTier(
+        settings(tmp_path / "one", segments=6),
+        [arena.bytes],
+        environment=Environment(clock=clock),
+        offers=True,
+    )
+    desk = Desk(tier, arena)
+    desk.settle()
+    offered: set[bytes] = set()
+    kept: list[Offer] = []
+    poll = tier.poll
+
+    def noting() -> list[Completion]:
+        done, gone = poll(), evicted(tier)
+        assert offered.issuperset(gone), "evicted before anyone could copy it"
+        if kept and how == "settled":
+            assert tier.look_up(kept[0].family, kept[0].keys).present.all()
+            kept.pop(0).settled = True
+        for offer in tier.take_offers():
+            assert len(offer.keys) * LENGTH <= reclaim.CARRY_BYTES
+            offered.update(offer.keys)
+            kept.append(offer)
+        if kept and how == "ignored":
+            clock.put_forward(reclaim.OFFER_S)
+        return done
+
+    monkeypatch.setattr(tier, "poll", noting)
+    number = 0
+    while not tier.counts["evicted_blocks"]:
+        assert number < 2000, "nothing is evicted"
+        desk.store_all(range(number, number + 12))
+        number += 12
+    assert tier.drain(DEADLINE_S)
+    tier.check()
+    tier.close()
+
+
+def test_a_tier_that_drains_evicts_nothing_that_it_offered(tmp_path: Path) -> None:
+    arena, clock = Arena(), Clock()
+    tier = SsdTier(
+        settings(tmp_path / "one", segments=6),
+        [arena.bytes],
+        environment=Environment(clock=clock),
+        offers=True,
+    )
+    desk = Desk(tier, arena)
+    desk.settle()
+    offers: list[Offer] = []
+    number = 0
+    while not offers:
+        desk.store([number])
+        number += 1
+        offers += tier.take_offers()
+    assert tier.drain(DEADLINE_S)
+    clock.put_forward(reclaim.OFFER_S)
+    tier.poll()
+    (offer,) = offers
+    assert tier.look_up(offer.family, offer.keys).present.all()
+    assert evicted(tier) == []
     tier.close()
 
 

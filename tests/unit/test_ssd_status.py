@@ -28,12 +28,12 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 
-def a_tier(told: SsdSettings, **more: object) -> Desk:
+def a_tier(reported: SsdSettings, **more: object) -> Desk:
     """A tier that has read back its log."""
     arena = Arena()
     outside = {name: more.pop(name) for name in ("files", "queue", "clock") if name in more}
     environment = Environment(**outside)  # type: ignore[arg-type]
-    desk = Desk(SsdTier(told, [arena.bytes], environment=environment, **more), arena)  # type: ignore[arg-type]
+    desk = Desk(SsdTier(reported, [arena.bytes], environment=environment, **more), arena)  # type: ignore[arg-type]
     desk.settle()
     return desk
 
@@ -98,8 +98,8 @@ def test_files_of_an_earlier_run_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_admission_and_budget_keep_out_is_counted(tmp_path: Path) -> None:
-    told = settings(tmp_path / "one", bytes_per_day=24 * 10 * 16384)
-    desk = a_tier(told, admission=SeenTwice())
+    reported = settings(tmp_path / "one", bytes_per_day=24 * 10 * 16384)
+    desk = a_tier(reported, admission=SeenTwice())
     until(lambda: figures(desk).directories[0].segments["open"] > 0 or desk.pump(0.01), "a place")
     assert len(desk.store(range(6)).rows(Throttled)) == 6
     done = desk.store(range(6))
@@ -155,8 +155,8 @@ def test_nor_is_it_hidden_by_the_library_where_there_is_no_direct_io(tmp_path: P
 
 
 def test_a_budget_that_has_no_whole_file_prewrites_none(tmp_path: Path) -> None:
-    told = settings(tmp_path / "one", bytes_per_day=240 * SEGMENT_BYTES - 240, prewrite=True)
-    desk = a_tier(told, clock=lambda: 1000.0)
+    reported = settings(tmp_path / "one", bytes_per_day=240 * SEGMENT_BYTES - 240, prewrite=True)
+    desk = a_tier(reported, clock=lambda: 1000.0)
     until(lambda: figures(desk).directories[0].segments["open"] > 0 or desk.pump(0.01), "a place")
     assert figures(desk).count("written_bytes") <= 2 * 4096
     assert len(desk.store(range(2)).rows(Done)) == 2
@@ -189,9 +189,9 @@ def test_a_load_that_is_no_use_leaves_blocks_as_cold_as_they_were(desk: Desk) ->
 
 
 def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
-    told = settings(tmp_path / "good")
-    bad = Place(tmp_path / "absent", told.places[0].capacity_bytes)
-    desk = a_tier(SsdSettings((*told.places, bad), segment_bytes=told.segment_bytes))
+    reported = settings(tmp_path / "good")
+    bad = Place(tmp_path / "absent", reported.places[0].capacity_bytes)
+    desk = a_tier(SsdSettings((*reported.places, bad), segment_bytes=reported.segment_bytes))
     good, unusable = figures(desk).directories
     assert good.findings == ()
     assert (unusable.path, unusable.file_bytes) == (str(bad.path), 0)
@@ -204,8 +204,8 @@ def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "words"), [(Files(), []), (NoDirect(), ["buffered"])])
 def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) -> None:
-    told = settings(tmp_path / "one", slow_s=600.0, stuck_s=600.0)
-    desk = a_tier(told, files=files)
+    reported = settings(tmp_path / "one", slow_s=600.0, stuck_s=600.0)
+    desk = a_tier(reported, files=files)
     desk.store_all(range(2))
     found = figures(desk).directories[0].findings
     assert [word for word, _ in found] == words
@@ -228,7 +228,7 @@ def test_words_are_few(desk: Desk, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "word", "told"),
+    ("code", "word", "reported"),
     [
         (errno.ENOSPC, "no_space", "no space left on its file system"),
         (errno.EDQUOT, "no_space", "no quota left on its file system"),
@@ -237,7 +237,7 @@ def test_words_are_few(desk: Desk, reason: str) -> None:
         (0, "no_space", "its capacity is reached by files in it that are not the log's"),
     ],
 )
-def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, told: str) -> None:
+def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, reported: str) -> None:
     class Refusing(Files):
         left = 3
 
@@ -257,7 +257,7 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, tol
     desk.store_all(range(200))  # the existing segments are reused
     findings = not_slow(desk)
     assert [word for word, _ in findings] == [word]
-    assert f"{folder}: {told}" in findings[0][1]
+    assert f"{folder}: {reported}" in findings[0][1]
     tier.close()
 
 
@@ -284,8 +284,8 @@ def test_a_capacity_that_was_raised_beyond_what_its_files_can_take(tmp_path: Pat
     desk.tier.close()
     raised = Place(folder, 1 << 30)
     desk = a_tier(SsdSettings((raised,)))
-    told = "only 64 MiB of 1024 MiB are used: its log began with files of 0.06 MiB"
+    reported = "only 64 MiB of 1024 MiB are used: its log began with files of 0.06 MiB"
     (finding,) = not_slow(desk)
     assert finding[0] == "capped"
-    assert told in finding[1]
+    assert reported in finding[1]
     desk.tier.close()

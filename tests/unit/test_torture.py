@@ -115,13 +115,13 @@ def test_one_world_of_a_seed_is_dealt_what_it_was_dealt_in_the_run(tmp_path: Pat
 
 
 def test_what_was_not_reached_is_named() -> None:
-    told = Coverage()
-    told.aims |= {(POINT, "a"), (POINT, "b"), *((BOUNDARY, (2, left)) for left in range(3))}
-    told.point("a", reached=True)
-    told.point("b", reached=False)
-    told.torn(2, 1)
-    told.torn(2, 1)
-    found = told.as_json()
+    reported = Coverage()
+    reported.aims |= {(POINT, "a"), (POINT, "b"), *((BOUNDARY, (2, left)) for left in range(3))}
+    reported.point("a", reached=True)
+    reported.point("b", reached=False)
+    reported.torn(2, 1)
+    reported.torn(2, 1)
+    found = reported.as_json()
     assert (found["points_reached"], found["points_total"]) == (1, 2)
     assert found["points_missing"] == ["b"]
     assert found["points_times"] == {"a": [1, 0], "b": [0, 1]}
@@ -268,9 +268,8 @@ def test_a_signal_lets_the_block_clean_up(number: signal.Signals) -> None:
 
 def test_a_daemon_that_ends_by_itself_on_its_way_to_a_point_is_a_crash() -> None:
     report = Report()
-    status = -signal.SIGSEGV
     daemon = SimpleNamespace(
-        alive=False, wait_end=lambda _: status, complaints=lambda: "what it said"
+        dead=True, exit_code=-signal.SIGSEGV, complaints=lambda: "what it said"
     )
     world = SimpleNamespace(
         report=report,
@@ -285,7 +284,7 @@ def test_a_daemon_that_ends_by_itself_on_its_way_to_a_point_is_a_crash() -> None
     TABLE["kill_daemon_at_point"].run(world, wanted)  # type: ignore[arg-type]
     assert report.found[CRASH]
     assert report.coverage.as_json()["points_reached"] == 0
-    status = -signal.SIGKILL
+    daemon.exit_code = -signal.SIGKILL
     TABLE["kill_daemon_at_point"].run(world, wanted)  # type: ignore[arg-type]
     assert report.coverage.as_json()["points_reached"] == 1
 
@@ -356,18 +355,18 @@ def test_what_is_wrong_on_a_drive_does_not_explain_what_readers_find(tmp_path: P
 
 def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_path: Path) -> None:
     report, plan = Report(), next(p for p in plans(tmp_path, 4) if p.shape.kind == FLEETING)
-    told = admin_pb2.StatsResponse(boot_id="a", counters={"checksum_failures{ssd}": 2})
-    told.ssd.blocks = 3
+    reported = admin_pb2.StatsResponse(boot_id="a", counters={"checksum_failures{ssd}": 2})
+    reported.ssd.blocks = 3
     later = admin_pb2.StatsResponse()
-    later.CopyFrom(told)
-    answers = iter([told, later, told, later, told])
+    later.CopyFrom(reported)
+    answers = iter([reported, later, reported, later, reported])
     with places(Roots(tmp_path, tmp_path), []) as where:
         world = World(plan, where, report, Stalls())
         world.daemon.stats = lambda **_: next(answers)  # type: ignore[assignment]
         later.ssd.counters["segments_reclaimed"] = 1
         look_at_drive(world)
         assert report.found == {CAUGHT: 1}, "what was let go meanwhile may be overwritten"
-        told.ssd.counters["segments_reclaimed"] = 1
+        reported.ssd.counters["segments_reclaimed"] = 1
         look_at_drive(world)
         assert report.found == {CAUGHT: 1, LOST: 3}, "what it counted is told once"
         assert claimed(world) == 3

@@ -20,8 +20,9 @@ from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire import frames
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
+from kvhearth_server.engine import recovery
 from kvhearth_server.transport import dispatch as decisions_module
-from kvhearth_server.transport.dispatch import Decisions
+from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer, _Connection
 from kvhearth_server.transport.messages import keys_items
 
@@ -41,13 +42,13 @@ class Desk:
             for rank in range(made.tensor_parallel)
         ]
         self.session, self.epoch = self.attached[0].session, self.attached[0].welcome.epoch
-        self.decisions = Decisions(self.engine, None)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.engine, None)  # type: ignore[arg-type]
 
     def ask(self, name: str, request: Any) -> Any:
         """Returns the reply, or the reason and message of its error."""
-        parsed = self.decisions.parse(name, request.SerializeToString())
+        parsed = self.dispatcher.parse(name, request.SerializeToString())
         try:
-            return self.decisions.decide(name, parsed, self.session)
+            return self.dispatcher.decide(name, parsed, self.session)
         except KVHearthError as error:
             return error.reason, error.message
 
@@ -141,6 +142,7 @@ def _asked_for_many(made: Contract, request: cache_pb2.LookupRequest, keys_max: 
 def _everything(*, short: bool) -> Any:
     """Returns all answers and the state that they left behind, step by step."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery.time, "time", lambda: 1e9)  # a cold start's epoch is the time
         if not short:
             patch.setattr(decisions_module, "one_commit", lambda *args: None)
             patch.setattr(decisions_module, "asked_for", _asked_for_many)
@@ -168,8 +170,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
     async def scenario() -> None:
         desk, seen = Desk(), list[str]()
         engine = desk.engine
-        engine.wake = lambda: seen.append("woken")
-        server = CallsServer(engine, desk.decisions, timeout_s=60)
+        server = CallsServer(engine, desk.dispatcher, timeout_s=60)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
@@ -180,7 +181,9 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
                 seen.append(f"answered {frames.HEADER.unpack_from(ours.recv(1 << 16))[1]}")
             except BlockingIOError:
                 seen.append("not answered")
+            seen.append(f"woken: {engine.work.is_set()}")
             settle()
+            seen.append(f"woken: {engine.work.is_set()}")
 
         slot, generation = desk.reserve(0, 1)
         group = cache_pb2.GroupCommit(keys=key(1), slots=slot, generations=generation)
@@ -194,8 +197,8 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         number = frames.METHODS["Commit"]
         ours.send(frames.encode(number, 7, commit.SerializeToString(), 1 << 20))
         await asyncio.sleep(0.01)
-        assert seen == [f"answered {frames.DONE}", "woken"]
-        assert desk.decisions._stored, "the general way was taken"
+        assert seen == [f"answered {frames.DONE}", "woken: False", "woken: True"]
+        assert desk.dispatcher._stored, "the general way was taken"
         assert len(engine.to_sum) == 1
         assert engine.counters.get("commits") == engine.counters.get("stored_blocks") == 1
         server.stop()

@@ -1,3 +1,5 @@
+"""Statuses of every transport become the error table's reasons, with their details."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -152,15 +154,15 @@ def test_an_answer_stays_as_it_came(tmp_path: Path, make: MakeTransport) -> None
 
 def test_frames_are_warm_with_an_idle_connection_only(tmp_path: Path) -> None:
     frames, grpc = _frames(tmp_path, 1 << 20), _grpc(tmp_path, 1 << 20)
-    assert not frames.warm()
+    assert not frames.has_connection()
     with running(tmp_path, small_contract()) as daemon:
         daemon.tokens.append("t")
         for transport in (frames, grpc):
             transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
-        assert (frames.warm(), grpc.warm()) == (True, False)
+        assert (frames.has_connection(), grpc.has_connection()) == (True, False)
     with pytest.raises(KVHearthError) as refusal:
         frames.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)
     assert refusal.value.reason is Reason.DAEMON_AWAY
-    assert not frames.warm()
+    assert not frames.has_connection()
     for transport in (frames, grpc):
         transport.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvhearth.connectors.core.step_metadata import Geometry
 from kvhearth.connectors.vllm import identity
 from kvhearth.connectors.vllm import identity as digests
 from kvhearth.connectors.vllm.identity import (
@@ -22,7 +23,6 @@ from kvhearth.connectors.vllm.identity import (
     weights_change,
     weights_of,
 )
-from kvhearth.connectors.vllm.step_metadata import Geometry
 from kvhearth.contract import Contract, GroupKind
 from kvhearth.errors import KVHearthError, Reason
 

@@ -100,9 +100,8 @@ class Done:
         ok: shape (n,). In a store: the slot holds the page's bytes and may be committed. In a load:
             the page holds the block's bytes. Where False, the contents of the slot or page are
             undefined.
-        checksums: for a store, uint8 of shape (n, 16): ``xxh3_128_digest`` (the canonical,
-            big-endian form) of each ok block, zero for the others. None for loads and for copiers
-            that compute no checksums.
+        checksums: for a store, uint8 of shape (n, 16): ``checksum_of`` each ok block, zero for the
+            others. None for loads and for copiers that compute no checksums.
         bytes: bytes copied for blocks that are ok.
         seconds: time from the start of the batch's work to its end, without waiting in the queue.
         reasons: number of failed blocks by ``BlockFailure``; their sum is the number of blocks that

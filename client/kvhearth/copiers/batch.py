@@ -90,7 +90,7 @@ class HeldArena:
         self.alive = arena.alive
 
 
-def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
+def as_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
     """Return copies of a caller's arrays, their shapes and dtypes checked.
 
     Raises:
@@ -114,10 +114,10 @@ def own_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
     return pages.astype(np.int64), extents.copy()
 
 
-def own_one(pages: I64, extents: Records) -> tuple[int, bytes] | None:
+def as_single(pages: I64, extents: Records) -> tuple[int, bytes] | None:
     """Return the page and the record of a batch of one block.
 
-    None for any other batch, and for arguments that ``own_arrays`` must check.
+    None for any other batch, and for arguments that ``as_arrays`` must check.
     """
     plain = type(pages) is np.ndarray and type(extents) is np.ndarray
     if not plain or pages.shape != (1,) or extents.shape != (1,):
@@ -134,7 +134,7 @@ class Batch:
         kv: the registered pages.
         arena: arena of the boot that the copier serves, held.
         boot_id: boot that the extents came from.
-        pages, extents: as returned by ``own_arrays``.
+        pages, extents: as returned by ``as_arrays``.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ def _bounds(joined: Bools, count: int, blocks_max: int) -> I64:
     return np.append(np.repeat(starts[:-1], pieces) + within * blocks_max, count)
 
 
-class Single:
+class SingleBlock:
     """State of a batch of one block: whether it is still ok, and why not.
 
     Args:

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from kvhearth import failpoints as faults
+from kvhearth.checksum import checksum_of
 from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, BlockFailure, CopyKind, Done, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena, own_arrays
+from kvhearth.copiers.batch import Batch, HeldArena, as_arrays
 from kvhearth.copiers.device import CopyDevice, TorchCuda
 from kvhearth.copiers.host_register import PIECE_BYTES
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.page_layout import PagedKV, Shape
-from kvhearth.worker_thread import Worker
+from kvhearth.worker_thread import SupervisedThread
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,12 +104,12 @@ class CudaCopier:
         self._verify_fraction = verify_fraction
         self._random = np.random.default_rng(seed)
         with self._device.entered():
-            self._mover = _Mover(kv, self._arena, self._device, staging_bytes, piece_bytes)
+            self._mover = _CopyKernel(kv, self._arena, self._device, staging_bytes, piece_bytes)
         self._book = TicketBook(queue_max)
         # Copies of two batches must not interleave: they share a staging buffer, in the stream's
         # order.
         self._issuing = threading.Lock()
-        self._worker = Worker("kvhearth-copies", self._step, lambda: None)
+        self._worker = SupervisedThread("kvhearth-copies", self._step, lambda: None)
         self._changed = self._worker.changed
         self._flights: deque[_Flight] = deque()
         self._worker.start()
@@ -160,7 +160,7 @@ class CudaCopier:
     ) -> Ticket | None:
         if self._worker.foreign:
             raise KVHearthError(Reason.CLOSED, "a forked child has no copier: make one there")
-        pages, extents = own_arrays(pages, extents)
+        pages, extents = as_arrays(pages, extents)
         ticket = self._book.open(kind, len(extents), wait_s)
         if ticket is None:
             return None
@@ -267,11 +267,11 @@ class CudaCopier:
             record = batch.extents[position]
             start = int(record["offset"])
             view = self._arena.views[int(record["segment"])]
-            if xxhash.xxh3_128_digest(view[start : start + self._kv.page_bytes].data) != wanted:
+            if checksum_of(view[start : start + self._kv.page_bytes].data) != wanted:
                 batch.fail_one(position, BlockFailure.CHECKSUM_MISMATCH)
 
 
-class _Mover:
+class _CopyKernel:
     """Issues a batch's copies on the current stream, in the way that suits the pages' shape."""
 
     def __init__(

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from kvhearth import failpoints as faults
+from kvhearth.checksum import checksum_of
 from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
-from kvhearth.copiers.batch import Batch, HeldArena, Run, Single, own_arrays, own_one
+from kvhearth.copiers.batch import Batch, HeldArena, Run, SingleBlock, as_arrays, as_single
 from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
 from kvhearth.page_layout import PagedKV
+from kvhearth.worker_thread import SupervisedThread
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,15 +76,13 @@ class HostCopier:
     ) -> None:
         self._kv = kv
         self._arena = HeldArena(arena)
-        self._mover = _Mover(kv, self._arena, sums, verify)
+        self._mover = _CopyKernel(kv, self._arena, sums, verify)
         self._book = TicketBook(queue_max)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._workers = [
-            threading.Thread(target=self._main, name=f"kvhearth-copier-{index}", daemon=True)
-            for index in range(threads)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._worker = SupervisedThread(
+            "kvhearth-copier", self._step, wake=lambda: self._queue.put(None), threads=threads
+        )
+        self._worker.start()
 
     def store(
         self, boot_id: str, pages: I64, extents: Records, *, wait_s: float = 0.0
@@ -132,11 +130,7 @@ class HostCopier:
         self._book.close()
         if not self._book.wait_idle(deadline_s):
             return False
-        for _ in self._workers:
-            self._queue.put(None)
-        for worker in self._workers:
-            worker.join(max(until - time.monotonic(), 0.1))
-        return not any(worker.is_alive() for worker in self._workers)
+        return self._worker.stop(max(until - time.monotonic(), 0.1))
 
     def check_books(self) -> None:
         """Raise AssertionError if a batch was lost."""
@@ -145,16 +139,16 @@ class HostCopier:
     def _submit(
         self, kind: CopyKind, boot_id: str, pages: I64, extents: Records, wait_s: float
     ) -> Ticket | None:
-        pages, extents = own_arrays(pages, extents)
+        pages, extents = as_arrays(pages, extents)
         ticket = self._book.open(kind, len(extents), wait_s)
         if ticket is not None:
             self._queue.put(_Job(ticket, boot_id, pages, extents))
         return ticket
 
     def _now(self, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done:
-        one = own_one(pages, extents)
+        one = as_single(pages, extents)
         if one is None:
-            pages, extents = own_arrays(pages, extents)
+            pages, extents = as_arrays(pages, extents)
         self._book.begin_unticketed()
         try:
             if one is not None:
@@ -163,8 +157,8 @@ class HostCopier:
         finally:
             self._book.end_unticketed()
 
-    def _main(self) -> None:
-        while (job := self._queue.get()) is not None:
+    def _step(self) -> None:
+        if (job := self._queue.get()) is not None:
             self._book.finish(self._attempt(job))
 
     def _attempt(self, job: _Job) -> Done:
@@ -192,7 +186,7 @@ class HostCopier:
 
     def _run_one(self, ticket: Ticket, boot_id: str, page: int, record: bytes) -> Done:
         started = time.perf_counter()
-        block = Single(self._kv, self._arena, boot_id, page, record)
+        block = SingleBlock(self._kv, self._arena, boot_id, page, record)
         checksum = None
         if ticket.kind is CopyKind.STORE:
             checksum = self._mover.store_one(block)
@@ -204,7 +198,7 @@ class HostCopier:
         return block.done(ticket, checksum, time.perf_counter() - started)
 
 
-class _Mover:
+class _CopyKernel:
     """Moves a batch's ok blocks in the calling thread; keeps no state of a batch.
 
     Args:
@@ -253,7 +247,7 @@ class _Mover:
                 if batch.ok[position]:
                     faults.hit("copier.load_block")
 
-    def store_one(self, block: Single) -> bytes | None:
+    def store_one(self, block: SingleBlock) -> bytes | None:
         """Store a single block; otherwise like ``store``."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
@@ -264,7 +258,7 @@ class _Mover:
             faults.hit("copier.store_block")
         return checksum
 
-    def load_one(self, block: Single) -> None:
+    def load_one(self, block: SingleBlock) -> None:
         """Load a single block; otherwise like ``load``."""
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
@@ -283,9 +277,9 @@ class _Mover:
         return self._sum(run.segment, run.offset + index * run.step_bytes)
 
     def _sum(self, segment: int, offset: int) -> bytes:
-        return xxhash.xxh3_128_digest(self._bytes[segment][offset : offset + self._kv.page_bytes])
+        return checksum_of(self._bytes[segment][offset : offset + self._kv.page_bytes])
 
-    def _copy_one(self, block: Single, *, to_arena: bool) -> None:
+    def _copy_one(self, block: SingleBlock, *, to_arena: bool) -> None:
         """Copy one block, without planning runs if its page is one run."""
         page_bytes = self._kv.page_bytes
         if self._single is None:

@@ -19,7 +19,7 @@ from kvhearth.copiers.base import ArenaView
 from kvhearth.copiers.device import Cudart, CudaRuntime, beside_captures, checked
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
-from kvhearth.worker_thread import Worker
+from kvhearth.worker_thread import SupervisedThread
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ArenaRegistration:
         self._closing = False
         self._ended = False
         self._began_at = time.monotonic()
-        self._worker = Worker("kvhearth-register", self._step, self._recover)
+        self._worker = SupervisedThread("kvhearth-register", self._step, self._recover)
         self._changed = self._worker.changed
         self._worker.start()
 

@@ -7,7 +7,7 @@ import threading
 EPOCH_UNKNOWN = -1
 
 
-class Epochs:
+class WeightsEpoch:
     """This engine's epoch, and the daemon's last reported one. Thread-safe.
 
     An engine gets no new weights because another one did, so its epoch follows only its own calls.

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from kvhearth.counters import LOGGER, Counters, Report, Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.session.epoch import Epochs
+from kvhearth.session.epoch import WeightsEpoch
 from kvhearth.session.link import Link, open_link
 from kvhearth.session.outbox import Courier, QueuedRequest
 from kvhearth.transports.base import HEARTBEAT
 from kvhearth.url import DaemonUrl
 from kvhearth.wire.handshake import Hello
+from kvhearth.worker_thread import SupervisedThread
 
 Drain = Callable[[float], bool]
 """Waits up to the given seconds for copies that are under way; True if none is left."""
@@ -30,16 +28,16 @@ class QuiesceHooks:
     """Callbacks that must report "no copies in flight" before a session is closed."""
 
     def __init__(self) -> None:
-        self._drains: list[Drain] = []
+        self._quiesce_hooks: list[Drain] = []
 
     def add(self, drain: Drain) -> None:
         """Register a drain permanently."""
-        self._drains.append(drain)
+        self._quiesce_hooks.append(drain)
 
     def finished(self, deadline_s: float) -> bool:
         """Return whether all drains reported within ``deadline_s`` that no copy is left."""
         end = time.monotonic() + deadline_s
-        for drain in tuple(self._drains):
+        for drain in tuple(self._quiesce_hooks):
             try:
                 if not drain(max(end - time.monotonic(), 0.0)):
                     return False
@@ -73,7 +71,6 @@ _REATTACH_PAUSE_S = 0.5
 _REFUSED_PAUSE_S = 30.0
 _DRAIN_S = 2.0
 _CRASH_PAUSE_S = 1.0
-_EXIT_S = 0.5
 
 
 class SessionManager:
@@ -87,18 +84,17 @@ class SessionManager:
 
     def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters) -> None:
         self.refusal: KVHearthError | None = None
-        self.epochs = Epochs()
+        self.epochs = WeightsEpoch()
         self._url = url
         self._hello = hello
         self._counters = counters
         self._report = Report()
         self._warnings = Warnings()
-        self.drains = QuiesceHooks()
+        self.quiesce_hooks = QuiesceHooks()
         self._attached: list[Attached] = []
         self._courier = Courier(self._call, counters, self._warnings)
         self._state = threading.Condition()
         self._wake = threading.Event()
-        self._stopped = threading.Event()
         # `link` may be used for decisions now; `_held` is open, but possibly lost.
         self.link: Link | None = None
         self._held: Link | None = None
@@ -106,12 +102,18 @@ class SessionManager:
         self._attach_at = 0.0
         self._attach_failures = 0
         self._beat_at = 0.0
-        self._thread = threading.Thread(target=self._run, name="kvhearth-keeper", daemon=True)
-        _live.add(self)
+        self._worker = SupervisedThread(
+            "kvhearth-keeper",
+            self._turn,
+            lambda: counters.add("keeper_failures"),
+            wake=self._stopped,
+            at_exit=self._leave_open,
+            pause_s=_CRASH_PAUSE_S,
+        )
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._worker.start()
 
     def add_attached(self, attached: Attached) -> None:
         """Register a callback permanently; see ``KVClient.add_attached``."""
@@ -123,7 +125,7 @@ class SessionManager:
         """Wait for a complete group; False on timeout, refusal or ``stop``."""
         with self._state:
             self._state.wait_for(
-                lambda: self._ready() or self.refusal is not None or self._stopped.is_set(),
+                lambda: self._ready() or self.refusal is not None or self._worker.stopping,
                 timeout_s,
             )
             return self._ready()
@@ -164,12 +166,7 @@ class SessionManager:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; the link stays open. Idempotent."""
-        self._stopped.set()
-        self._wake.set()
-        with self._state:
-            self._state.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        self._worker.stop(timeout_s)
 
     def finish(self, deadline_s: float) -> bool:
         """Drain, deliver and say goodbye, after ``stop``. False if copies did not drain."""
@@ -178,7 +175,7 @@ class SessionManager:
         if link is None:
             return True
         link.session.retire()
-        if not self.drains.finished(deadline_s):
+        if not self.quiesce_hooks.finished(deadline_s):
             LOGGER.warning("copies are still running: the KVHearth session stays open")
             return False
         if self.link is link:
@@ -191,27 +188,30 @@ class SessionManager:
     def _ready(self) -> bool:
         return self.link is not None and self._group_complete
 
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                pause_s = self._step()
-            except Exception:  # noqa: BLE001 - thread main: it survives any failure
-                self._counters.add("keeper_failures")
-                LOGGER.exception("the KVHearth keeper failed, going on in %.0f s", _CRASH_PAUSE_S)
-                self._stopped.wait(_CRASH_PAUSE_S)
-                continue
-            if self._wake.wait(pause_s):
-                # Wait briefly so that requests queued together share one message. Requests queued
-                # during a delivery set the event again.
-                self._stopped.wait(_LINGER_S)
-                self._wake.clear()
+    def _stopped(self) -> None:
+        self._wake.set()
+        with self._state:
+            self._state.notify_all()
+
+    def _leave_open(self) -> None:
+        """Leave the session to the process's end: copies may still run."""
+        if self._held is not None:
+            self._held.transport.close()
+            self._held.session.leave_open()
+
+    def _turn(self) -> None:
+        if self._wake.wait(self._step()):
+            # Wait briefly so that requests queued together share one message. Requests queued
+            # during a delivery set the event again.
+            self._worker.rest(_LINGER_S)
+            self._wake.clear()
 
     def _step(self) -> float:
         """Do the work that is due; return the seconds until more may be due."""
         link = self._held
         if link is not None and self.link is link and not link.session.alive():
-            self.lose(link, "its life line ended")
-        if link is not None and self.link is not link and not self._let_go(link):
+            self.lose(link, "its attach socket closed")
+        if link is not None and self.link is not link and not self._finish_link(link):
             return _TICK_S
         if self._held is None:
             wait_s = self._attach_at - time.monotonic()
@@ -237,7 +237,7 @@ class SessionManager:
             self._close(link)
             return self._attach_failed(error)
         with self._state:
-            if self._stopped.is_set():
+            if self._worker.stopping:
                 # `finish` may have looked for a link before this one was there.
                 self._close(link)
                 return 0.0
@@ -279,9 +279,9 @@ class SessionManager:
         self._attach_at = time.monotonic() + pause_s
         return min(pause_s, _TICK_S)
 
-    def _let_go(self, link: Link) -> bool:
+    def _finish_link(self, link: Link) -> bool:
         """Close a lost link once copies have drained, and record that they have."""
-        if not self.drains.finished(_DRAIN_S):
+        if not self.quiesce_hooks.finished(_DRAIN_S):
             self._counters.add("drains_unfinished")
             self._warnings.warn("drain", "copies of a lost session still run: not attaching yet")
             return False
@@ -329,27 +329,3 @@ class SessionManager:
             self.lose(link, "another daemon answers")
             raise KVHearthError(Reason.STALE_BOOT, "another daemon answers: attaching anew")
         return reply
-
-
-_live: weakref.WeakSet[SessionManager] = weakref.WeakSet()
-
-
-def _stop_at_exit() -> None:
-    """Stop all threads, because a thread inside gRPC can crash an interpreter that ends.
-
-    Sessions end with the process.
-    """
-    for session_manager in list(_live):
-        session_manager.stop(_EXIT_S)
-        if session_manager._held is not None:
-            session_manager._held.transport.close()
-            # Copies may still run, so the attach socket must not be closed here.
-            session_manager._held.session.leave_open()
-
-
-def _after_fork_in_child() -> None:
-    _live.clear()
-
-
-atexit.register(_stop_at_exit)
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -49,11 +49,11 @@ class Outbox:
     Touches have a separate bound and go last.
     """
 
-    def __init__(self, errands_max: int, touches_max: int = TOUCHES_MAX) -> None:
+    def __init__(self, requests_max: int, touches_max: int = TOUCHES_MAX) -> None:
         self._lock = threading.Lock()
-        self._errands: deque[QueuedRequest] = deque()
+        self._requests: deque[QueuedRequest] = deque()
         self._touches: deque[QueuedRequest] = deque()
-        self._queues = ((self._errands, errands_max), (self._touches, touches_max))
+        self._queues = ((self._requests, requests_max), (self._touches, touches_max))
 
     def put(self, queued: QueuedRequest) -> bool:
         """Queue a request; False if the queue is full."""
@@ -80,13 +80,13 @@ class Outbox:
     def take(self) -> list[QueuedRequest]:
         """Remove and return all requests: oldest first, then the touches."""
         with self._lock:
-            queued_requests = [*self._errands, *self._touches]
-            self._errands.clear()
+            queued_requests = [*self._requests, *self._touches]
+            self._requests.clear()
             self._touches.clear()
         return queued_requests
 
     def __len__(self) -> int:
-        return len(self._errands) + len(self._touches)
+        return len(self._requests) + len(self._touches)
 
 
 def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[list[QueuedRequest]]:

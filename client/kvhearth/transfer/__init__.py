@@ -1,24 +1,6 @@
-"""Moves blocks between an engine, its client and copiers: bounded queues and background threads.
-
-For engines whose scheduler and only rank are one process. Engines of several ranks use the parts:
-``Stock`` in the scheduler's process, ``CopierPool`` at each rank.
-"""
+"""Moves blocks between an engine, its client and copiers: parts of ``Cache`` and the connectors."""
 
 from kvhearth.transfer.copier_pool import CopierPool
-from kvhearth.transfer.load import LoadPipeline
-from kvhearth.transfer.loading import LoadDone, LoadTicket
-from kvhearth.transfer.slot_pool import Slots, Stock
-from kvhearth.transfer.store import StorePipeline
-from kvhearth.transfer.storing import StoreDone, StoreTicket
+from kvhearth.transfer.slot_pool import ReservationPool, Slots
 
-__all__ = [
-    "CopierPool",
-    "LoadDone",
-    "LoadPipeline",
-    "LoadTicket",
-    "Slots",
-    "Stock",
-    "StoreDone",
-    "StorePipeline",
-    "StoreTicket",
-]
+__all__ = ["CopierPool", "ReservationPool", "Slots"]

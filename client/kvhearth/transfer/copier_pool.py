@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Protocol
 
 from kvhearth.client import KVClient
@@ -25,6 +24,7 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.session.arena import ArenaMapping
 
 CopierFactory = Callable[[PagedKV, ArenaView], Copier]
+_DROP_S = 1.0
 _of_process = Registrations()
 
 
@@ -84,7 +84,7 @@ class CudaOrder:
             yield
 
 
-def host_or_cuda(
+def default_copier(
     *,
     sums: bool = True,
     verify_fraction: float = VERIFY_FRACTION,
@@ -111,10 +111,10 @@ def host_or_cuda(
 
 @dataclass(eq=False)
 class _Mapped:
-    """One arena and its copiers, by KV group."""
+    """One arena and its copiers, by the pages that they copy."""
 
     arena: ArenaMapping
-    copiers: dict[int, Copier] = field(default_factory=dict)
+    copiers: dict[PagedKV, Copier] = field(default_factory=dict)
 
 
 class CopierPool:
@@ -127,6 +127,7 @@ class CopierPool:
         client: the process's client.
         kv: by KV group, the registered pages, all on one device.
         make: makes a copier.
+        device: the device where ``kv`` is empty, for pages that are given to ``copier_of``.
         registrations: registers arenas with CUDA; None for the process's own, for pages on a GPU.
 
     Raises:
@@ -139,9 +140,10 @@ class CopierPool:
         kv: Mapping[int, PagedKV],
         make: CopierFactory | None = None,
         *,
+        device: str = "",
         registrations: Registrations | None = None,
     ) -> None:
-        devices = {pages.device for pages in kv.values()}
+        devices = {pages.device for pages in kv.values()} or {device} - {""}
         if len(devices) != 1:
             raise KVHearthError(
                 Reason.BAD_CONTRACT, f"pages on {sorted(devices)}: register those of one device"
@@ -153,7 +155,7 @@ class CopierPool:
         self._registrations = registrations or (_of_process if on_gpu else None)
         self._client = client
         self._kv = dict(kv)
-        self._make = make or host_or_cuda()
+        self._make = make or default_copier()
         # Held while a copier is made, but never while copies or CUDA's registration end.
         self._lock = threading.Lock()
         self._mapped: _Mapped | None = None
@@ -168,14 +170,31 @@ class CopierPool:
 
         None if that arena is not mapped (any more), or if no copier can be made.
         """
+        return self.copier_of(self._kv[kv_group], boot_id)
+
+    def copier_of(self, kv: PagedKV, boot_id: str) -> Copier | None:
+        """Return the copier of any pages on this device, of the contract's size; like ``copier``.
+
+        It is kept until ``drop`` or the end of its session.
+        """
         try:
-            return self._copier(kv_group, boot_id)
+            return self._copier(kv, boot_id)
         except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
             # Retried with each batch, but logged once and not each time.
-            self._warnings.warn(f"copier:{kv_group}", "no copier for group %d: %r", kv_group, error)
+            self._warnings.warn("copier", "no copier for pages on %s: %r", kv.device, error)
             return None
 
-    def _copier(self, kv_group: int, boot_id: str) -> Copier | None:
+    def drop(self, kv: PagedKV) -> None:
+        """End the copier of pages whose copies have ended, and release them."""
+        with self._lock:
+            copiers = {} if self._mapped is None else self._mapped.copiers
+            copier = copiers.get(kv)
+        # Closed first, while a drain still finds it.
+        if copier is not None and copier.close(_DROP_S):
+            with self._lock:
+                copiers.pop(kv, None)
+
+    def _copier(self, kv: PagedKV, boot_id: str) -> Copier | None:
         with self._lock:
             # Read with the lock held. The link is lost before its drain begins, so a copier of its
             # arena is either made before that drain takes the lock, or not at all.
@@ -185,19 +204,10 @@ class CopierPool:
             mapped = self._take(arena)
             if mapped is None:
                 return None
-            copier = mapped.copiers.get(kv_group)
+            copier = mapped.copiers.get(kv)
             if copier is None:
-                copier = mapped.copiers[kv_group] = self._make(self._kv[kv_group], arena)
+                copier = mapped.copiers[kv] = self._make(kv, arena)
             return copier
-
-    def key_problem(self, kv_group: object, keys: Sequence[bytes]) -> str:
-        """Return why these cannot be keys of blocks that are moved here, or an empty string."""
-        if not isinstance(kv_group, Integral) or kv_group not in self._kv:
-            return str(Reason.BAD_GROUP)
-        size = self._client.contract.hash_bytes
-        if not all(isinstance(key, bytes) and len(key) == size for key in keys):
-            return str(Reason.BAD_KEYS)
-        return ""
 
     def drain(self, deadline_s: float) -> bool:
         """End the copiers and release the arena; False if that takes longer: call again.
@@ -256,7 +266,7 @@ class CopierPool:
 
     def _end(self, leaving: _Mapped, until: float) -> bool:
         """Wait for copies to end, then unregister the arena from CUDA; no lock is held."""
-        for copier in leaving.copiers.values():
+        for copier in list(leaving.copiers.values()):
             if not copier.close(max(until - time.monotonic(), 0.0)):
                 return False
         if self._registrations is None:
@@ -290,6 +300,6 @@ def check_single_rank(client: KVClient) -> None:
     if contract.world_size != 1 or any(spec.shards != 1 for spec in contract.groups):
         raise KVHearthError(
             Reason.BAD_CONTRACT,
-            f"{contract.world_size} ranks: a pipeline serves an engine of one process, use Stock "
-            "in its scheduler and Movers at its ranks",
+            f"{contract.world_size} ranks: a cache serves an engine of one process, use Stock "
+            "in its scheduler and CopierPool at its ranks",
         )

@@ -1,4 +1,4 @@
-"""A stock of reserved slots, so that a step never waits for an RPC to get some."""
+"""A pool of reserved slots, so that a step never waits for an RPC to get some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvhearth.client import KVClient
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
-from kvhearth.worker_thread import Worker
+from kvhearth.worker_thread import SupervisedThread
 
 RESERVE_BLOCKS_MAX = 1024
 """Most blocks in one call: well under any daemon's bound of keys."""
@@ -24,7 +24,7 @@ _PAUSE_MAX_S = 0.25
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Reserved slots that were taken from a stock: to be committed, or given back.
+    """Reserved slots that were taken from the pool: to be committed, or given back.
 
     Attributes:
         boot_id: boot of the daemon that granted them.
@@ -40,10 +40,10 @@ class Slots:
         return len(self.extents)
 
 
-class Stock:
+class ReservationPool:
     """Holds reserved slots of each KV cache group; a thread refills it. Thread-safe.
 
-    No other engine can use the held slots, so ``blocks_max`` is two steps' worth at most. A stock
+    No other engine can use the held slots, so ``blocks_max`` is two steps' worth at most. A pool
     that is half empty is refilled. A group that a caller waits for goes first, and gets the idle
     slots of the other groups if the daemon has no more to give. All slots are dropped when the
     session ends: the daemon takes them back by itself.
@@ -61,7 +61,7 @@ class Stock:
         for kv_group, count in blocks_max.items():
             if not 0 <= kv_group < len(specs) or count < 1:
                 raise KVHearthError(
-                    Reason.BAD_CONTRACT, f"a stock of {count} blocks of group {kv_group}"
+                    Reason.BAD_CONTRACT, f"a pool of {count} blocks of group {kv_group}"
                 )
         self._client = client
         self._blocks_max = dict(blocks_max)
@@ -78,7 +78,7 @@ class Stock:
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._answer_count = 0
-        self._worker = Worker("kvhearth-stock", self._step, self._recover)
+        self._worker = SupervisedThread("kvhearth-slot-pool", self._step, self._recover)
         self._changed = self._worker.changed
         self._lock = self._worker.lock
         self._worker.start()
@@ -101,7 +101,7 @@ class Stock:
         """Take up to ``count`` slots.
 
         Args:
-            kv_group: a group that the stock was made for.
+            kv_group: a group that the pool was made for.
             count: number of blocks.
             wait_s: how long to wait for all of them; after an answer of the daemon, the slots in
                 hand are enough.

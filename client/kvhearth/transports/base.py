@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvhearth.proto.v1 import cache_pb2 as pb
+from google.protobuf.message import Message
 
-SERVICE = "kvhearth.proto.v1.CacheService"
-TOKEN_KEY = "kvhearth-token"
-"""Metadata key of the session's token."""
+from kvhearth.proto.v1 import cache_pb2 as pb
 
 
 class Reply(Protocol):
@@ -51,7 +49,7 @@ class CacheTransport(Protocol):
         """
         ...
 
-    def warm(self) -> bool:
+    def has_connection(self) -> bool:
         """Return whether the next call notices a dead daemon at once because it is connected."""
         ...
 
@@ -60,16 +58,28 @@ class CacheTransport(Protocol):
         ...
 
 
-HEARTBEAT = Rpc("Heartbeat", pb.HeartbeatRequest.SerializeToString, pb.HeartbeatResponse.FromString)
-LOOKUP = Rpc("Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString)
-RESERVE = Rpc("Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString)
-COMMIT = Rpc("Commit", pb.CommitRequest.SerializeToString, pb.CommitResponse.FromString)
-ABORT = Rpc("Abort", pb.AbortRequest.SerializeToString, pb.AbortResponse.FromString)
-RELEASE = Rpc("Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString)
-PREFETCH = Rpc("Prefetch", pb.PrefetchRequest.SerializeToString, pb.PrefetchResponse.FromString)
-PIN = Rpc("Pin", pb.PinRequest.SerializeToString, pb.PinResponse.FromString)
-UNPIN = Rpc("Unpin", pb.UnpinRequest.SerializeToString, pb.UnpinResponse.FromString)
-TOUCH = Rpc("Touch", pb.TouchRequest.SerializeToString, pb.TouchResponse.FromString)
-BUMP_EPOCH = Rpc(
-    "BumpEpoch", pb.BumpEpochRequest.SerializeToString, pb.BumpEpochResponse.FromString
-)
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def _rpc(request: type[MessageT], reply: type[ReplyT]) -> Rpc[MessageT, ReplyT]:
+    """Return the call of the schema that takes and returns these messages."""
+    message: Any = reply  # a generated class; its bound names only its field
+    (name,) = (
+        method.name
+        for method in pb.DESCRIPTOR.services_by_name["CacheService"].methods
+        if (method.input_type, method.output_type) == (request.DESCRIPTOR, message.DESCRIPTOR)
+    )
+    return Rpc(name, request.SerializeToString, message.FromString)
+
+
+HEARTBEAT = _rpc(pb.HeartbeatRequest, pb.HeartbeatResponse)
+LOOKUP = _rpc(pb.LookupRequest, pb.LookupResponse)
+RESERVE = _rpc(pb.ReserveRequest, pb.ReserveResponse)
+COMMIT = _rpc(pb.CommitRequest, pb.CommitResponse)
+ABORT = _rpc(pb.AbortRequest, pb.AbortResponse)
+RELEASE = _rpc(pb.ReleaseRequest, pb.ReleaseResponse)
+PREFETCH = _rpc(pb.PrefetchRequest, pb.PrefetchResponse)
+PIN = _rpc(pb.PinRequest, pb.PinResponse)
+UNPIN = _rpc(pb.UnpinRequest, pb.UnpinResponse)
+TOUCH = _rpc(pb.TouchRequest, pb.TouchResponse)
+BUMP_EPOCH = _rpc(pb.BumpEpochRequest, pb.BumpEpochResponse)

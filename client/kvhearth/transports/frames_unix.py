@@ -88,8 +88,8 @@ class FramesUnixTransport:
             raise answer
         return answer
 
-    def warm(self) -> bool:
-        """See ``CacheTransport.warm``: the kernel closes a dead daemon's end of a connection."""
+    def has_connection(self) -> bool:
+        """See ``CacheTransport.has_connection``: the kernel closes a dead daemon's end."""
         return bool(self._idle)
 
     def close(self) -> None:

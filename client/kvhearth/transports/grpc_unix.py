@@ -10,8 +10,15 @@ from typing import Any
 import grpc
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.transports.base import SERVICE, TOKEN_KEY, ReplyT, RequestT, Rpc
-from kvhearth.wire.status import STATUS_DETAILS_KEY, BareError, decode_status, error_from_code
+from kvhearth.transports.base import ReplyT, RequestT, Rpc
+from kvhearth.wire.frames import SERVICE
+from kvhearth.wire.status import (
+    STATUS_DETAILS_KEY,
+    TOKEN_KEY,
+    BareError,
+    decode_status,
+    error_from_code,
+)
 
 
 class GrpcUnixTransport:
@@ -48,8 +55,8 @@ class GrpcUnixTransport:
             raise KVHearthError(Reason.CLOSED, str(error)) from None
         return reply
 
-    def warm(self) -> bool:
-        """Return False, since a channel may wait for a connection; see ``CacheTransport.warm``."""
+    def has_connection(self) -> bool:
+        """Return False, since a channel may wait; see ``CacheTransport.has_connection``."""
         return False
 
     def close(self) -> None:

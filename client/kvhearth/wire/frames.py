@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import cache_pb2
 
 HEADER = struct.Struct("<IHH")
 OPEN = 0
@@ -23,22 +24,14 @@ REFUSED = 1
 NUMBERS = 1 << 16
 """Modulus of call numbers."""
 
+_SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
+SERVICE: str = _SERVICE.full_name
 METHODS: Mapping[str, int] = MappingProxyType(
-    {
-        "Heartbeat": 1,
-        "Lookup": 2,
-        "Reserve": 3,
-        "Commit": 4,
-        "Abort": 5,
-        "Release": 6,
-        "Prefetch": 7,
-        "Pin": 8,
-        "Unpin": 9,
-        "Touch": 10,
-        "BumpEpoch": 11,
-    }
+    {method.name: 1 + method.index for method in _SERVICE.methods}
 )
-"""Kinds of requests; a number is never reassigned to another method."""
+"""Kinds of requests, by the name of the call: its place in the schema, to which new calls are
+appended. docs/protocol.md lists the numbers; none is ever given to another call.
+"""
 
 NAMES: Mapping[int, str] = MappingProxyType({number: name for name, number in METHODS.items()})
 

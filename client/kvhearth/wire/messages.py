@@ -151,7 +151,7 @@ class Query(NamedTuple):
             groups.add(group=group, keys=blob)
 
 
-def own_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
+def snapshot_keys(groups: KeysByGroup) -> dict[int, tuple[bytes, ...]]:
     """Return a copy of a caller's keys, which are read once."""
     return {operator.index(group): tuple(keys) for group, keys in groups.items()}
 

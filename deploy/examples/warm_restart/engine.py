@@ -7,8 +7,8 @@ prompt's last position) and ``DIRECTORY/NAME.json``, and waits until its standar
 it is killed.
 
 ``Hearth`` holds all uses of KVHearth; the transformer and its paged pool are in model.py. There is
-no "cold" or "warm" mode: the engine always looks up first, and always stores the blocks that it had
-to compute. Without a daemon each of the calls below is a miss, and the engine answers all the same.
+no "cold" or "warm" mode: the engine always loads first, and always stores the blocks that it had to
+compute. Without a daemon each of the calls below is a miss, and the engine answers all the same.
 """
 
 from __future__ import annotations
@@ -17,204 +17,89 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from model import PagedPool, Sequence, Sizes, Transformer, load_tokenizer, prompt_tokens
 
-from kvhearth import Contract, GroupKind, GroupSpec, connect
-from kvhearth.copiers import BlockFailure, Done, HostCopier
-from kvhearth.keys import chain_keys
-from kvhearth.model import I64, Records
-from kvhearth.page_layout import PagedKV
-from kvhearth.results import CommitGroup, LookupResult
+import kvhearth
+from kvhearth import Contract, GroupKind, GroupSpec, Pages, StoreResult, Transfer
+from kvhearth.model import I64
 
-GROUP = 0
-"""The only KV cache group: all layers attend to everything."""
 READY_TIMEOUT_S = 20.0
 PROMOTION_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 30.0
 
 
-@dataclass
-class Loaded:
-    """Result of a load. ``seconds`` covers everything: lookup, copies, comparison of checksums."""
-
-    asked_blocks: int = 0
-    found_blocks: int = 0
-    good_blocks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    copy_seconds: float = 0.0
-    miss_reason: str = ""
-    failed: dict[str, int] = field(default_factory=dict)
-    extents: Records | None = None
-
-
-@dataclass
-class Stored:
-    """Result of the stores. Copies run beside the prefill; calls are the engine's own time."""
-
-    blocks: int = 0
-    already_there_blocks: int = 0
-    refused_blocks: int = 0
-    bytes: int = 0
-    copy_seconds: float = 0.0
-    call_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A store under way: its keys and their extents."""
-
-    keys: list[bytes]
-    parent: bytes
-    extents: Records
-    boot_id: str
-
-
 class Hearth:
-    """One engine's connection to KVHearth: decisions through the client, bytes through the copier.
+    """One engine's use of KVHearth.
 
     Nothing here raises because the daemon is away, slow or wrong: answers are misses then.
     """
 
     def __init__(self, url: str, contract: Contract, pool: PagedPool) -> None:
-        # This process is both the scheduler, which decides, and rank 0, which moves bytes.
-        self._client = connect(url, contract, engine_id="demo", scheduler=True, rank=0)
-        self._kv = PagedKV(pool.layers)
-        self._copier: HostCopier | None = None
-        self._copier_boot = ""
-        self._batches: dict[int, _Batch] = {}
-        self.stored = Stored()
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for the daemon. The demo wants a hit; a real engine would serve and not wait."""
-        return self._client.wait_ready(timeout_s)
+        # The demo wants a hit and waits for the daemon; a real engine would serve and not wait.
+        self._cache = kvhearth.open(url, contract, name="demo", wait_s=READY_TIMEOUT_S)
+        self._pool = kvhearth.PagedKV(pool.layers)
+        self._stores: list[Transfer[StoreResult]] = []
+        self._call_s = 0.0
+        self.client = self._cache.client
 
     def why_away(self) -> str:
-        """Return the reason why there is no cache, in a sentence."""
-        refusal = self._client.refusal
+        """Return the reason why there is no cache, in a sentence, or nothing."""
+        if self.client.boot_id:
+            return ""
+        refusal = self.client.refusal
         return refusal.message if refusal is not None else "KVHearth is away"
 
-    def load(self, keys: list[bytes], pages: I64) -> Loaded:
-        """Copy the longest good prefix of the blocks ``keys`` into ``pages``."""
+    def load(self, keys: list[bytes], pages: I64) -> dict[str, Any]:
+        """Copy the longest good prefix of the blocks ``keys`` into ``pages``; return a report."""
         started = time.perf_counter()
-        found = self._lookup(keys)
-        loaded = Loaded(asked_blocks=len(keys), miss_reason=found.reason)
-        copier = self._copier_for(found.boot_id)
-        if copier is None:
-            self._client.release(found.lease)  # which may be None
-        elif found.lease is not None:
-            extents = found.groups[GROUP].extents  # the blocks before the first hole
-            # Done in this thread: the engine has nothing else to do until the bytes are there. With
-            # other requests to serve it would use copier.load and copier.poll.
-            done = copier.load_now(found.boot_id, extents, pages[: len(extents)])
-            bad = extents[~done.ok] if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH) else None
-            self._client.release(found.lease, bad=bad)
+        # The engine has nothing else to do until the bytes are there. With other requests to serve
+        # it would ask the future later. After a restart the daemon checksums each adopted block
+        # before it serves it: the load waits for those as for blocks on SSD.
+        loaded = self._cache.load(keys, Pages(self._pool, pages), wait_s=PROMOTION_TIMEOUT_S)
+        done = loaded.result()
+        return {
+            "asked_blocks": len(keys),
+            "found_blocks": done.hit_blocks,
             # One bad block ends the prefix: the blocks after it are of no use without it.
-            loaded.good_blocks = len(extents) if done.ok.all() else int(done.ok.argmin())
-            loaded.found_blocks, loaded.extents = len(extents), extents
-            loaded.bytes, loaded.copy_seconds = done.bytes, done.seconds
-            loaded.failed = done.reasons
-        loaded.seconds = time.perf_counter() - started
-        return loaded
+            "good_blocks": done.usable_blocks,
+            "bytes": done.bytes,
+            "seconds": time.perf_counter() - started,
+            "copy_seconds": done.copy_s,
+            "miss_reason": done.reason,
+            "failed": done.failures,
+        }
 
-    def _lookup(self, keys: list[bytes]) -> LookupResult:
-        """Look up all keys at once; wait a little for blocks that are present but not ready yet.
-
-        After a restart the daemon checksums each adopted block before it serves it.
-        """
-        self._client.prefetch({GROUP: keys})
-        until = time.monotonic() + PROMOTION_TIMEOUT_S
-        while True:
-            found = self._client.lookup({GROUP: keys}, lease=True, prefetch=True)
-            group = found.groups[GROUP]
-            promotions = int(group.present.sum()) - int(group.ready.sum())
-            if found.reason or not promotions or time.monotonic() > until:
-                return found
-            if found.lease is not None:
-                self._client.release(found.lease)
-            time.sleep(min(max(found.eta_us / 1e6, 0.002), 0.05))
-
-    def store(self, keys: list[bytes], parent: bytes, pages: I64) -> None:
-        """Begin to store full blocks: reserve slots and start the copies, but do not wait."""
+    def store(self, keys: list[bytes], parent: bytes | None, pages: I64) -> None:
+        """Begin to store full blocks; copies and calls run beside the prefill."""
         started = time.perf_counter()
-        self._commit_finished()
-        room = self._client.reserve({GROUP: len(keys)})
-        extents = room.groups.get(GROUP)
-        copier = self._copier_for(room.boot_id)
-        count, ticket = 0, None
-        if extents is not None and len(extents):
-            if copier is not None:
-                # May be fewer than requested: the chain's end is then not kept. One shard per
-                # block.
-                count = len(extents)
-                ticket = copier.store(room.boot_id, pages[:count], extents.reshape(-1))
-            if ticket is None:  # the daemon has just died, or the copier's queue is full
-                self._client.abort({GROUP: extents}, boot_id=room.boot_id)
-                count = 0
-            else:
-                self._batches[ticket.number] = _Batch(keys[:count], parent, extents, room.boot_id)
-        self.stored.refused_blocks += len(keys) - count
-        self.stored.call_seconds += time.perf_counter() - started
+        self._stores.append(self._cache.store(keys, Pages(self._pool, pages), parent=parent))
+        self._call_s += time.perf_counter() - started
 
-    def _commit_finished(self) -> None:
-        """Bind keys to the blocks whose copies have ended since the last call."""
-        for done in self._copier.poll() if self._copier else []:
-            self._commit(self._batches.pop(done.ticket.number), done)
-
-    def _commit(self, batch: _Batch, done: Done) -> None:
-        # Commit only the part before the first failed copy: a chain with a hole is of no use.
-        count = len(done.ok) if done.ok.all() else int(done.ok.argmin())
-        if count < len(done.ok):
-            self._client.abort({GROUP: batch.extents[count:]}, boot_id=batch.boot_id)
-            self.stored.refused_blocks += len(done.ok) - count
-        if not count or done.checksums is None:
-            return
-        sums = done.checksums[:count].reshape(count, 1, -1)
-        blocks = CommitGroup(batch.keys[:count], batch.extents[:count], sums, batch.parent)
-        result = self._client.commit({GROUP: blocks}, boot_id=batch.boot_id)
-        bound = int(result.stored[GROUP].sum())
-        self.stored.blocks += bound
-        if result.reason:
-            self.stored.refused_blocks += count
-        else:
-            self.stored.already_there_blocks += count - bound
-        self.stored.bytes += done.bytes
-        self.stored.copy_seconds += done.seconds
-
-    def finish_stores(self) -> None:
-        """Wait for the copies under way and commit them."""
-        if self._copier is not None:
-            self._copier.drain(DRAIN_TIMEOUT_S)
+    def finish_stores(self) -> dict[str, Any]:
+        """Wait for the stores under way; return a report of all."""
         started = time.perf_counter()
-        self._commit_finished()
-        self.stored.call_seconds += time.perf_counter() - started
+        done = [store.result(DRAIN_TIMEOUT_S) for store in self._stores]
+        return {
+            "blocks": sum(one.stored for one in done),
+            "already_there_blocks": sum(one.duplicate for one in done),
+            "refused_blocks": sum(one.failed for one in done),
+            "bytes": sum(one.bytes for one in done),
+            "copy_seconds": sum(one.copy_s for one in done),
+            "call_seconds": self._call_s + time.perf_counter() - started,
+        }
 
-    def counters(self) -> dict[str, int]:
-        """Return the client's counters that are not zero."""
-        return {name: count for name, count in self._client.counters().items() if count}
-
-    def boot_id(self) -> str:
-        """Return the boot id of the daemon that this engine is attached to, or ""."""
-        return self._client.boot_id
-
-    def _copier_for(self, boot_id: str) -> HostCopier | None:
-        """Return the copier into that boot's arena; a restarted daemon has another arena."""
-        arena = self._client.arena
-        if arena is None or not boot_id or arena.boot_id != boot_id:
+    def extent(self, keys: list[bytes], index: int) -> dict[str, int] | None:
+        """Return where the daemon keeps a block, for the demo to damage it."""
+        found = self.client.lookup({0: keys})
+        extents = found.groups[0].extents
+        self.client.release(found.lease)
+        if index >= len(extents):
             return None
-        if self._copier is None or self._copier_boot != boot_id:
-            if self._copier is not None:
-                self._copier.close(DRAIN_TIMEOUT_S)
-                self._batches.clear()  # a dead daemon's reservations are gone with it
-            self._copier, self._copier_boot = HostCopier(self._kv, arena), boot_id
-            # The client waits for the copies made under a session before it closes the session.
-            self._client.add_quiesce_hook(self._copier.drain)
-        return self._copier
+        return {name: int(extents[index][name]) for name in ("segment", "offset", "length")}
 
 
 def contract_of(sizes: Sizes) -> Contract:
@@ -250,15 +135,11 @@ class Engine:
         # A warm-up step, as in real engines: the first call of everything is slow in every process.
         self._model.step(list(range(sizes.block_tokens)), Sequence(self._pool, sizes.block_tokens))
         self._hearth = Hearth(plan["url"], contract_of(sizes), self._pool)
-        attached = self._hearth.wait_ready(READY_TIMEOUT_S)
+        why_away = self._hearth.why_away()
         self._say(
             f"{self._model.parameters / 1e6:.0f} M parameters, pool of {pages + 8} pages of "
             f"{sizes.page_bytes / 2**20:.2f} MiB; "
-            + (
-                "attached to KVHearth"
-                if attached
-                else f"goes on without: {self._hearth.why_away()}"
-            )
+            + (f"goes on without: {why_away}" if why_away else "attached to KVHearth")
         )
 
     def answer(self) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
@@ -266,22 +147,22 @@ class Engine:
         plan, block = self._plan, self._pool.sizes.block_tokens
         started = time.perf_counter()
         tokens = prompt_tokens(self._tokenizer, plan["tokens"])
-        keys = chain_keys(tokens, block)
+        keys = kvhearth.chain_keys(tokens, block)
         sequence = Sequence(self._pool, len(tokens) + plan["answer_tokens"])
 
         # The last token is always computed: its logits are the answer's beginning.
         wanted = keys[: (len(tokens) - 1) // block]
         loaded = self._hearth.load(wanted, sequence.pages[: len(wanted)])
-        sequence.length = hit_tokens = loaded.good_blocks * block
+        sequence.length = hit_tokens = loaded["good_blocks"] * block
         missing = len(tokens) - hit_tokens
         self._say(f"{hit_tokens} of {len(tokens)} tokens found, computes {missing}")
-        kept_blocks = loaded.good_blocks
+        kept_blocks = loaded["good_blocks"]
 
         def keep() -> None:
             nonlocal kept_blocks
             full = sequence.length // block
             if full > kept_blocks:
-                parent = keys[kept_blocks - 1] if kept_blocks else b""
+                parent = keys[kept_blocks - 1] if kept_blocks else None
                 self._hearth.store(keys[kept_blocks:full], parent, sequence.pages[kept_blocks:full])
             kept_blocks = full
 
@@ -289,23 +170,23 @@ class Engine:
         ttft_s = time.perf_counter() - started
         self._say(f"first token after {ttft_s:.2f} s")
         answer = self._model.decode(logits, sequence, plan["answer_tokens"])
-        self._hearth.finish_stores()
+        stored = self._hearth.finish_stores()
         middle = len(wanted) // 2
         values = logits.numpy().copy()
         return values, {
             "pid": os.getpid(),
-            "boot_id": self._hearth.boot_id(),
+            "boot_id": self._hearth.client.boot_id,
             "prompt_tokens": len(tokens),
             "hit_tokens": hit_tokens,
             "computed_tokens": len(tokens) - hit_tokens,
             "ttft_s": ttft_s,
             "answer": answer,
-            "load": {k: v for k, v in vars(loaded).items() if k != "extents"},
-            "store": asdict(self._hearth.stored),
+            "load": loaded,
+            "store": stored,
             "middle_block": middle,
-            "middle_extent": _extent(loaded.extents, middle),
+            "middle_extent": self._hearth.extent(wanted, middle),
             "middle_block_effect": self._effect(tokens, sequence, middle, values),
-            "counters": self._hearth.counters(),
+            "counters": self._hearth.client.counters(),
         }
 
     def _effect(
@@ -321,12 +202,6 @@ class Engine:
         sequence.length *= self._pool.sizes.block_tokens
         wrong = self._model.step(tokens[sequence.length :], sequence)
         return float(np.abs(wrong.numpy() - logits).max())
-
-
-def _extent(extents: Records | None, index: int) -> dict[str, int] | None:
-    if extents is None or index >= len(extents):
-        return None
-    return {name: int(extents[index][name]) for name in ("segment", "offset", "length")}
 
 
 def main() -> None:

@@ -9,16 +9,16 @@ BENCH_EPILOG = "Example: kvhearth bench local --quick"
 
 def add_bench(app: typer.Typer) -> None:
     """Add ``kvhearth bench`` with its benchmarks."""
-    from kvhearth_lab.cli import bench, bench_peers, bench_ssd, bench_stalls, bench_ttft
+    from kvhearth_lab.cli import bench
 
     benches = typer.Typer(
-        help="Measure, with daemons of its own.", epilog=BENCH_EPILOG, no_args_is_help=True
+        help="Run benchmarks, each with its own daemons.", epilog=BENCH_EPILOG, no_args_is_help=True
     )
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
-    benches.command("peers", epilog=bench_peers.EPILOG)(bench_peers.peers)
-    benches.command("ssd", epilog=bench_ssd.EPILOG)(bench_ssd.ssd)
-    benches.command("stalls", epilog=bench_stalls.EPILOG)(bench_stalls.stalls)
-    benches.command("ttft", epilog=bench_ttft.EPILOG)(bench_ttft.ttft)
+    benches.command("peers", epilog=bench.PEERS_EPILOG)(bench.peers)
+    benches.command("ssd", epilog=bench.SSD_EPILOG)(bench.ssd)
+    benches.command("stalls", epilog=bench.STALLS_EPILOG)(bench.stalls)
+    benches.command("ttft", epilog=bench.TTFT_EPILOG)(bench.ttft)
     app.add_typer(benches, name="bench")
 
 

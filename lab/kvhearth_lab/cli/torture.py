@@ -32,49 +32,57 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", help="Of all choices (default: a new one).", show_default=False),
+    typer.Option("--seed", help="Random seed (default: random).", show_default=False),
 ]
 Seconds = Annotated[
     float,
     typer.Option(
         "--seconds",
         min=1,
-        help="How long. What was begun is ended: less than 10 s test nothing on most machines, and "
-        "a fault may take some seconds more.",
+        help="Duration. A fault in progress is finished first. Use at least 10 s: shorter runs "
+        "test nothing on most machines.",
     ),
 ]
 Faults = Annotated[
-    str, typer.Option("--faults", help="Only these, separated by commas; 'list' tells which.")
+    str, typer.Option("--faults", help="Faults to inject, separated by commas; 'list' lists them.")
 ]
-Ssd = Annotated[bool, typer.Option("--ssd/--no-ssd", help="Worlds with an SSD tier.")]
+Ssd = Annotated[
+    bool, typer.Option("--ssd/--no-ssd", help="Use worlds with or without an SSD tier.")
+]
 Dir = Annotated[
     Path | None,
     typer.Option(
         "--dir",
-        help="On the drive that is to be tried (default: the temporary directory).",
+        help="Directory on the drive to test (default: the temporary directory).",
         metavar="DIR",
     ),
 ]
-ArenaRoot = Annotated[Path, typer.Option("--arena-root", help="A tmpfs for arenas.", metavar="DIR")]
+ArenaRoot = Annotated[
+    Path, typer.Option("--arena-root", help="Directory on a tmpfs for arenas.", metavar="DIR")
+]
 OneWorld = Annotated[
     int | None,
-    typer.Option("--world", min=0, help="Only this world of the seed.", show_default=False),
+    typer.Option("--world", min=0, help="Run only this world of the seed.", show_default=False),
 ]
 Log = Annotated[
     Path | None,
     typer.Option(
-        "--log", help="Write each step, as JSON lines.", metavar="FILE", show_default=False
+        "--log",
+        help="Write each step to a file, as JSON lines.",
+        metavar="FILE",
+        show_default=False,
     ),
 ]
 Replay = Annotated[
     Path | None,
     typer.Option(
-        "--replay", help="Do the steps of such a log.", metavar="FILE", show_default=False
+        "--replay",
+        help="Replay the steps of a log written with --log.",
+        metavar="FILE",
+        show_default=False,
     ),
 ]
-Keep = Annotated[
-    bool, typer.Option("--keep", help="Keep directories in which something was found.")
-]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep the directories of worlds with findings.")]
 
 
 def torture(  # noqa: PLR0913 - one parameter a flag
@@ -91,11 +99,11 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     keep: Keep = False,
     as_json: AsJson = False,
 ) -> None:
-    """Inject faults, compare every answer, and report blocks that are lost or wrong, leaks and
-    stalls.
+    """Inject faults, compare every answer, and report lost or wrong blocks,
+    leaks and stalls.
 
-    Uses no running daemon. Exit code 1 if anything was found that docs/operations.md does not
-    allow, 2 if nothing was tested.
+    Starts its own daemons. Exit code 1 for findings that docs/operations.md
+    does not allow, 2 if nothing was tested.
     """
     from kvhearth_lab.torture.faults import TABLE
     from kvhearth_lab.torture.report import KINDS
@@ -118,8 +126,8 @@ def torture(  # noqa: PLR0913 - one parameter a flag
         replay=replay,
         keep=keep,
     )
-    with cleaned_up(), _bar(seconds) as told:
-        found = run(options, told)
+    with cleaned_up(), _bar(seconds) as described:
+        found = run(options, described)
     for line in found["findings"]:
         note(f"world {line['world']} step {line['step']}: {line['kind']}: {_cut(line['text'])}")
     if as_json:
@@ -148,8 +156,8 @@ def shown(found: Mapping[str, Any]) -> Table:
     for kind in KINDS:
         row(made, kind, f"{found[kind]:,}", "NO" if found[kind] else "yes", "must be 0")
     stall = found["longest_stall_s"]
-    told = f"{found['longest_stall']}, less what faults explain; at most {STALL_S:g} s"
-    row(made, "longest_stall_s", f"{stall:g}", "NO" if stall > STALL_S else "yes", told)
+    described = f"{found['longest_stall']}, less what faults explain; at most {STALL_S:g} s"
+    row(made, "longest_stall_s", f"{stall:g}", "NO" if stall > STALL_S else "yes", described)
     row(made, "longest_promotion_s", f"{found['longest_promotion_s']:g}", "", "16 blocks at a time")
     for what, cells in _covered(found):
         row(made, what, *cells)
@@ -171,9 +179,9 @@ def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, st
     }
     for what, names in missing.items():
         reached, total = found[f"{what}_reached"], found[f"{what}_total"]
-        told = f"not reached: {'; '.join(names)}" if names else "each was reached"
+        described = f"not reached: {'; '.join(names)}" if names else "each was reached"
         if total:
-            yield f"{what}_reached", (f"{reached}/{total}", "", _cut(told))
+            yield f"{what}_reached", (f"{reached}/{total}", "", _cut(described))
 
 
 def _list(faults: Mapping[str, Any]) -> None:

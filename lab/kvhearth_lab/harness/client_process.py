@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.torture.daemon import failures_in
-from kvhearth_server.config.load import ENV_PREFIX
+from kvhearth_lab.harness.daemon import clean_environment, failures_since
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,12 +57,15 @@ class Client:
         self._heard = heard
         self._answers: queue.Queue[Line] = queue.Queue()
         self._next_id = 0
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
         command = [sys.executable, "-m", "kvhearth_lab.torture.client", json.dumps(start)]
         command.append(str(os.getpid()))
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=kept
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=clean_environment(),
             )
         self._ears = threading.Thread(target=self._listen, daemon=True)
         self._ears.start()
@@ -142,11 +144,8 @@ class Client:
 
     def new_failures(self) -> list[str]:
         """Return exceptions that it logged or printed since the last call."""
-        with self.log_path.open(errors="replace") as log:
-            log.seek(self._read_to)
-            text = log.read()
-            self._read_to = log.tell()
-        return failures_in(text)
+        found, self._read_to = failures_since(self.log_path, self._read_to)
+        return found
 
     def log_tail(self, lines: int = 40) -> str:
         """Return the end of its log."""

@@ -1,221 +1,405 @@
-"""A daemon of the bench's own, and clients of it, to measure."""
+"""A daemon process for tests, torture and benchmarks: its start, its ends, and its observation from
+outside.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, TypeVar
 
 import grpc
 
-from kvhearth.client import KVClient, connect
-from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
-from kvhearth.session.link import open_link
-from kvhearth.transports.base import HEARTBEAT, CacheTransport
-from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET, parse_url
-from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire.handshake import Hello
-from kvhearth_server.config.load import ENV_PREFIX
+from kvhearth.failpoints import ENVIRONMENT_NAME
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.url import ADMIN_TOKEN_FILE, ATTACH_SOCKET, GRPC_SOCKET
+from kvhearth.wire.status import ADMIN_TOKEN_KEY
+from kvhearth_server.config.load import ENV_PREFIX, flag_of
 
-READY_S = 120.0
-QUIET_S = 60.0
-ATTACH_S = 60.0
-DEADLINE_S = 60.0
-SERVE = ("kvhearth_server.cli.app", "serve")
-_TOKEN_KEY = "kvhearth-admin-token"
-_LOG_SHOWN_CHARS = 2000
+Reply = TypeVar("Reply")
+Metadata = tuple[tuple[str, str]]
 
-
-def broken(problem: str) -> KVHearthError:
-    """Return the error of a run whose figures would mean nothing."""
-    return KVHearthError(Reason.INTERNAL, f"bench: {problem}")
+READY_S = 60.0
+"""A daemon starts in under a second; on a shared machine it may take longer."""
+END_S = 30.0
+ADMIN_S = 20.0
+_SHOWN_CHARS = 1500
+_TRACEBACK = "Traceback (most recent call last)"
+_EXPECTED = "socket.accept() out of system resource"
 
 
-def contract(page_bytes: int) -> Contract:
-    """Return a contract of one full-attention group whose shards have ``page_bytes``."""
-    return Contract("bench", "none", "uint8", (GroupSpec(GroupKind.FULL, 16, page_bytes),))
+class Process(Protocol):
+    """The part of ``subprocess.Popen`` that a daemon's process needs."""
 
+    pid: int
 
-class Served:
-    """A daemon process, its log, and the kernel's figures about it.
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while it runs."""
 
-    Args:
-        folder: folder for sockets and log; a short path.
-        flags: flags of ``kvhearth serve``.
-        start: the module that serves, and its first arguments.
-    """
-
-    def __init__(self, folder: Path, *flags: str, start: Sequence[str] = SERVE) -> None:
-        self._sockets = folder / "s"
-        self._log_path = folder / "log"
-        self.url = f"kvhearth+unix://{self._sockets}?lookup_ms=5000&call_ms=20000"
-        command = [sys.executable, "-m", *start, *flags]
-        command += ["--socket-dir", str(self._sockets), "--log-format", "json"]
-        # The operator's own settings must not affect the measurement.
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
-        kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
-        self._started = time.monotonic()
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=kept)
-        self._channel: grpc.Channel | None = None
-
-    def ready(self) -> dict[str, Any]:
-        """Wait for the log line ``ready``, and return its fields with ``seconds`` since the start.
+    def wait(self, timeout: float | None = None, /) -> int:
+        """Wait for the end and return the exit status.
 
         Raises:
-            KVHearthError: the daemon did not come up; with the end of its log.
+            subprocess.TimeoutExpired: the process still runs.
         """
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal, unless the process has ended."""
+
+
+Starter = Callable[[list[str], Mapping[str, str], IO[bytes]], Process]
+"""Starts a daemon with these flags of ``kvhearth serve``, these additional variables, and its
+output to the file.
+"""
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's variables without the operator's settings, which must not take part."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
+    return kept
+
+
+def module(*words: str) -> Starter:
+    """Return a starter that runs a module: its name, and its arguments before the flags."""
+
+    def start(
+        flags: list[str], environment: Mapping[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", *words, *flags]
+        variables = {**clean_environment(), **environment}
+        return subprocess.Popen(command, stdout=log, stderr=log, env=variables)
+
+    return start
+
+
+def tied(clock_file: Path | None = None) -> Starter:
+    """Return a starter of a daemon that ends with this process.
+
+    Args:
+        clock_file: file that its clocks follow (``harness.clock``); None for the machine's clocks.
+    """
+    clock = str(clock_file or "")
+    return module("kvhearth_lab.harness.daemon_main", str(os.getpid()), clock, "serve")
+
+
+SERVE = module("kvhearth_server.cli.app", "serve")
+"""Starts ``kvhearth serve`` and nothing else."""
+
+
+class Daemon:
+    """One daemon's settings and directories, and its process, if it runs.
+
+    Args:
+        folder: folder for sockets and the log; a short path.
+        arena_dir: directory of the arena's files; None for anonymous memory.
+        settings: by field name; read at each start.
+        starter: starts the process.
+
+    Attributes:
+        environment: variables of the process in addition to this process's own.
+        starts: number of starts so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arena_dir: Path | None,
+        settings: Mapping[str, object],
+        starter: Starter = SERVE,
+    ) -> None:
+        self.folder = folder
+        self.socket_dir = folder / "s"
+        self.log_path = folder / "daemon.log"
+        self.arena_dir = arena_dir
+        self.settings = {"log_format": "json", **settings}
+        self.environment: dict[str, str] = {}
+        self.starts = 0
+        self.process: Process | None = None
+        self._starter = starter
+        self._launched_s = 0.0
+        self._log_from = 0
+        self._read_to = 0
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def launch(self, fault: str = "") -> Process:
+        """Start a process without waiting for it; ``fault`` is ``point:count``."""
+        assert self.dead, "end the running daemon first"
+        self.starts += 1
+        armed = {ENVIRONMENT_NAME: fault} if fault else {}
+        with self.log_path.open("ab") as log:
+            self._log_from = log.tell()
+            self._launched_s = time.monotonic()
+            self.process = self._starter(self.flags(), {**self.environment, **armed}, log)
+        return self.process
+
+    def flags(self) -> list[str]:
+        """Return settings and directories as flags of ``kvhearth serve``."""
+        values = {**self.settings, "socket_dir": self.socket_dir}
+        if self.arena_dir is not None:
+            values["arena_dir"] = self.arena_dir
+        flags = []
+        for name, value in values.items():
+            flag = flag_of(name)
+            if isinstance(value, bool):
+                flags.append(flag if value else f"--no-{flag[2:]}")
+                continue
+            for each in value if isinstance(value, list) else [value]:
+                flags += [flag, str(each)]
+        return flags
+
+    def wait_ready(self) -> bool:
+        """Wait until it accepts clients; False if it ended, or after ``READY_S``."""
         end = time.monotonic() + READY_S
-        while time.monotonic() < end and self._process.poll() is None:
-            for line in self._log_path.read_text().splitlines():
-                if line.startswith("{") and line.endswith("}"):
-                    said: dict[str, Any] = json.loads(line)
-                    if said.get("event") == "ready":
-                        return {**said, "seconds": time.monotonic() - self._started}
+        while not self.dead and time.monotonic() < end:
+            if self._answers():
+                return True
+            time.sleep(0.005)
+        return False
+
+    def start(self, fault: str = "") -> bool:
+        """Start and wait until it accepts clients; False if an armed fault ended it before.
+
+        Raises:
+            KVHearthError: it does not come up; with the end of its log.
+        """
+        self.launch(fault)
+        if self.wait_ready():
+            return True
+        if fault and self.exit_code == -signal.SIGKILL:
+            return False
+        raise self._not_up()
+
+    def _not_up(self) -> KVHearthError:
+        how = "does not come up" if self.exit_code is None else f"ended with {self.exit_code}"
+        return KVHearthError(Reason.INTERNAL, f"the daemon {how}\n{self.log_tail()}")
+
+    def _answers(self) -> bool:
+        """Whether the process accepts on the attach socket; the file may be that of a dead one."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(READY_S)
+            try:
+                probe.connect(str(self.socket_dir / ATTACH_SOCKET))
+                data = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            except OSError:
+                return False
+        return bool(struct.unpack("3i", data)[0] == self.pid)
+
+    def kill(self) -> None:
+        """Send SIGKILL, and wait for the end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def restart(self, fault: str = "") -> bool:
+        """Kill it with SIGKILL, then start on the same directories."""
+        self.kill()
+        return self.start(fault)
+
+    def terminate(self, timeout_s: float = END_S) -> int:
+        """Send SIGTERM. Return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Send SIGSTOP."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Send SIGCONT."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    @property
+    def dead(self) -> bool:
+        """Whether no process runs. A stopped one counts as running."""
+        return self.process is None or self.process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit status of the last process; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    @property
+    def pid(self) -> int:
+        """ID of the last process."""
+        assert self.process is not None
+        return self.process.pid
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def url(self, options: str = "call_ms=10000&lookup_ms=10000&heartbeat_ms=200") -> str:
+        """Return the URL for clients."""
+        return f"kvhearth+unix://{self.socket_dir}?{options}"
+
+    def admin(self, call: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], Reply]) -> Reply:
+        """Return ``call(stub, metadata)``, made on a channel of its own.
+
+        Raises:
+            grpc.RpcError: the daemon does not answer.
+            OSError: the daemon has no token yet.
+        """
+        token = (self.socket_dir / ADMIN_TOKEN_FILE).read_text()
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(f"unix:{self.socket_dir / GRPC_SOCKET}", options) as channel:
+            return call(admin_pb2_grpc.AdminServiceStub(channel), ((ADMIN_TOKEN_KEY, token),))
+
+    def stats(
+        self, *, check_books: bool = True, deadline_s: float = ADMIN_S
+    ) -> admin_pb2.StatsResponse:
+        """Return the statistics that ``kvhearth stat`` shows; raises as ``admin``."""
+        request = admin_pb2.StatsRequest(check_books=check_books)
+        return self.admin(
+            lambda stub, token: stub.Stats(request, metadata=token, timeout=deadline_s)
+        )
+
+    def members(self) -> list[str]:
+        """Return ``engine/rank:state`` of each member of a group; raises as ``admin``."""
+        request = admin_pb2.ListSessionsRequest()
+        reply = self.admin(
+            lambda stub, token: stub.ListSessions(request, metadata=token, timeout=ADMIN_S)
+        )
+        return sorted(f"{one.engine_id}/{one.rank}:{one.state}" for one in reply.sessions)
+
+    # -- the log -----------------------------------------------------------------------------------
+
+    def log_text(self) -> str:
+        """Return the output of all starts."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Return the end of the log, for messages."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def own_lines(self) -> list[str]:
+        """Return the complete lines of the current start's output."""
+        if not self.log_path.exists():
+            return []
+        said = self.log_path.read_bytes()[self._log_from :]
+        return said[: said.rfind(b"\n") + 1].decode(errors="replace").splitlines()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the process reports that it is ready, and return that line's fields, with
+        ``seconds`` since its start.
+
+        Raises:
+            KVHearthError: it does not come up; with the end of its log.
+        """
+        while True:
+            waited_s = time.monotonic() - self._launched_s
+            for line in self.own_lines():
+                said: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
+                if said.get("event") == "ready":
+                    return {**said, "seconds": waited_s}
+            if self.dead or waited_s > READY_S:
+                raise self._not_up()
             time.sleep(0.002)
-        raise broken(f"no daemon: {self._log_path.read_text()[-_LOG_SHOWN_CHARS:]}")
+
+    def complaints(self, count: int = 12) -> str:
+        """Return its last warnings and errors, each once, and printed lines that are no log
+        lines.
+        """
+        found: dict[str, str] = {}
+        for text in self.log_text().splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                found[text] = text
+                continue
+            if line.get("level") in ("error", "critical", "warning"):
+                what = line.get("exception", "") or line
+                found[str(line.get("event"))] = f"{line.get('event')}: {what}"[-_SHOWN_CHARS:]
+        return "\n".join(list(found.values())[-count:])
+
+    def new_failures(self) -> list[str]:
+        """Return exceptions that it logged or printed since the last call."""
+        found, self._read_to = failures_since(self.log_path, self._read_to)
+        return found
+
+    # -- the kernel's figures ----------------------------------------------------------------------
+
+    def descriptor_count(self, *, segments: bool = True) -> int:
+        """Return the number of open descriptors.
+
+        Args:
+            segments: count those of segment files, too, which it keeps for good.
+        """
+        paths = list(Path(f"/proc/{self.pid}/fd").iterdir())
+        if segments:
+            return len(paths)
+        count = 0
+        for path in paths:
+            with contextlib.suppress(OSError):
+                count += not os.readlink(path).endswith((".segment", ".segment.new"))
+        return count
+
+    def children(self) -> list[int]:
+        """Return the processes that it started."""
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+            return [int(word) for word in text.split()]
+        return []
 
     def private_bytes(self) -> int:
         """Return the resident memory of the process without the shared arena."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
 
     def anonymous_bytes(self) -> int:
         """Return the private memory without a file, which grows with the index."""
-        text = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text()
+        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
         line = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
         return int(line.split()[1]) * 1024
 
     def cpu_s(self) -> float:
         """Return the processor time of all its live threads."""
         nanoseconds = 0
-        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 nanoseconds += int((task / "schedstat").read_text().split()[0])
         return nanoseconds / 1e9
 
-    def stats(self, *, check_books: bool = False) -> admin_pb2.StatsResponse:
-        """Return the statistics that ``kvhearth stat`` shows."""
-        stub, token = self._admin()
-        request = admin_pb2.StatsRequest(check_books=check_books)
-        return stub.Stats(request, metadata=token, timeout=DEADLINE_S)
 
-    def evict_all(self) -> int:
-        """Evict every namespace as ``kvhearth evict --keep 0`` does; returns the number of
-        blocks.
-        """
-        stub, token = self._admin()
-        spaces = stub.ListNamespaces(
-            admin_pb2.ListNamespacesRequest(), metadata=token, timeout=DEADLINE_S
-        )
-        replies = [
-            stub.Evict(
-                admin_pb2.EvictRequest(namespace=space.namespace, keep_bytes=0),
-                metadata=token,
-                timeout=DEADLINE_S,
-            )
-            for space in spaces.namespaces
-        ]
-        return sum(reply.evicted_blocks for reply in replies)
-
-    def _admin(self) -> tuple[admin_pb2_grpc.AdminServiceStub, tuple[tuple[str, str]]]:
-        """Return the stub of the operator's calls, and the metadata that each call needs."""
-        token = (self._sockets / ADMIN_TOKEN_FILE).read_text().strip()
-        if self._channel is None:
-            target = f"unix:{self._sockets / GRPC_SOCKET}"
-            options = [("grpc.enable_http_proxy", 0), ("grpc.default_authority", "localhost")]
-            self._channel = grpc.insecure_channel(target, options=options)
-        return admin_pb2_grpc.AdminServiceStub(self._channel), ((_TOKEN_KEY, token),)
-
-    def wait_quiet(self) -> None:
-        """Wait until all committed blocks are checksummed and all leases released, so that the next
-        measurement has the machine to itself.
-
-        Raises:
-            KVHearthError: the daemon did not become quiet in time.
-        """
-        end = time.monotonic() + QUIET_S
-        while True:
-            found = self.stats()
-            unsummed = found.counters["stored_blocks"] - found.counters["summed_blocks"]
-            if not found.leases and not unsummed:
-                return
-            if time.monotonic() > end:
-                raise broken(f"not quiet: {found.leases} leases, {unsummed} blocks not summed")
-            time.sleep(0.002)
-
-    def end(self) -> None:
-        """Stop the daemon."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            self._process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def served(*flags: str, start: Sequence[str] = SERVE) -> Iterator[Served]:
-    """Run a daemon during the block."""
-    with tempfile.TemporaryDirectory(prefix="kvh-") as name:
-        daemon = Served(Path(name), *flags, start=start)
-        try:
-            yield daemon
-        finally:
-            daemon.end()
-
-
-@contextlib.contextmanager
-def attached(url: str, made: Contract, engine_id: str = "bench") -> Iterator[KVClient]:
-    """Provide a client that is ready.
-
-    Raises:
-        KVHearthError: it cannot attach.
+def failures_since(log_path: Path, offset: int) -> tuple[list[str], int]:
+    """Return the exceptions in a log after ``offset`` bytes, except those that a fault must cause,
+    and the log's size.
     """
-    client = connect(url, made, engine_id=engine_id)
-    try:
-        if not client.wait_ready(ATTACH_S):
-            raise broken(f"cannot attach: {client.refusal or 'no daemon'}")
-        yield client
-    finally:
-        client.close()
-
-
-@contextlib.contextmanager
-def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTransport]:
-    """Provide a bare transport with its own session, for empty calls."""
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        engine_id=f"bench-wire-{calls}",
-        contract=made.to_json(),
-        rank=0,
-        map_arena=False,
-        pid=os.getpid(),
-    )
-    link = open_link(replace(parse_url(url), calls=calls), hello)
-    try:
-        yield link.transport
-    finally:
-        link.close()
-
-
-def empty_call(calls: CacheTransport) -> float:
-    """Return the seconds of an empty heartbeat."""
-    request = cache_pb2.HeartbeatRequest()
-    start = time.perf_counter()
-    calls.call(HEARTBEAT, request, DEADLINE_S)
-    return time.perf_counter() - start
+    if not log_path.exists():
+        return [], 0
+    with log_path.open(errors="replace") as log:
+        log.seek(offset)
+        lines, size = log.read().splitlines(), log.tell()
+    found: list[str] = []
+    for number, line in enumerate(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if "exception" in said and not str(said.get("event")).startswith(_EXPECTED):
+                    found.append(f"{said.get('event')}: {said['exception']}"[-_SHOWN_CHARS:])
+        elif line.startswith(_TRACEBACK):
+            found.append("\n".join(lines[number : number + 24])[:_SHOWN_CHARS])
+    return found, size

@@ -23,10 +23,11 @@ def main(words: Sequence[str]) -> None:
     if words[1]:
         follow(Path(words[1]))
     from kvhearth_server.cli import app
+    from kvhearth_server.tier_startup import ssd_kind
 
     sys.argv[1:] = words[2:]
     commander = commanded()
-    app.main(commander.environment() if commander else None)
+    app.main([ssd_kind(commander.environment())] if commander else None)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def _alive(world: World) -> None:
             world.report.find(CRASH, f"client {client.name}: {text}", world.where)
     for text in world.daemon.new_failures():
         world.report.find(CRASH, f"the daemon: {text}", world.where)
-    if not world.daemon.alive:
-        status = world.daemon.wait_end(0.0)
+    if world.daemon.dead:
+        status = world.daemon.exit_code
         text = f"the daemon ended with {status}: {world.daemon.complaints()}"
         world.report.find(CRASH, text, world.where)
         world.kill_daemon()
@@ -78,8 +78,8 @@ def _stats(world: World) -> admin_pb2.StatsResponse:
     try:
         return world.daemon.stats()
     except (grpc.RpcError, OSError) as error:
-        told = error.details() if isinstance(error, grpc.Call) else str(error)
-        world.report.find(STALL, f"the daemon does not tell its books: {told}", world.where)
+        described = error.details() if isinstance(error, grpc.Call) else str(error)
+        world.report.find(STALL, f"the daemon does not tell its books: {described}", world.where)
         raise UselessError from None
 
 
@@ -137,7 +137,7 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
     text = (
         f"{client.model}: {len(left)} sealed blocks are not served within {world.patience_s} s, "
         f"such as {left[:_SHOWN]} ({_where_they_are(world, client.model, left[:_SHOWN])}); "
-        f"{_told(said, ('absent', 'below', 'reason', 'failed'))}"
+        f"{_described(said, ('absent', 'below', 'reason', 'failed'))}"
     )
     world.report.find(LOST, text, world.where, len(left))
     # Report each lost block once.
@@ -152,7 +152,7 @@ def _where_they_are(world: World, model: str, numbers: Iterable[int]) -> str:
     return f"{sum(key in arena for key in keys)} in the arena, {written} on disk"
 
 
-def _told(said: dict[str, object], names: Iterable[str]) -> str:
+def _described(said: dict[str, object], names: Iterable[str]) -> str:
     parts = []
     for name in names:
         value = said[name]
@@ -205,7 +205,7 @@ def nothing_is_left(world: World) -> None:
     _quiet(world)
     _stats(world)
     time.sleep(_POLL_S)
-    _descriptors_again(world, world.daemon.descriptors())
+    _descriptors_again(world, world.daemon.descriptor_count(segments=False))
     children = world.daemon.children()
     if children:
         world.report.find(LEAK, f"processes of the daemon: {children}", world.where)
@@ -246,9 +246,9 @@ def _end_clients(world: World) -> None:
 def _until(condition: Callable[[], str], timeout_s: float) -> str:
     """Poll until ``condition()`` returns an empty text, and return its last result."""
     end = time.monotonic() + timeout_s
-    while (told := condition()) and time.monotonic() < end:
+    while (described := condition()) and time.monotonic() < end:
         time.sleep(_POLL_S)
-    return told
+    return described
 
 
 def _quiet(world: World) -> None:
@@ -265,8 +265,8 @@ def _quiet(world: World) -> None:
             return found.books_error
         return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
 
-    if told := _until(held, world.patience_s):
-        text = f"after all clients have ended: {told}; {world.daemon.members()}"
+    if described := _until(held, world.patience_s):
+        text = f"after all clients have ended: {described}; {world.daemon.members()}"
         world.report.find(LEAK, text, world.where)
 
 
@@ -287,15 +287,15 @@ def _descriptors_again(world: World, first: int) -> None:
     _quiet(world)
 
     def more() -> str:
-        now = world.daemon.descriptors()
+        now = world.daemon.descriptor_count(segments=False)
         return f"{now} descriptors, {first} before" if now > first + DESCRIPTORS_MORE else ""
 
-    if told := _until(more, world.patience_s):
+    if described := _until(more, world.patience_s):
         names = []
         for name in os.listdir(f"/proc/{world.daemon.pid}/fd"):
             with contextlib.suppress(OSError):
                 names.append(os.readlink(f"/proc/{world.daemon.pid}/fd/{name}"))
-        world.report.find(LEAK, f"{told}: {sorted(names)}", world.where)
+        world.report.find(LEAK, f"{described}: {sorted(names)}", world.where)
 
 
 def _files(world: World) -> None:

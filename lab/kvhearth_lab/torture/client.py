@@ -20,12 +20,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from kvhearth import Cache, PagedKV, Pages
 from kvhearth import failpoints as faults
+from kvhearth.errors import KVHearthError
 from kvhearth_lab.harness.client_process import end_with
-from kvhearth_lab.harness.engine import PAGES, Clock, Engine, Seen, contract_of
-from kvhearth_lab.torture.piping import Pipes
+from kvhearth_lab.harness.engine import (
+    PAGES,
+    Engine,
+    Seen,
+    content,
+    contract_of,
+    hung,
+    key_of,
+)
 from kvhearth_lab.torture.stalls import Metronome
 
 _BEAT_S = 0.25
@@ -35,6 +47,8 @@ _PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
 """Time for blocks that need not be there; the required blocks have their whole time after it."""
 _KEEP_NUMBERS = 4000
+_DONE_S = 20.0
+_STORE_WAIT_S = 0.4
 Line = dict[str, Any]
 
 
@@ -53,18 +67,84 @@ class Mouth:
                 data = data[os.write(self._descriptor, data) :]
 
 
+class CacheUser:
+    """Stores and loads through the simple API, beside an engine of one rank.
+
+    Stores are of a pool's pages, loads go to arrays and lists in turn.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._size = engine.contract.groups[0].page_bytes
+        self._cache = Cache(
+            engine.client,
+            queue_blocks_max=4 * PAGES,
+            batch_bytes=8 * self._size,
+            store_wait_s=_STORE_WAIT_S,
+        )
+        self._pages = np.zeros((2 * PAGES, self._size), np.uint8)
+        self._pool = PagedKV([self._pages])
+        self._turn = 0
+
+    def store(self, numbers: Sequence[int], parent: int) -> tuple[list[int], str]:
+        """Variant of ``Engine.store`` that reports all of the blocks as stored, or none."""
+        engine, epoch = self._engine, self._engine.epoch
+        keys = engine.keys(numbers)
+        for page, key in enumerate(keys):
+            self._pages[page] = content(key, 0, epoch, self._size)
+        before = None if parent < 0 else key_of(engine.model, parent)
+        with engine.clock.timed("cache_store"):
+            future = self._cache.store(keys, Pages(self._pool, range(len(keys))), parent=before)
+            try:
+                done = future.result(_DONE_S)
+            except TimeoutError:
+                raise hung("a store") from None
+        whole = not done.failed and epoch == engine.epoch >= 0
+        return (list(numbers) if whole else []), done.reason
+
+    def load(self, numbers: Sequence[int]) -> Seen:
+        """Load a chain and compare the blocks reported as loaded."""
+        engine, seen = self._engine, Seen()
+        keys, epoch = engine.keys(numbers), engine.epoch
+        blocks = np.zeros((len(numbers), self._size), np.uint8)
+        self._turn += 1
+        with engine.clock.timed("cache_load"):
+            future = self._cache.load(keys, list(blocks) if self._turn % 2 else blocks, wait_s=0.0)
+            try:
+                done = future.result(_DONE_S)
+            except TimeoutError:
+                raise hung("a load") from None
+        if done.reason:
+            seen.failed[done.reason] += 1
+        for number, block, key, flag in zip(numbers, blocks, keys, done.loaded, strict=True):
+            if not flag or epoch != engine.epoch:
+                continue
+            if np.array_equal(block, content(key, 0, epoch, self._size)):
+                seen.right.append(number)
+            else:
+                seen.wrong.append(
+                    f"{engine.model} block {number} epoch {epoch}: loaded other bytes"
+                )
+        return seen
+
+    def close(self) -> bool:
+        """Close the cache, with the engine's client; False if copies do not drain."""
+        return self._cache.close(_DONE_S)
+
+
 class Worker:
     """One engine and the commands that it obeys."""
 
     def __init__(self, mouth: Mouth, start: Line) -> None:
         self._say = mouth.say
-        self._dice = random.Random(start["seed"])
-        self._clock = Clock()
-        contract = contract_of(start["model"], start["page_bytes"], start["shards"])
+        self._rng = random.Random(start["seed"])
+        model = start["model"]
+        contract = contract_of(start["page_bytes"], shards=start["shards"], model=model)
         self._engine = Engine(
-            start["url"], contract, start["engine_id"], start["model"], self._clock
+            start["url"], contract, start["engine_id"], key_of=partial(key_of, model)
         )
-        self._pipes = Pipes(self._engine) if start["pipes"] else None
+        self._clock = self._engine.clock
+        self._cache = CacheUser(self._engine) if start["cache"] else None
         self._known: list[int] = []
         self._again: list[int] = []
         """Blocks of older weights that are stored again, as the same prompts return."""
@@ -117,24 +197,24 @@ class Worker:
     # -- traffic -----------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        engine, dice = self._engine, self._dice
+        engine, rng = self._engine, self._rng
         if not engine.ready:
             # The daemon is away: miss at once, then pause.
             self._note(engine.check(self._some(4), prefetch=False))
             engine.client.wait_ready(0.02)
             time.sleep(0.005)
-        elif (choice := dice.random()) < 0.5:
+        elif (choice := rng.random()) < 0.5:
             self._store()
         elif choice < 0.8:
-            self._note(self._load(dice.randint(1, 24)))
+            self._note(self._load(rng.randint(1, 24)))
         elif choice < 0.9:
-            taken = engine.client.reserve({0: dice.randint(1, 6)})
-            if dice.random() < 0.7:
+            taken = engine.reserve(rng.randint(1, 6))
+            if rng.random() < 0.7:
                 engine.client.abort(
-                    taken.groups, boot_id=taken.boot_id, in_doubt=dice.random() < 0.5
+                    taken.groups, boot_id=taken.boot_id, in_doubt=rng.random() < 0.5
                 )
         elif choice < 0.94:
-            engine.client.pin({0: engine.keys(self._some(4))}, 0.3)
+            engine.pin(self._some(4), 0.3)
         elif choice < 0.97:
             engine.client.prefetch({0: engine.keys(self._some(16))})
         else:
@@ -143,27 +223,28 @@ class Worker:
         self._tell()
 
     def _store(self) -> None:
-        dice, engine = self._dice, self._engine
-        count = min(dice.randint(1, 12), self._stores_left)
+        rng, engine = self._rng, self._engine
+        count = min(rng.randint(1, 12), self._stores_left)
         numbers, self._again = self._again[:count], self._again[count:]
         fresh = count - len(numbers)
         numbers += range(self._next, self._next + fresh)
         self._next += fresh
         self._stores_left -= count
-        if not count or dice.random() < 0.2:
-            numbers += self._some(dice.randint(1, 4))
+        if not count or rng.random() < 0.2:
+            numbers += self._some(rng.randint(1, 4))
         numbers = list(dict.fromkeys(numbers))
         epoch = engine.epoch
         if epoch < 0 or not numbers:
             return
         parent = self._some(1)
         self._say(tried=numbers, epoch=epoch)
-        if self._pipes is not None and dice.random() < 0.5:
-            bound, reason = self._pipes.store(numbers, parent[0] if parent else -1)
+        if self._cache is not None and rng.random() < 0.5:
+            bound, reason = self._cache.store(numbers, parent[0] if parent else -1)
         else:
-            bound, reason = engine.store(
-                numbers, sums=dice.random() < 0.7, parent=parent[0] if parent else -1
+            done = engine.store(
+                numbers, sums=rng.random() < 0.7, parent=parent[0] if parent else None
             )
+            bound, reason = done.bound, done.reason
         if reason:
             self._clock.counts[f"store_not: {reason}"] += 1
         if bound and epoch == engine.epoch:
@@ -171,13 +252,13 @@ class Worker:
             self._known = (self._known + bound)[-_KEEP_NUMBERS:]
 
     def _load(self, count: int) -> Seen:
-        if self._pipes is not None and self._dice.random() < 0.5:
-            return self._pipes.load(self._some(count))
+        if self._cache is not None and self._rng.random() < 0.5:
+            return self._cache.load(self._some(count))
         return self._engine.check(self._some(count), prefetch=True)
 
     def _some(self, count: int) -> list[int]:
         numbers = self._known or [self._next]
-        return self._dice.sample(numbers, min(count, len(numbers)))
+        return self._rng.sample(numbers, min(count, len(numbers)))
 
     def _note(self, seen: Seen) -> None:
         self._clock.counts["compared"] += len(seen.right)
@@ -211,8 +292,10 @@ class Worker:
         """
         engine, end = self._engine, time.monotonic() + command["deadline_s"]
         left = list(command["numbers"])
-        if not engine.wait_ready(command["deadline_s"]):
-            return {"ready": False, "refusal": str(engine.client.refusal), "left": left}
+        try:
+            engine.wait_ready(command["deadline_s"])
+        except KVHearthError as error:
+            return {"ready": False, "refusal": str(error), "left": left}
         begin = time.monotonic()
         for portion in _portions(command["suspects"]):
             if time.monotonic() - begin > _SUSPECTS_S:
@@ -298,8 +381,12 @@ class Worker:
         return {"epoch": self._engine.client.bump_epoch()}
 
     def _end(self, command: Line | None) -> int:
-        pipes_closed = self._pipes is None or self._pipes.close()
-        closed = self._engine.close() and pipes_closed
+        closed = self._cache is None or self._cache.close()
+        try:
+            self._engine.close()
+        except KVHearthError as error:
+            logging.error("%s", error)
+            closed = False
         self._tell()
         if command is not None:
             self._say(did="end", id=command.get("id", 0), closed=closed)

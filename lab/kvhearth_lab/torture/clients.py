@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvhearth_lab.harness.client_process import Client, Line
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import CAUGHT, WRONG, Report
-from kvhearth_lab.torture.scene import Places, Scene
+from kvhearth_lab.torture.scene import Places, Scenario
 from kvhearth_lab.torture.stalls import Stalls
 
 _STORES_A_GO = 14
@@ -18,9 +18,10 @@ _STORES_A_GO_PRESSED = 120
 _KNOWN_A_GO = 200
 _NUMBERS_A_LIFE = 100_000
 _TICK_S = 0.02
+_URL_OPTIONS = "call_ms=8000&lookup_ms=8000&attach_ms=8000&heartbeat_ms=200"
 
 
-class Crew(Scene):
+class Clients(Scenario):
     """A scene with clients."""
 
     def __init__(self, plan: Plan, places: Places, report: Report, stalls: Stalls) -> None:
@@ -33,21 +34,21 @@ class Crew(Scene):
     def traffic(self, seconds: float) -> None:
         """Let clients work; return early if the daemon is gone."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and self.daemon.alive:
+        while (left := end - time.monotonic()) > 0 and not self.daemon.dead:
             time.sleep(min(_TICK_S, left))
 
     def add_client(self, index: int) -> Client:
         """Start the client with this index of the shape."""
-        model, pipes = self.shape.clients[index]
+        model, cache = self.shape.clients[index]
         page_bytes, shards = self.shape.models[model]
         self._lives += 1
         start = {
-            "url": self.daemon.url,
+            "url": self.daemon.url(_URL_OPTIONS),
             "engine_id": f"e{index}",
             "model": self.model_name(model),
             "page_bytes": page_bytes,
             "shards": shards,
-            "pipes": pipes and shards == 1,
+            "cache": cache and shards == 1,
             "first": self._lives * _NUMBERS_A_LIFE,
             "seed": f"{self.plan.seed}/{self.plan.number}/{self._lives}",
         }
@@ -83,11 +84,11 @@ class Crew(Scene):
         kept = max(0, self.shape.blocks_kept + self.shape.blocks_max - attempts) // clients
         most = _STORES_A_GO if self.shape.keeps else _STORES_A_GO_PRESSED
         known = self.oracle.known(client.model)
-        dice = random.Random(f"{self.plan.seed}/{self.plan.number}/{self.step}/{client.name}")
+        rng = random.Random(f"{self.plan.seed}/{self.plan.number}/{self.step}/{client.name}")
         client.say(
             "go",
             stores=max(min(most, left), min(more, kept)),
-            known=dice.sample(known, min(len(known), _KNOWN_A_GO)),
+            known=rng.sample(known, min(len(known), _KNOWN_A_GO)),
         )
 
     def store_more(self, more: int = 0) -> None:

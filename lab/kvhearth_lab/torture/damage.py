@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
+from kvhearth.checksum import checksum_of
 from kvhearth_lab.torture.world_config import SLAB_BYTES, SLOT_BYTES_MIN
 from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.engine.epoch_store import FILE_NAME, RESERVE_BYTES
@@ -175,7 +175,7 @@ def _records(path: Path) -> Iterator[OnDisk]:
         length = int(row["length"])
         start = (page + 1) * PAGE_BYTES
         payload = data[start : start + length]
-        whole = xxhash.xxh3_128_digest(payload.data) == row["checksum"].tobytes()
+        whole = checksum_of(payload.data) == row["checksum"].tobytes()
         key = row["key"].tobytes()[: int(row["key_bytes"])]
         shard, shards, epoch = (int(row[name]) for name in ("shard", "shard_count", "epoch"))
         family = row["namespace"].tobytes(), int(row["group"])
@@ -218,7 +218,7 @@ def zero(path: Path, offset: int, length: int) -> None:
         os.close(descriptor)
 
 
-def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
+def tear(record: OnDisk, sectors: int, rng: random.Random) -> None:
     """Keep the first ``sectors`` sectors of a record. The rest becomes as if the drive had never
     written it: zeros or old bytes.
     """
@@ -226,7 +226,7 @@ def tear(record: OnDisk, sectors: int, dice: random.Random) -> None:
     left = record.bytes - keep
     if left <= 0:
         return
-    old = bytes(left) if dice.random() < 0.5 else dice.randbytes(left)
+    old = bytes(left) if rng.random() < 0.5 else rng.randbytes(left)
     descriptor = os.open(record.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.pwrite(descriptor, old, record.offset + keep)

@@ -80,7 +80,7 @@ class Deck(Generic[Card]):
     """
 
     def __init__(self, seed: str, cards: Iterable[Card]) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._cards = list(cards)
         self._hand: list[Card] = []
 
@@ -104,7 +104,7 @@ class Deck(Generic[Card]):
         appeared once.
         """
         fresh = list((Counter(self._cards) - Counter(self._hand)).elements())
-        self._dice.shuffle(fresh)
+        self._rng.shuffle(fresh)
         turns = [fresh[:place].count(card) for place, card in enumerate(fresh)]
         return [fresh[place] for place in sorted(range(len(fresh)), key=turns.__getitem__)]
 

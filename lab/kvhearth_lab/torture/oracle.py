@@ -21,7 +21,7 @@ from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST
 from kvhearth_lab.torture.world_config import PRESSED
 
 if TYPE_CHECKING:
-    from kvhearth_lab.torture.scene import Scene
+    from kvhearth_lab.torture.scene import Scenario
 
 
 IMPATIENT = "demotion_refused{slow}"
@@ -31,85 +31,85 @@ _QUIET_S = 2.0
 _POLL_S = 0.05
 
 
-def failures(scene: Scene, said: admin_pb2.StatsResponse) -> None:
+def failures(scenario: Scenario, said: admin_pb2.StatsResponse) -> None:
     """Report failures that the daemon itself counted since the last look."""
     counters = dict(said.counters)
-    before, told_of = scene.counted
-    scene.counted = (said.boot_id, counters)
+    before, reported = scenario.counted
+    scenario.counted = (said.boot_id, counters)
     for name, count in counters.items():
-        more = count - (told_of.get(name, 0) if before == said.boot_id else 0)
+        more = count - (reported.get(name, 0) if before == said.boot_id else 0)
         if more <= 0:
             continue
         if name.startswith("task_failures"):
-            text = f"{more} {name}: {scene.daemon.complaints()}"
-            scene.report.find(CRASH, text, scene.where)
+            text = f"{more} {name}: {scenario.daemon.complaints()}"
+            scenario.report.find(CRASH, text, scenario.where)
         elif name.startswith("checksum_failures"):
-            scene.report.figures["checksum_failures_counted"] += more
-            if not scene.explains_checksum(name):
-                scene.report.find(CAUGHT, f"{more} {name}", scene.where)
-        elif name == IMPATIENT and not scene.drive_is_suspect:
+            scenario.report.figures["checksum_failures_counted"] += more
+            if not scenario.explains_checksum(name):
+                scenario.report.find(CAUGHT, f"{more} {name}", scenario.where)
+        elif name == IMPATIENT and not scenario.drive_is_suspect:
             # Reported even if no sealed block is missing yet: they may be evicted at any moment.
             text = f"{more} blocks were given up unwritten, though no fault stopped the drive"
-            scene.report.find(LOST, text, scene.where, more)
+            scenario.report.find(LOST, text, scenario.where, more)
 
 
-def look_at_drive(scene: Scene) -> None:
+def look_at_drive(scenario: Scenario) -> None:
     """Check that every block that the daemon would load from the drive is whole there, whatever
     failed before: it must not trust failed writes. Clients should pause.
     """
-    if not scene.shape.ssd_bytes or DRIVE in scene.damaged:
+    if not scenario.shape.ssd_bytes or DRIVE in scenario.damaged:
         return  # it does not know of damaged records yet
     try:
-        said = _calm(scene)
-        there = len(damage.names_on_disk(scene.ssd_dir))
-        later = scene.daemon.stats(check_books=False)
+        said = _calm(scenario)
+        there = len(damage.names_on_disk(scenario.ssd_dir))
+        later = scenario.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
         return  # other checks report a daemon that does not answer
-    failures(scene, later)
+    failures(scenario, later)
     if _reclaimed(said) == _reclaimed(later):  # else reclaimed blocks may be overwritten by now
-        judge(scene, said.ssd.blocks, there)
+        judge(scenario, said.ssd.blocks, there)
 
 
-def claimed(scene: Scene) -> int:
+def claimed(scenario: Scenario) -> int:
     """Return the number of blocks that the daemon claims to have on the drive, for ``judge`` after
     its death; 0 where the claim means nothing.
     """
-    if DRIVE in scene.damaged or scene.shape.kind == PRESSED:
+    if DRIVE in scenario.damaged or scenario.shape.kind == PRESSED:
         return 0
     try:
-        return int(scene.daemon.stats(check_books=False).ssd.blocks)
+        return int(scenario.daemon.stats(check_books=False).ssd.blocks)
     except (grpc.RpcError, OSError):
         return 0
 
 
-def given_up(scene: Scene) -> int:
+def given_up(scenario: Scenario) -> int:
     """Return the number of blocks that the daemon gave up unwritten since its start; -1 without an
     answer.
     """
     try:
-        said = scene.daemon.stats(check_books=False)
+        said = scenario.daemon.stats(check_books=False)
     except (grpc.RpcError, OSError):
         return -1
     return said.counters.get(IMPATIENT, 0)
 
 
-def judge(scene: Scene, claims: int, there: int) -> None:
+def judge(scenario: Scenario, reported_state: int, there: int) -> None:
     """Compare the number of blocks claimed to be on the drive with the number that is whole
     there.
     """
-    scene.report.figures["claims_compared_with_the_drive"] += claims
-    if there < claims:
-        text = f"{claims} blocks were said to be on the drive, {there} are"
-        scene.report.find(LOST, text, scene.where, claims - there)
+    scenario.report.figures["claims_compared_with_the_drive"] += reported_state
+    if there < reported_state:
+        text = f"{reported_state} blocks were said to be on the drive, {there} are"
+        scenario.report.find(LOST, text, scenario.where, reported_state - there)
 
 
-def _calm(scene: Scene) -> admin_pb2.StatsResponse:
+def _calm(scenario: Scenario) -> admin_pb2.StatsResponse:
     """Return the daemon's statistics once nothing is being written, or after a limited wait. Writes
     between the statistics and the look at the drive would hide missing blocks.
     """
     end = time.monotonic() + _QUIET_S
     while True:
-        said = scene.daemon.stats(check_books=False)
+        said = scenario.daemon.stats(check_books=False)
         if not _busy(said) or time.monotonic() > end:
             return said
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Source of worlds and steps: a seed's dice, or the log of an earlier run."""
+"""Source of worlds and steps: a seed's random numbers, or the log of an earlier run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plan:
 
 
 @dataclass
-class Dice:
+class SeededPlan:
     """An endless sequence of worlds from a seed.
 
     A world's shape and the parameters of its steps depend only on the seed and its number, so that
@@ -59,8 +59,8 @@ class Dice:
         """Yield the worlds from ``first`` on."""
         decks = Decks(self.seed)
         for number in itertools.count():
-            dice, shape = self._shape(number)
-            steps = list(self._steps(dice, decks, shape))
+            rng, shape = self._shape(number)
+            steps = list(self._steps(rng, decks, shape))
             if number >= self.first:
                 yield Plan(number, self.seed, shape, steps, frozenset(self.faults))
 
@@ -70,21 +70,21 @@ class Dice:
             yield self._shape(number)[1]
 
     def _shape(self, number: int) -> tuple[random.Random, Shape]:
-        dice = random.Random(f"{self.seed}/{number}")
-        shape = shape_of(dice, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
-        return dice, shape
+        rng = random.Random(f"{self.seed}/{number}")
+        shape = shape_of(rng, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
+        return rng, shape
 
-    def _steps(self, dice: random.Random, decks: Decks, shape: Shape) -> Iterator[Step]:
+    def _steps(self, rng: random.Random, decks: Decks, shape: Shape) -> Iterator[Step]:
         fitting = [name for name in self.faults if TABLE[name].fits(shape)]
         if not fitting:
             return
         taken = [name for name in fitting if TABLE[name].in_each_world]
         cards = [name for name in self.faults for _ in range(TABLE[name].weight)]
-        count = dice.randint(STEPS_MAX // 2, STEPS_MAX) - len(taken)
+        count = rng.randint(STEPS_MAX // 2, STEPS_MAX) - len(taken)
         taken += decks.names("faults", cards).deal(count, fitting.__contains__)
-        dice.shuffle(taken)
+        rng.shuffle(taken)
         for fault in map(TABLE.__getitem__, taken):
-            yield Step(fault.name, {**fault.plan(dice, shape), **fault.deal(decks, shape)})
+            yield Step(fault.name, {**fault.plan(rng, shape), **fault.deal(decks, shape)})
 
 
 def recorded(path: Path) -> list[Plan]:

@@ -12,9 +12,9 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.torture.checks import capacity, check, finish
 from kvhearth_lab.torture.faults import TABLE
-from kvhearth_lab.torture.plan import Dice, Plan, StepLog, recorded
+from kvhearth_lab.torture.plan import Plan, SeededPlan, StepLog, recorded
 from kvhearth_lab.torture.report import Report
-from kvhearth_lab.torture.scene import CapacityWatch, Roots, places
+from kvhearth_lab.torture.scene import PATIENCE_S, CapacityWatch, Roots, places
 from kvhearth_lab.torture.stalls import Metronome, Stalls
 from kvhearth_lab.torture.world import UselessError, World
 
@@ -75,8 +75,8 @@ class Options:
             )
         if self.replay is not None:
             return recorded(self.replay)
-        dice = Dice(self.seed, list(self.faults or TABLE), self.ssd, self.first)
-        shapes = list(itertools.islice(dice.shapes(), self.worlds or _SHAPES))
+        seeded = SeededPlan(self.seed, list(self.faults or TABLE), self.ssd, self.first)
+        shapes = list(itertools.islice(seeded.shapes(), self.worlds or _SHAPES))
         idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
         # One world need not fit all requested faults, but must fit at least one.
         if idle and (not self.worlds or len(idle) == len(self.faults)):
@@ -85,7 +85,7 @@ class Options:
                 f"--faults: {', '.join(idle)} cannot happen in the worlds that are left by "
                 "--no-ssd or --world",
             )
-        return dice.plans()
+        return seeded.plans()
 
 
 def run(options: Options, progress: Progress) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def run(options: Options, progress: Progress) -> dict[str, Any]:
                 break
             kept += _world(course, plan)
     finally:
-        metronome.stop()
+        metronome.stop(PATIENCE_S)
         log.close()
     report.machine_late_s = stalls.late_s
     found = report.as_json(options.seed, time.monotonic() - begin)
@@ -167,7 +167,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
         except UselessError:
             pass
         finally:
-            watch.stop()
+            watch.stop(PATIENCE_S)
             for client in world.clients:
                 if client.alive:
                     client.kill()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
+from kvhearth.worker_thread import SupervisedThread
 from kvhearth_lab.harness.clock import set_offsets
+from kvhearth_lab.harness.daemon import Daemon, tied
 from kvhearth_lab.harness.engine import key_of
 from kvhearth_lab.torture import damage
-from kvhearth_lab.torture.daemon import Daemon
 from kvhearth_lab.torture.damage import ARENA, DRIVE
 from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
@@ -124,29 +124,23 @@ def _folder(root: Path | None, keep: Sequence[bool] = ()) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class CapacityWatch(threading.Thread):
+class CapacityWatch(SupervisedThread):
     """Watches continuously how much space a directory takes by its file system's count."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(name="kvhearth-capacity", daemon=True)
+        super().__init__("kvhearth-capacity", self._turn)
         self.most_bytes = 0
         self._path = path
-        self._ended = threading.Event()
 
-    def run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            self.look()
+    def _turn(self) -> None:
+        self.rest(_EVERY_S)
+        self.look()
 
     def look(self) -> int:
         """Look once; returns the maximum so far."""
         with contextlib.suppress(FileNotFoundError):
             self.most_bytes = max(self.most_bytes, damage.claimed_bytes(self._path))
         return self.most_bytes
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        self.join()
 
 
 ON_DRIVE = "checksum_failures{ssd}"
@@ -156,7 +150,7 @@ PATIENCE_S = 15.0
 """Time within which blocks must be served, resources released and processes closed."""
 
 
-class Scene:
+class Scenario:
     """Places, promises, and the daemon's settings; the daemon does not run yet.
 
     Attributes:
@@ -185,10 +179,12 @@ class Scene:
         set_offsets(places.clock, 0.0, 0.0)
         self.daemon = Daemon(
             places.folder,
-            self.shape.flags(places.arena, places.ssd),
-            {DISK_ENVIRONMENT_NAME: str(places.orders)} if self.shape.ssd_bytes else {},
-            places.clock if self.shape.skewed else None,
+            places.arena if self.shape.arena_stays else None,
+            self.shape.settings(places.ssd),
+            tied(places.clock if self.shape.skewed else None),
         )
+        if self.shape.ssd_bytes:
+            self.daemon.environment[DISK_ENVIRONMENT_NAME] = str(places.orders)
 
     @property
     def where(self) -> dict[str, Any]:

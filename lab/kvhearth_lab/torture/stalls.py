@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvhearth.worker_thread import SupervisedThread
+
 _TICK_S = 0.01
 _LATE_S = 0.05
 _KEEP_S = 120.0
@@ -15,29 +17,23 @@ AFTER_S = 0.25
 """Extension of a fault's effect beyond its end, while the queued work is processed."""
 
 
-class Metronome(threading.Thread):
+class Metronome(SupervisedThread):
     """Detects times when this process could not run because it was stopped or the processors were
     busy.
 
-    ``told(begin, end)`` is called for each such time, by ``time.monotonic``.
+    ``on_pause(begin, end)`` is called for each such time, by ``time.monotonic``.
     """
 
-    def __init__(self, told: Callable[[float, float], None]) -> None:
-        super().__init__(name="kvhearth-metronome", daemon=True)
-        self._told = told
-        self._ended = threading.Event()
+    def __init__(self, on_pause: Callable[[float, float], None]) -> None:
+        super().__init__("kvhearth-metronome", self._tick)
+        self._on_pause = on_pause
+        self._before = time.monotonic()
 
-    def run(self) -> None:
-        before = time.monotonic()
-        while not self._ended.wait(_TICK_S):
-            now = time.monotonic()
-            if now - before > _TICK_S + _LATE_S:
-                self._told(before, now)
-            before = now
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._ended.set()
+    def _tick(self) -> None:
+        self.rest(_TICK_S)
+        before, self._before = self._before, time.monotonic()
+        if self._before - before > _TICK_S + _LATE_S:
+            self._on_pause(before, self._before)
 
 
 @dataclass(eq=False)

@@ -4,9 +4,10 @@ on.
 
 from __future__ import annotations
 
+import subprocess
 import time
 
-from kvhearth_lab.torture.clients import Crew
+from kvhearth_lab.torture.clients import Clients
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import CRASH, LOST, Report
 from kvhearth_lab.torture.scene import Places
@@ -18,7 +19,7 @@ class UselessError(Exception):
     """The world cannot continue; the problem was reported."""
 
 
-class World(Crew):
+class World(Clients):
     """A crew with its daemon's starts and ends."""
 
     def __init__(self, plan: Plan, places: Places, report: Report, stalls: Stalls) -> None:
@@ -41,7 +42,7 @@ class World(Crew):
         """
         self.launch_daemon(fault)
         if not self.daemon.wait_ready():
-            status = self.daemon.wait_end(0.0)
+            status = self.daemon.exit_code
             if fault and status == -9:
                 return False
             how = "does not come up" if status is None else f"ended with {status} at its start"
@@ -67,7 +68,11 @@ class World(Crew):
         """Send SIGTERM; the daemon must end without an error."""
         self._down = self._down or self.stalls.open("daemon away")
         begin = time.monotonic()
-        status = self.daemon.terminate()
+        status: int | None = None
+        try:
+            status = self.daemon.terminate()
+        except subprocess.TimeoutExpired:
+            self.daemon.kill()
         took_s = time.monotonic() - begin
         if status != 0:
             text = f"SIGTERM: status {status} after {took_s:.1f} s: {self.daemon.complaints()}"

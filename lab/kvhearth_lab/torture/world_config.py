@@ -1,4 +1,4 @@
-"""Shape of a world: sizes, models, clients and settings, all drawn from its dice."""
+"""Shape of a world: sizes, models, clients and settings, all drawn from its random numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shape:
         ssd_bytes: capacity of the SSD directory, 0 for none.
         segment_bytes: size of its files.
         models: (page bytes, shards) of each model.
-        clients: (model, whether it has pipelines) of each client.
+        clients: (model, whether it uses the simple API, too) of each client.
         blocks_max: blocks that clients begin to store, in all.
         skewed: whether the daemon's clocks can jump.
     """
@@ -69,22 +69,27 @@ class Shape:
         """Whether no sealed block may get lost without a fault that took it."""
         return self.kind != PRESSED
 
-    def flags(self, arena: Path, ssd: Path) -> list[str]:
-        """Return the flags of ``kvhearth serve``."""
-        words = ["--memory", str(self.memory_bytes), "--slab-bytes", str(SLAB_BYTES)]
-        words += ["--slot-bytes-min", str(SLOT_BYTES_MIN), "--hugepages", "off"]
-        words += ["--drain-grace-s", "0.2", "--drain-grace-no-pidfd-s", "0.4"]
-        words += ["--stock-fraction-max", "0.3", "--held-fraction-max", "0.9"]
-        words += ["--log-format", "json", "--log-level", "info", "--http", "off"]
-        words += ["--verify-adopted" if self.verify_adopted else "--no-verify-adopted"]
-        if self.arena_stays:
-            words += ["--arena-dir", str(arena)]
+    def settings(self, ssd: Path) -> dict[str, object]:
+        """Return the daemon's settings, by field name; ``ssd`` is the drive's directory."""
+        values: dict[str, object] = {
+            "memory": self.memory_bytes,
+            "slab_bytes": SLAB_BYTES,
+            "slot_bytes_min": SLOT_BYTES_MIN,
+            "hugepages": "off",
+            "drain_grace_s": 0.2,
+            "drain_grace_no_pidfd_s": 0.4,
+            "stock_fraction_max": 0.3,
+            "held_fraction_max": 0.9,
+            "log_level": "info",
+            "http": "off",
+            "verify_adopted": self.verify_adopted,
+        }
         if self.ssd_bytes:
-            words += ["--ssd-dir", f"{ssd}={self.ssd_bytes}"]
-            words += ["--ssd-segment-bytes", str(self.segment_bytes)]
-            words += ["--ssd-interface", self.interface]
-            words += ["--ssd-flush"] if self.flush else []
-        return words
+            values["ssd_dirs"] = f"{ssd}={self.ssd_bytes}"
+            values["ssd_segment_bytes"] = self.segment_bytes
+            values["ssd_interface"] = self.interface
+            values["ssd_flush"] = self.flush
+        return values
 
     def as_json(self) -> dict[str, Any]:
         """Return the values for the log of steps."""
@@ -102,39 +107,39 @@ class Shape:
         return cls(**{**said, "models": models, "clients": clients})
 
 
-def shape_of(dice: random.Random, number: int, *, ssd: bool, skewed: bool) -> Shape:
+def shape_of(rng: random.Random, number: int, *, ssd: bool, skewed: bool) -> Shape:
     """Return the shape of world ``number``; kinds rotate. With ``skewed``, its clocks may jump if
     the dice say so.
     """
     kinds = (SINKING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
     kind = kinds[number % len(kinds)]
-    has_ssd = ssd and (kind != ROOMY or dice.random() < 0.6)
-    shards = dice.choice([1, 2])
-    models = ((dice.choice(_PAGES), shards), (dice.choice(_PAGES), 1))
-    blocks = dice.choice([500, 700])
+    has_ssd = ssd and (kind != ROOMY or rng.random() < 0.6)
+    shards = rng.choice([1, 2])
+    models = ((rng.choice(_PAGES), shards), (rng.choice(_PAGES), 1))
+    blocks = rng.choice([500, 700])
     largest = blocks * max(page * count for page, count in models)
     memory = {
         ROOMY: -(-2 * largest // SLAB_BYTES) * SLAB_BYTES + 16 * SLAB_BYTES,
-        SINKING: dice.choice([5, 6, 8]) * SLAB_BYTES,
-        FLEETING: dice.choice([6, 10]) * SLAB_BYTES,
-        PRESSED: dice.choice([3, 4]) * SLAB_BYTES,
+        SINKING: rng.choice([5, 6, 8]) * SLAB_BYTES,
+        FLEETING: rng.choice([6, 10]) * SLAB_BYTES,
+        PRESSED: rng.choice([3, 4]) * SLAB_BYTES,
     }[kind]
-    segment = dice.choice([1, 2]) * MIB
+    segment = rng.choice([1, 2]) * MIB
     # Several times the blocks: one stored again or carried over is there twice for a time.
     room = 4 * largest + 24 * segment
     if kind == PRESSED:
-        room = RESERVE_BYTES + capacity_least(segment) + dice.choice([0, 4]) * segment
+        room = RESERVE_BYTES + capacity_least(segment) + rng.choice([0, 4]) * segment
     return Shape(
         kind=kind,
         memory_bytes=memory,
         ssd_bytes=room if has_ssd else 0,
         segment_bytes=segment,
         models=models,
-        clients=((0, shards == 1), (1, True), (dice.choice([0, 1]), False)),
+        clients=((0, shards == 1), (1, True), (rng.choice([0, 1]), False)),
         blocks_max=blocks if kind != PRESSED else 12 * blocks,
         # Sometimes at random, and certainly in a run of minutes.
-        flush=dice.random() < 0.15 or number % 6 == _FLUSHED,
-        interface=dice.choice(["auto", "auto", "auto", "threads"]),
-        verify_adopted=dice.random() < 0.7,
-        skewed=skewed and dice.random() < 0.5,
+        flush=rng.random() < 0.15 or number % 6 == _FLUSHED,
+        interface=rng.choice(["auto", "auto", "auto", "threads"]),
+        verify_adopted=rng.random() < 0.7,
+        skewed=skewed and rng.random() < 0.5,
     )

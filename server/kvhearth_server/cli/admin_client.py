@@ -14,11 +14,15 @@ import grpc
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
 from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET
-from kvhearth.wire.status import STATUS_DETAILS_KEY, decode_status, error_from_code
+from kvhearth.wire.status import (
+    ADMIN_TOKEN_KEY,
+    STATUS_DETAILS_KEY,
+    decode_status,
+    error_from_code,
+)
 from kvhearth_server.cli import liveness
 from kvhearth_server.config.load import load_settings
 
-TOKEN_KEY = "kvhearth-admin-token"
 DEADLINE_S = 20.0
 DIGEST_DIGITS = 64
 
@@ -128,17 +132,19 @@ class AdminClient:
         ]
         if len(found) == 1:
             return found[0]
-        told = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
+        message = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
         if found:
             digits = next(n for n in range(1, DIGEST_DIGITS + 1) if _differ(found, n))
             names = ", ".join(space.namespace[: max(_SHOWN, digits)] for space in found[:_NAMED])
             more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-            told = f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
-        raise KVHearthError(Reason.UNKNOWN_NAMESPACE, told)
+            message = (
+                f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
+            )
+        raise KVHearthError(Reason.UNKNOWN_NAMESPACE, message)
 
     def _ask(self, method: Callable[..., Reply], request: object) -> Reply:
         self._require_socket()
-        metadata = ((TOKEN_KEY, self._token()),)
+        metadata = ((ADMIN_TOKEN_KEY, self._token()),)
         return self._translated(lambda: method(request, metadata=metadata, timeout=DEADLINE_S))
 
     def _translated(self, call: Callable[[], Reply]) -> Reply:
@@ -178,10 +184,10 @@ class AdminClient:
         except FileNotFoundError:
             raise self._away() from None
         except (OSError, UnicodeDecodeError) as error:
-            told = getattr(error, "strerror", None) or "no token"
+            message = getattr(error, "strerror", None) or "no token"
             raise KVHearthError(
                 Reason.NOT_ADMIN,
-                f"cannot read {path}: {told}; run this as the user that the daemon runs as",
+                f"cannot read {path}: {message}; run this as the user that the daemon runs as",
             ) from None
 
 

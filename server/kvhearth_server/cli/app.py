@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import typer
 
     from kvhearth.errors import KVHearthError
-    from kvhearth_server.tiers.ssd.assembly import Environment
+    from kvhearth_server.tier_startup import TierKind
 
 EXIT_CONFIG = 2
 EXIT_MEMORY = 3
@@ -39,9 +39,9 @@ EPILOG = """Examples: kvhearth doctor; kvhearth serve --memory 64GiB; kvhearth t
 
 Exit codes:
 0  done
-1  refused, not reachable, or what was asked about does not hold
-2  a wrong word or setting
-3  no memory, no huge pages, or an arena or SSD directories that cannot be used
+1  refused, daemon not reachable, or the checked condition does not hold
+2  wrong usage or invalid setting
+3  no memory, no huge pages, or unusable arena or SSD directories
 
 Completion for bash, zsh and fish: kvhearth --install-completion"""
 CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
@@ -145,8 +145,8 @@ def _add_missing(app: typer.Typer, name: str) -> None:
     from kvhearth.errors import KVHearthError, Reason
 
     def missing() -> None:
-        told = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
-        raise KVHearthError(Reason.CONFIG_INVALID, told)
+        message = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
+        raise KVHearthError(Reason.CONFIG_INVALID, message)
 
     loose = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, hidden=True, add_help_option=False, context_settings=loose)(missing)
@@ -157,12 +157,12 @@ def exit_code(error: KVHearthError) -> int:
     return EXIT_CODES.get(error.reason, EXIT_OTHER)
 
 
-def run(args: Sequence[str] | None = None, disk: Environment | None = None) -> int:
+def run(args: Sequence[str] | None = None, kinds: Sequence[TierKind] | None = None) -> int:
     """Run the command and return its exit code; a bug's exception passes (Python's exit code is 1).
 
     Args:
         args: the words after ``kvhearth``; by default those of this process.
-        disk: files and disk queue that ``serve`` uses for its SSD tier; the machine's by default.
+        kinds: kinds of tiers that ``serve`` opens; by default all that the settings ask for.
     """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["health"]:
@@ -174,27 +174,27 @@ def run(args: Sequence[str] | None = None, disk: Environment | None = None) -> i
     from kvhearth.errors import KVHearthError
 
     try:
-        build()(args=None if args is None else list(args), prog_name="kvhearth", obj=disk)
+        build()(args=None if args is None else list(args), prog_name="kvhearth", obj=kinds)
     except KVHearthError as error:
         print(f"kvhearth: error: {error.message}", file=sys.stderr)  # noqa: T201 - no log yet
         return exit_code(error)
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in SERVER_EXTRA:
             raise
-        told = "kvhearth needs the server extra: pip install 'kvhearth[server]'"
-        print(told, file=sys.stderr)  # noqa: T201 - there is nothing to log with
+        message = "kvhearth needs the server extra: pip install 'kvhearth[server]'"
+        print(message, file=sys.stderr)  # noqa: T201 - there is nothing to log with
         return EXIT_CONFIG
     except SystemExit as ended:  # typer always ends this way, with usage errors as 2
         return ended.code if isinstance(ended.code, int) else EXIT_OTHER
     return 0
 
 
-def main(disk: Environment | None = None) -> None:
+def main(kinds: Sequence[TierKind] | None = None) -> None:
     """Run the console script."""
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    _end(run(disk=disk))
+    _end(run(kinds=kinds))
 
 
 def _end(code: int) -> NoReturn:

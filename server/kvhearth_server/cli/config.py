@@ -42,12 +42,14 @@ def sample(as_json: AsJson = False) -> None:
 def validate(
     file: Annotated[
         Path | None,
-        typer.Argument(help="YAML file of settings; the same as --config.", metavar="[FILE]"),
+        typer.Argument(help="YAML file of settings; same as --config.", metavar="[FILE]"),
     ] = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the settings from environment and file; exit with 2 if they are wrong."""
+    """Check the settings from environment and file; exit with 2 if they are
+    invalid.
+    """
     if file is not None and config is not None:
         raise KVHearthError(Reason.CONFIG_INVALID, f"{file} and --config {config}: name one file")
     problem = ""

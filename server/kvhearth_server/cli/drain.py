@@ -21,17 +21,18 @@ def drain(
         float,
         typer.Option(
             "--wait",
-            help="Wait up to so many seconds until nobody holds a lease or a reservation.",
+            help="Wait up to this long until no lease or reservation is held.",
             metavar="SECONDS",
             min=0,
         ),
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Make the daemon refuse new stores and sessions, as before a shutdown; reads go on.
+    """Make the daemon refuse new stores and sessions, as before a shutdown;
+    reads continue.
 
-    Only a restart undoes it. With --wait it exits with 1 if sessions still hold something when the
-    time is over.
+    Only a restart undoes it. With --wait it exits with 1 if sessions still hold
+    something when the time is over.
     """
     end = time.monotonic() + wait_s
     with AdminClient(socket_dir) as daemon, waiting("draining"):

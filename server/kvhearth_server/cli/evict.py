@@ -25,16 +25,23 @@ class Tier(enum.StrEnum):
 
 
 def evict(
-    namespace: Annotated[str, typer.Argument(help="First hex digits of it.", metavar="NAMESPACE")],
+    namespace: Annotated[
+        str, typer.Argument(help="First hex digits of the namespace.", metavar="NAMESPACE")
+    ],
     keep: Annotated[
         str,
-        typer.Option("--keep", help="Most that may be left; 0 removes all.", metavar="SIZE"),
+        typer.Option(
+            "--keep",
+            help="Evict until at most this much is left; 0 evicts everything.",
+            metavar="SIZE",
+        ),
     ],
     tier: Annotated[
         Tier | None,
         typer.Option(
             "--tier",
-            help="Where; ssd and all need --keep 0. Default: all with --keep 0, else memory.",
+            help="Tier to evict from; ssd and all need --keep 0. Default: all with --keep 0, else "
+            "memory.",
             show_default=False,
         ),
     ] = None,
@@ -43,8 +50,9 @@ def evict(
 ) -> None:
     """Remove a namespace's blocks, coldest first, until it has at most --keep.
 
-    Leased and pinned blocks stay. With --keep 0 the copies on SSD are removed too, and do not come
-    back after a restart; with --tier memory they stay and are served.
+    Leased and pinned blocks stay. --keep 0 also removes the copies on SSD; they
+    do not come back after a restart. With --tier memory these copies stay and
+    are served.
     """
     try:
         keep_bytes = parse_size(keep)
@@ -62,6 +70,6 @@ def evict(
     if as_json:
         say_json(plain(reply) | {"namespace": space.namespace})
         return
-    told = f"{reply.evicted_blocks} blocks of {short(space.namespace)} are removed"
+    message = f"{reply.evicted_blocks} blocks of {short(space.namespace)} are removed"
     more = f" from memory, {reply.ssd_blocks} from SSD" if reply.ssd_blocks else ""
-    typer.echo(told + more)
+    typer.echo(message + more)

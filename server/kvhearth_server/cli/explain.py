@@ -31,19 +31,19 @@ EPILOG = (
 
 def explain(
     what: Annotated[
-        str, typer.Argument(help="A file with a contract's JSON, or a key in hex.", metavar="WHAT")
+        str, typer.Argument(help="File with a contract as JSON, or a key in hex.", metavar="WHAT")
     ],
     socket_dir: SocketDir = None,
     tenant: Annotated[
-        str, typer.Option("--tenant", help="The contract's tenant; default: the first.")
+        str, typer.Option("--tenant", help="Tenant of the contract. Default: the first tenant.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Explain why a lookup misses.
 
-    For a contract: its namespace, or the nearest ones and the fields in which they differ. For a
-    key: its places, their states, and what keeps it from being served; or that it is absent, which
-    exits with 1.
+    For a contract: prints its namespace, or the nearest namespaces and the
+    fields that differ. For a key: prints each copy, its state, and why it is
+    not served. Exits with 1 if the key is absent.
     """
     path = Path(what)
     if path.is_file():
@@ -62,8 +62,8 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
     try:
         text = Contract.from_json(path.read_text(encoding="utf-8")).to_json()
     except (OSError, UnicodeDecodeError, KVHearthError) as error:
-        told = error.message if isinstance(error, KVHearthError) else str(error)
-        raise KVHearthError(Reason.CONFIG_INVALID, f"{path}: {told}") from None
+        message = error.message if isinstance(error, KVHearthError) else str(error)
+        raise KVHearthError(Reason.CONFIG_INVALID, f"{path}: {message}") from None
     with AdminClient(socket_dir) as daemon:
         reply = daemon.explain_contract(tenant, text)
     if as_json:
@@ -94,12 +94,12 @@ def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
         )
     else:
         for place in reply.places:
-            console().print(_told(place))
+            console().print(_message(place))
     if not reply.places:
         raise typer.Exit(1)
 
 
-def _told(place: admin_pb2.KeyPlace) -> str:
+def _message(place: admin_pb2.KeyPlace) -> str:
     verdict = f"not served: {place.why_not}" if place.why_not else "served"
     current = "current" if place.epoch == place.namespace_epoch else "stale"
     held = f"{place.leases} leases, {place.pins} pins"

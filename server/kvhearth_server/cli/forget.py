@@ -17,17 +17,19 @@ EPILOG = "Example: kvhearth forget 3f9c; kvhearth forget 3f9c --yes --json | jq 
 
 
 def forget(
-    namespace: Annotated[str, typer.Argument(help="First hex digits of it.", metavar="NAMESPACE")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    namespace: Annotated[
+        str, typer.Argument(help="First hex digits of the namespace.", metavar="NAMESPACE")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     socket_dir: SocketDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make all blocks of a namespace invalid at once, in memory and on SSD, because its weights
-    changed.
+    """Make all blocks of a namespace invalid at once, in memory and on SSD,
+    because its weights changed.
 
-    Raises the namespace's weights epoch, as an engine does that loads new weights. Engines with the
-    old weights get no block until they attach again. It cannot be undone. Old blocks leave as their
-    room is needed.
+    Raises the namespace's weights epoch, as an engine with new weights does.
+    Engines with the old weights find no block until they attach again. This
+    cannot be undone. Old blocks are evicted as their memory is needed.
     """
     with AdminClient(socket_dir) as daemon:
         space = daemon.namespace(namespace)
@@ -50,6 +52,6 @@ def _ask(space: admin_pb2.NamespaceInfo) -> None:
     if not sys.stdin.isatty():
         raise KVHearthError(Reason.CONFIG_INVALID, "forget asks on a terminal; add --yes")
     model = printable(str(json.loads(space.contract_json)["model"]))
-    told = f"{short(space.namespace)} (tenant {space.tenant}, model {model})"
+    message = f"{short(space.namespace)} (tenant {space.tenant}, model {model})"
     held = f"{space.blocks} blocks, {size(space.bytes)} in memory"
-    typer.confirm(f"forget {told} with {held} and its copies on SSD?", abort=True, err=True)
+    typer.confirm(f"forget {message} with {held} and its copies on SSD?", abort=True, err=True)

@@ -16,12 +16,12 @@ EPILOG = "Example: kvhearth health --wait 30 || echo 'not serving'"
 def health(
     socket_dir: SocketDir = None,
     wait_s: Annotated[
-        float, typer.Option("--wait", help="Wait up to so many seconds.", metavar="SECONDS", min=0)
+        float, typer.Option("--wait", help="Wait up to this long.", metavar="SECONDS", min=0)
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Exit with 0 if the daemon serves and with 1 if it does not.
 
-    A daemon whose SSD tier is degraded serves; the degradation is a warning. Needs no token.
+    A degraded SSD tier is a warning only: such a daemon serves. Needs no token.
     """
     raise typer.Exit(liveness.run(str(directory(socket_dir)), wait_s, as_json=as_json))

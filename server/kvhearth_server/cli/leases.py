@@ -21,9 +21,9 @@ EPILOG = "Example: kvhearth leases --json | jq '.groups[] | select(.oldest_s > 6
 
 
 def leases(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """List engines that hold leases, the one with the oldest lease first.
+    """List engines that hold leases, oldest lease first.
 
-    Slots and bytes count once for each lease on them.
+    Slots and bytes with several leases are counted once per lease.
     """
     with AdminClient(socket_dir) as daemon:
         reply = daemon.leases()

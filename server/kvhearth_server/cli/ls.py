@@ -28,12 +28,14 @@ EPILOG = "Example: kvhearth ls 3f9c --json | jq .contract"
 
 def ls(
     namespace: Annotated[
-        str, typer.Argument(help="First hex digits of one.", metavar="[NAMESPACE]")
+        str, typer.Argument(help="First hex digits of a namespace.", metavar="[NAMESPACE]")
     ] = "",
     socket_dir: SocketDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List namespaces: their blocks, bytes and weights epoch; or show one with its contract."""
+    """List namespaces with blocks, bytes and weights epoch; or show one with
+    its contract.
+    """
     with AdminClient(socket_dir) as daemon:
         if namespace:
             _show_one(daemon.namespace(namespace), as_json=as_json)

@@ -23,7 +23,7 @@ SocketDir = Annotated[
     typer.Option(
         "--socket-dir",
         envvar="KVHEARTH_SOCKET_DIR",
-        help="The daemon's directory of sockets. Default: as the daemon's settings say.",
+        help="Directory of the daemon's sockets. Default: from the settings.",
         metavar="DIR",
         show_default=False,
     ),
@@ -76,16 +76,16 @@ def note(text: str) -> None:
 
 
 def draw_last(
-    draw: Callable[[Mapping[str, Any], Path], None], found: Mapping[str, Any], path: Path | None
+    new_id: Callable[[Mapping[str, Any], Path], None], found: Mapping[str, Any], path: Path | None
 ) -> None:
     """Draw a picture if one is wanted, after all other output: results measured in minutes are
     printed even if the file cannot be written.
 
     Raises:
-        KVHearthError: as ``draw``.
+        KVHearthError: as ``new_id``.
     """
     if path is not None:
-        draw(found, path)
+        new_id(found, path)
         note(f"drawn into {path}")
 
 

@@ -26,10 +26,10 @@ def sample() -> str:
     """Return a commented YAML file of all settings with their defaults."""
     lines = [f"# {line}" for line in _HEAD.splitlines()]
     for name, field in Settings.model_fields.items():
-        told = textwrap.wrap(field.description or "", _COLUMNS)
+        comments = textwrap.wrap(field.description or "", _COLUMNS)
         if field.annotation is not bool:
-            told.append(f"Form: {metavar(field)}")
-        lines += ["", *(f"# {line}" for line in told), f"#{line(name, field, field.default)}"]
+            comments.append(f"Form: {metavar(field)}")
+        lines += ["", *(f"# {line}" for line in comments), f"#{line(name, field, field.default)}"]
     return "\n".join(lines) + "\n"
 
 

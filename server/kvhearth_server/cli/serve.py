@@ -125,7 +125,7 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
     for name, asked, used in settings.rounded():
         log.info("memory.rounded", of=name, asked_bytes=asked, used_bytes=used)
     for name in unread_environment():
-        log.warning("no setting reads this environment variable", variable=name)
+        log.warning("environment.unread", variable=name)
     return settings
 
 
@@ -133,9 +133,10 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
 def serve(context: typer.Context, config: Path | None = None, **flags: object) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT.
 
-    A flag overrides the environment, which overrides the YAML file, which overrides the default:
-    --slab-bytes is KVHEARTH_SLAB_BYTES in the environment and slab_bytes in the file. Sizes are
-    written 65536, 512MiB, 64Gi or 64GiB (1024s), 64G or 64GB (1000s); durations 0.5, 500ms, 30s or
+    A flag overrides the environment, which overrides the YAML file, which
+    overrides the default: --slab-bytes is KVHEARTH_SLAB_BYTES in the
+    environment and slab_bytes in the file. Sizes are written 65536, 512MiB,
+    64Gi or 64GiB (1024s), 64G or 64GB (1000s); durations 0.5, 500ms, 30s or
     24h.
     """
     settings = prepare(config, flags)
@@ -143,4 +144,4 @@ def serve(context: typer.Context, config: Path | None = None, **flags: object) -
     # gRPC.
     from kvhearth_server import daemon
 
-    raise typer.Exit(daemon.run(settings, disk=context.obj))
+    raise typer.Exit(daemon.run(settings, kinds=context.obj))

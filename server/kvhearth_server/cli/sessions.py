@@ -19,7 +19,7 @@ EPILOG = "Example: kvhearth sessions --json | jq '.sessions[].pid'"
 
 
 def sessions(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """List attached processes, and those that left and may still be writing."""
+    """List attached processes, and detached ones that may still be writing."""
     with AdminClient(socket_dir) as daemon:
         reply = daemon.sessions()
     if as_json:

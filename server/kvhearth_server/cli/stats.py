@@ -26,8 +26,8 @@ _BAR_COLUMNS = 30
 
 def reasons(found: admin_pb2.SsdStats) -> list[str]:
     """Return the tier's degradations, each as a sentence."""
-    told = [reason for each in found.directories for reason in each.reasons]
-    return [*told, *filter(None, [found.interface_broken])]
+    reasons = [reason for each in found.directories for reason in each.reasons]
+    return [*reasons, *filter(None, [found.interface_broken])]
 
 
 def state(found: admin_pb2.SsdStats) -> str:
@@ -90,9 +90,7 @@ EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, the SSD tier, the attached engines, and every counter since the
-    start.
-    """
+    """Show memory by segment, the SSD tier, and every counter since the start."""
     with AdminClient(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:

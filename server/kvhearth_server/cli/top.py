@@ -67,13 +67,14 @@ class View:
 
 def top(
     socket_dir: SocketDir = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once instead of each second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch hits, rates, memory, SSD, engines and leases; Ctrl-C ends it.
+    """Watch hits, rates, memory, SSD, engines and leases; stop with Ctrl-C.
 
-    Rates are those of the last second; in the first look they are those since the start. Into a
-    pipe it prints one look after the other; with --json each is one object on a line.
+    Rates are of the last second; the first screen shows rates since the start.
+    Into a pipe it prints one report per second; with --json each report is one
+    object on a line.
     """
     with AdminClient(socket_dir) as daemon:
         view, before = _look(daemon), None

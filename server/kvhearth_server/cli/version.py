@@ -20,7 +20,7 @@ def version(as_json: AsJson = False) -> None:
         typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")
 
 
-def _told(wanted: bool) -> None:
+def _message(wanted: bool) -> None:
     if wanted:
         version()
         raise typer.Exit
@@ -29,7 +29,7 @@ def _told(wanted: bool) -> None:
 def option(
     wanted: Annotated[
         bool,
-        typer.Option("--version", callback=_told, is_eager=True, help="Print the versions."),
+        typer.Option("--version", callback=_message, is_eager=True, help="Print the versions."),
     ] = False,
 ) -> None:
     """Options of the command itself, before a verb."""

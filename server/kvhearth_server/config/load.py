@@ -36,9 +36,9 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     try:
         loaded = _bounded(_parsed(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        told = cut(" ".join(str(error).split()), WRONG_CHARS_MAX)
+        message = cut(" ".join(str(error).split()), WRONG_CHARS_MAX)
         raise KVHearthError(
-            Reason.CONFIG_INVALID, one_line(f"cannot read --config {path}: {told}")
+            Reason.CONFIG_INVALID, one_line(f"cannot read --config {path}: {message}")
         ) from error
     if loaded is None:
         return {}
@@ -158,8 +158,8 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
         problems += [_explain(dict(line), merged, origins) for line in error.errors()]
     if problems:
         more = len(problems) - _PROBLEMS_MAX
-        told = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
-        raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(told)))
+        message = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
+        raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(message)))
     return settings
 
 

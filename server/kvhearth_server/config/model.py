@@ -53,142 +53,157 @@ class Settings(BaseSettings):
         Path("/run/kvhearth"), description="Directory of the unix sockets and the admin token."
     )
     memory: Size = Field(
-        1 << 30, gt=0, description="Memory of all tenants together; rounded down to whole slabs."
+        1 << 30, gt=0, description="Memory for all tenants together, rounded down to whole slabs."
     )
     arena_dir: Path | None = Field(
         None,
-        description="Directory on hugetlbfs or tmpfs for the arena's files: the cache survives a "
-        "restart of the daemon. Without it the memory is anonymous.",
+        description="Directory on hugetlbfs or tmpfs for the arena's files; the cache then "
+        "survives a restart of the daemon. Default: anonymous memory.",
     )
     discard_arena: bool = Field(
         False,
-        description="Delete an arena in arena_dir that these settings cannot take over; without "
-        "it such a start is refused.",
+        description="Delete the arena in arena_dir if these settings cannot take it over. By "
+        "default the daemon refuses to start.",
     )
     hugepages: Literal["require", "prefer", "off"] = Field(
         "prefer",
-        description="Huge pages: refuse to start without, step down, or do not use them. An "
-        "arena_dir on hugetlbfs has no other pages to step down to.",
+        description="Huge pages: require them, prefer them, or do not use them. An arena_dir on "
+        "hugetlbfs always requires them.",
     )
-    slab_bytes: Size = Field(64 << 20, description="What is given to one slot size at a time.")
-    slot_bytes_min: Size = Field(16 << 10, description="Smallest slot; a power of two.")
+    slab_bytes: Size = Field(
+        64 << 20, description="Unit in which memory is given to one slot size."
+    )
+    slot_bytes_min: Size = Field(16 << 10, description="Smallest slot size; a power of two.")
     tenants: Tenants = Field(
         (),
-        description="A tenant with its own segment; repeat for more (environment: separate by "
-        "spaces). Default: one tenant named 'default' with all the memory.",
+        description="Tenant with a segment of its own; repeatable (environment: separate by "
+        "spaces). Default: one tenant named 'default' with all memory.",
     )
     allow_uids: Uids = Field(
-        (), description="Further user ids of the default tenant, beside the daemon's own."
+        (), description="User ids of the default tenant, in addition to the daemon's own."
     )
     held_fraction_max: float = Field(
         0.8,
         gt=0,
         lt=1,
-        description="Part of a segment that leases, stocks, pins and quarantine may hold together.",
+        description="Largest part of a segment that leases, reservations, pins and quarantine "
+        "hold together.",
     )
     stock_fraction_max: float = Field(
-        0.25, gt=0, lt=1, description="Part of a segment that one group may hold reserved."
+        0.25, gt=0, lt=1, description="Largest part of a segment that one engine may hold reserved."
     )
     namespace_quota: OptionalSize = Field(
         None,
         gt=0,
-        description="Most memory of one namespace, half of it reserved. Default: no quota.",
+        description="Memory limit of one namespace; at most half of it reserved. Default: none.",
     )
-    keys_max: int = Field(8192, ge=1, le=1 << 20, description="Most keys in one request.")
+    keys_max: int = Field(
+        8192, ge=1, le=1 << 20, description="Maximum number of keys in one request."
+    )
     message_bytes_max: Size = Field(
-        4 << 20, ge=64 << 10, le=1 << 30, description="Longest message that is taken."
+        4 << 20, ge=64 << 10, le=1 << 30, description="Maximum size of a message."
     )
-    sessions_max: int = Field(256, ge=1, le=65536, description="Most attached processes.")
-    namespaces_max: int = Field(1024, ge=1, le=1 << 20, description="Most namespaces.")
-    leases_max: int = Field(4096, ge=1, le=1 << 20, description="Most leases of one group.")
-    pins_max: int = Field(1024, ge=1, le=65535, description="Most pins of one namespace.")
-    pin_ttl_max_s: Seconds = Field(86400, description="Longest time to live of a pin.")
-    attach_timeout_s: Seconds = Field(5, gt=0, description="Longest handshake of an attach.")
+    sessions_max: int = Field(
+        256, ge=1, le=65536, description="Maximum number of attached processes."
+    )
+    namespaces_max: int = Field(1024, ge=1, le=1 << 20, description="Maximum number of namespaces.")
+    leases_max: int = Field(
+        4096, ge=1, le=1 << 20, description="Maximum number of leases of one engine."
+    )
+    pins_max: int = Field(
+        1024, ge=1, le=65535, description="Maximum number of pins of one namespace."
+    )
+    pin_ttl_max_s: Seconds = Field(86400, description="Maximum time to live of a pin.")
+    attach_timeout_s: Seconds = Field(5, gt=0, description="Time limit of an attach handshake.")
     drain_timeout_s: Seconds = Field(
-        10, description="At shutdown: how long calls in flight may take to end."
+        10, description="Time limit at shutdown for calls in flight and for write-back to SSD."
     )
     drain_grace_s: Seconds = Field(
         0.5,
-        description="How long a dead client's slots stay unused after its mapping is gone "
-        "(its GPU's last write).",
+        description="Time for which a dead client's slots stay unused after its mapping is gone, "
+        "because its GPU may still be writing.",
     )
     drain_grace_no_pidfd_s: Seconds = Field(
-        5, description="The same where the kernel cannot tell a process's end (before Linux 6.5)."
+        5,
+        description="The same time on kernels that do not report a process's end (before "
+        "Linux 6.5).",
     )
     eviction: Literal["s3fifo", "sieve"] = Field("s3fifo", description="Eviction policy.")
     switch_interval_s: Seconds = Field(
-        0.0005, gt=0, le=0.1, description="Python's thread switch interval (GIL) in the daemon."
+        0.0005, gt=0, le=0.1, description="Python's thread switch interval in the daemon."
     )
     sum_threads: int = Field(
         1,
         ge=1,
         le=64,
-        description="Threads that take checksums in memory, and as many that verify what moves to "
-        "and from an SSD tier.",
+        description="Number of threads that compute checksums in memory; as many more verify "
+        "transfers to and from the SSD tier.",
     )
     verify_adopted: bool = Field(
         True,
-        description="Verify adopted blocks in the background after a restart; readers verify "
-        "what was not reached yet.",
+        description="Verify adopted blocks in the background after a restart. Readers verify the "
+        "remaining ones in any case.",
     )
     ssd_dirs: SsdDirs = Field(
         (),
-        description="A directory for blocks that leave the memory, and how much of its drive they "
-        "may take; repeat for more drives, over which blocks are striped (environment: separate by "
-        "spaces). Default: no SSD tier.",
+        description="Directory of the SSD tier and the limit of its size; repeatable, one for each "
+        "drive, blocks are striped across them (environment: separate by spaces). Default: no SSD "
+        "tier.",
     )
     ssd_interface: Literal["auto", "io_uring", "libaio", "threads"] = Field(
-        "auto", description="How the kernel is asked for disk I/O; auto takes the best that works."
+        "auto", description="Kernel interface for disk I/O; auto picks the best available."
     )
-    ssd_depth: int = Field(32, ge=1, le=4096, description="Disk requests in the kernel at once.")
+    ssd_depth: int = Field(
+        32, ge=1, le=4096, description="Maximum number of disk requests in flight."
+    )
     ssd_segment_bytes: Size = Field(
         0,
         ge=0,
         le=1 << 40,
-        description="Size of the log's files in a new directory; 0: chosen by the directory's "
+        description="Size of the log's files in a new directory; 0 chooses it from the directory's "
         "size, usually 256MiB.",
     )
     ssd_flush: bool = Field(
         False,
-        description="Acknowledge a block on SSD only when the drive has flushed its cache: it "
-        "survives a power cut too, and writing is slower.",
+        description="Acknowledge a block on SSD only after the drive has flushed its cache. Blocks "
+        "then survive a power cut; writes are slower.",
     )
     ssd_prewrite: bool = Field(
         False,
-        description="Write each new file of the log once before use, for steady writes; not while "
-        "ssd_bytes_per_day has no room for a whole file.",
+        description="Write each new log file once before its first use, so that later writes are "
+        "steady. Skipped while ssd_bytes_per_day leaves no room for a whole file.",
     )
     ssd_bytes_per_day: Size = Field(
         0,
         ge=0,
-        description="Most bytes that all drives together take a day, all that is written counted, "
-        "and at most one file's more; 0: no bound.",
+        description="Limit of bytes written per day, all drives together; may be exceeded by one "
+        "file. 0: no limit.",
     )
     ssd_admission: Literal["all", "seen_twice"] = Field(
         "all",
-        description="What is worth a write: every block, or one that is stored a second time.",
+        description="Admission policy: write every block, or only blocks stored at least twice.",
     )
     scrub_rate: Size = Field(
         32 << 20,
         ge=0,
         le=1 << 40,
-        description="Bytes a second that are verified in the background, of memory and of SSD "
+        description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
     )
     http: HttpAddress = Field(
         "127.0.0.1:9460",
-        description="Where metrics, probes and operators' HTTP are served: HOST:PORT (port 0: any "
-        "free one), or off.",
+        description="Address of metrics, probes and the operators' HTTP API: HOST:PORT (port 0: "
+        "any free port), or off.",
     )
     http_insecure: bool = Field(
         False,
-        description="Serve HTTP on an address that other machines may reach; it is not encrypted.",
+        description="Allow an HTTP address that other machines can reach; HTTP is not encrypted.",
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
-        Field("info", description="Least level that is logged.")
+        Field("info", description="Lowest level that is logged.")
     )
     log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="Form of the log on stderr; auto is console on a terminal, else json."
+        "auto", description="Format of the log on stderr; auto is console on a terminal, else json."
     )
 
     @classmethod

@@ -39,8 +39,8 @@ def raise_limit(settings: Settings) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < needed(settings):
         _log.warning(
-            "few descriptors: with as many sessions and files of the SSD tier as there may be, "
-            "clients could be turned away; see kvhearth doctor",
+            "descriptors.few",
+            message="clients could be turned away; see kvhearth doctor",
             limit=hard,
             needed=needed(settings),
             sessions_max=settings.sessions_max,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -33,6 +34,20 @@ class AdoptedBlocks:
     sequences: npt.NDArray[np.uint64]
 
 
+class DropCause(enum.StrEnum):
+    """Cause for which a slot of an earlier run is not taken over."""
+
+    CONTRACT = "contract"
+    DUPLICATE = "duplicate"
+    EPOCH = "epoch"
+    HEADER = "header"
+    INCOMPLETE = "incomplete"
+    OWNER = "owner"
+    READERS = "readers"
+    SLAB = "slab"
+    STATE_WORD = "state_word"
+
+
 @dataclass
 class Adoption:
     """Result of reading the journal.
@@ -40,7 +55,7 @@ class Adoption:
     ``slabs``: (slab, slot size) in use; ``damaged``: those of them whose slot size is unknown, each
     taken as one slot. ``held``: slots by the number of the group that may still write to them; 0
     for an unknown group. ``orphaned_loads``: slots that the kernel may still write to for an
-    earlier run. ``dropped``: slots that become free, with the causes counted in ``reasons``.
+    earlier run. ``dropped``: slots that become free, with the causes counted in ``causes``.
     """
 
     slabs: list[tuple[int, int]] = field(default_factory=list)
@@ -49,7 +64,7 @@ class Adoption:
     held: dict[int, I64] = field(default_factory=dict)
     orphaned_loads: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     dropped: list[I64] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
+    causes: Counter[DropCause] = field(default_factory=Counter)
     sequence: int = 0
 
 
@@ -75,8 +90,8 @@ def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
         if not part.summed.all():
             slots = part.slots[~part.summed]
             state.actions.append(Sum(slots, state.table.generation[slots].copy()))
-    for reason, count in found.reasons.items():
-        state.count("adoption_dropped", count, reason)
+    for cause, count in found.causes.items():
+        state.count("adoption_dropped", count, cause)
 
 
 def _restore_slabs(state: CoreState, found: Adoption) -> None:

@@ -136,8 +136,8 @@ class Chains:
         _none(heads[wrong], "has siblings but no parent")
         for links, what in ((parent, "parent"), (child, "child"), (older, "older sibling")):
             there = links > 0
-            strays = ~bound(_slots(links[there]))
-            _none(heads[there][strays], f"has a {what} that is bound to no key")
+            dangling = ~bound(_slots(links[there]))
+            _none(heads[there][dangling], f"has a {what} that is bound to no key")
         last = (parent > 0) & (younger == 0)
         wrong = table.child[_slots(parent[last])] != heads[last] + 1
         _none(heads[last][wrong], "is a youngest child that its parent does not name")

@@ -250,7 +250,7 @@ def _check_owners(state: CoreState, holders: Holders, used: _Used) -> None:
     promotions = holders.promotions
     for what, state_word, known in (
         ("loading", _LOADING, promotions.slots()),
-        ("stray", _QUARANTINED, promotions.orphaned_loads),
+        ("orphaned load", _QUARANTINED, promotions.orphaned_loads),
     ):
         found = used.rows[(used.states == state_word) & (table.owner[used.rows] == KERNEL)]
         here = known[table.slab_segment[table.slabs_of(known)] == segment]
@@ -280,11 +280,11 @@ def _check_group(state: CoreState, group: Group) -> None:
     """Compare a group's stock, its quarantined bytes and the grant times of its leases."""
     table = state.table
     held = group.held_slots(table)
-    stock = held[table.state[held] == State.RESERVED]
+    reserved_slots = held[table.state[held] == State.RESERVED]
     quarantined = held[table.state[held] == State.QUARANTINED]
     what = f"group {group.number}"
-    _equal(f"{what} stock bytes", table.total_bytes(stock), group.stock_bytes)
-    _equal(f"{what} aside bytes", table.total_bytes(quarantined), group.quarantined_bytes)
+    _equal(f"{what} stock bytes", table.total_bytes(reserved_slots), group.stock_bytes)
+    _equal(f"{what} quarantined bytes", table.total_bytes(quarantined), group.quarantined_bytes)
     if group.leases.keys() != group.leased_at.keys():
         raise BooksError(
             f"{what}: {len(group.leases)} leases, {len(group.leased_at)} times of leases, "

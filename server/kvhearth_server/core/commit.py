@@ -11,7 +11,7 @@ from kvhearth_server.core.actions import Bind, Sum
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
@@ -26,6 +26,17 @@ class CommitItem:
     generations: U32
     checksums: U8 | None
     parent: bytes
+
+    def part(self, begin: int, end: int) -> CommitItem:
+        """Return the commit of some of the keys; the key before them is their parent."""
+        return CommitItem(
+            self.kv_group,
+            self.keys[begin:end],
+            self.slots[begin:end],
+            self.generations[begin:end],
+            None if self.checksums is None else self.checksums[begin:end],
+            self.keys[begin - 1] if begin else self.parent,
+        )
 
 
 class Binder:
@@ -98,7 +109,7 @@ class Binder:
         heads = state.index.find(namespace.number, kv_group, keys)
         old = (heads >= 0) & (state.table.epoch[heads] != namespace.epoch)
         if old.any():
-            remove_blocks(state, np.unique(heads[old]), "epoch")
+            remove_blocks(state, np.unique(heads[old]), Cause.EPOCH)
             heads[old] = -1
         return heads
 
@@ -127,7 +138,7 @@ class Binder:
         chains, index = self._state.chains, self._state.index
         if item.parent:
             before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
-            if before >= 0 and fresh[0] and before not in heads:
+            if before >= 0 and fresh[0] and before not in heads[fresh]:
                 chains.link(before, int(heads[0]))
         if fresh.all():
             chains.link_run(heads)

@@ -19,6 +19,7 @@ from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.pins import Pinning
 from kvhearth_server.core.promotion import Promotions
+from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.reservations import Writing
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import CoreState, Limits, require
@@ -96,7 +97,7 @@ class Core:
         Raises:
             KVHearthError: ``unknown_namespace``.
         """
-        return self.evictor.shrink(self.named(digest), keep_bytes, "asked", blocks_max)
+        return self.evictor.shrink(self.named(digest), keep_bytes, Cause.ASKED, blocks_max)
 
     def drop_copies(self, digest: bytes) -> None:
         """Make all copies of a namespace on slower tiers unfindable, for good.

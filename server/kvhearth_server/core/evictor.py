@@ -14,7 +14,7 @@ from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.policies import Coldest
-from kvhearth_server.core.removal import forget_blocks, remove_blocks
+from kvhearth_server.core.removal import Cause, forget_blocks, remove_blocks
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
 
@@ -99,16 +99,16 @@ class Evictor:
         return min(count, have)
 
     def shrink(
-        self, namespace: Namespace, used_bytes_max: int, cause: str, blocks_max: int | None = None
+        self, namespace: Namespace, used_bytes_max: int, cause: Cause, blocks_max: int | None = None
     ) -> int:
         """Evict a namespace's own blocks until it uses at most ``used_bytes_max``.
 
         Stops earlier after ``blocks_max`` blocks. Returns the number of evicted blocks. With the
-        cause "asked", blocks without a copy in a lower tier go too.
+        cause ``ASKED``, blocks without a copy in a lower tier go too.
         """
         evicted = self._passed = self._under_way = 0
         self._bound(blocks_max)
-        self._at_any_cost = cause == "asked"
+        self._at_any_cost = cause is Cause.ASKED
         state = self._state
         largest = max(state.slot_bytes(g) * g.shards for g in namespace.contract.groups)
         cold = Coldest()
@@ -188,7 +188,7 @@ class Evictor:
         heads = self._pick(self._coldest(segment, slot_bytes), most, slots=count)
         if not len(heads):
             return False
-        forget_blocks(self._state, heads, "space")
+        forget_blocks(self._state, heads, Cause.SPACE)
         self._evicted += len(heads)
         return True
 
@@ -300,7 +300,7 @@ class Evictor:
         slab = best[0]
         heads = self._heads_in(segment, slab)
         if len(heads):
-            remove_blocks(self._state, heads, "slab")
+            remove_blocks(self._state, heads, Cause.SLAB)
             self._evicted += len(heads)
         self._take_back(segment, slab)
         return True

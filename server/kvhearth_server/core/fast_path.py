@@ -16,7 +16,6 @@ import numpy as np
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.model import CHECKSUM_BYTES, EXTENT_RECORD, FLAG_SUMMED, FLAG_VERIFY, I64, Records
 from kvhearth_server.core.actions import BindOne, SumOne
-from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import hold_room
@@ -29,7 +28,6 @@ _RESERVED, _COMMITTED, _SUMMED = int(State.RESERVED), int(State.COMMITTED), int(
 _BOUND = (State.COMMITTED, State.SUMMED)
 """States of a bound slot, by whether the checksum is known."""
 _FULL, _STORED = GroupKind.FULL, EventKind.STORED
-_ONE_SUM = (1, 1, CHECKSUM_BYTES)
 
 
 class One(NamedTuple):
@@ -78,19 +76,10 @@ class Singles:
         self._pins = table.pins.data
         self._checksum = table.checksum.view(np.uint8).data
 
-    def commit(self, group: Group, namespace: Namespace, item: CommitItem) -> bool:
-        """Bind one new key to its slot; False if the general path must decide."""
-        if len(item.keys) != 1 or item.slots.shape != (1, 1) or item.generations.shape != (1, 1):
-            return False
-        if item.checksums is not None and item.checksums.shape != _ONE_SUM:
-            return False
-        checksum = b"" if item.checksums is None else item.checksums.tobytes()
-        (key,), slot, generation = item.keys, item.slots.item(), item.generations.item()
-        one = One(item.kv_group, key, slot, generation, checksum, item.parent)
-        return self.bind(group, namespace, one)
-
-    def bind(self, group: Group, namespace: Namespace, one: One) -> bool:
-        """Do ``commit`` with plain numbers; the checksum has its full length or is empty."""
+    def commit(self, group: Group, namespace: Namespace, one: One) -> bool:
+        """Bind one new key to its slot; False, with nothing changed, if the general path must
+        decide. The checksum has its full length or is empty.
+        """
         state = self._state
         kv_group, key, slot, generation, checksum, parent = one
         spec = self._spec(namespace, kv_group)

@@ -29,6 +29,8 @@ each.
 """
 
 _CELLS = 8
+_FEW = 8
+"""Number of keys up to which a walk one by one is cheaper than an array a bucket."""
 _BUCKETS_MIN = 1
 _LOAD_CELLS = 4
 """Keys per bucket at which splitting begins. One bucket is split for each further key, so all are
@@ -167,7 +169,7 @@ class Buckets:
         """Find keys that are not in these buckets, but may have passed them."""
         heads = np.full(len(positions), -1, np.int64)
         rest = np.arange(len(positions))
-        while len(rest):
+        while len(rest) > _FEW:
             bucket = (bucket + 1) & self._last
             rows, values = self._cells[bucket], hashes[rest]
             at = (rows >> _HIGH == values[:, None]).argmax(axis=1)
@@ -182,6 +184,8 @@ class Buckets:
                 heads[rest[row]] = self._search(position, value, same)
             on = ~like & (self._passed[bucket] > 0)
             rest, bucket = rest[on], bucket[on]
+        for row in rest.tolist():
+            heads[row] = self._search(int(positions[row]), int(hashes[row]), same)
         return heads
 
     def _search(self, position: int, value: int, same: Same) -> int:
@@ -249,27 +253,24 @@ class Buckets:
         mine = (cells != 0) & (home >= first) & (home < end)
         at_home = mine & (home == span[:, None])
         # Few: keys that found their bucket full are placed again.
-        strays = cells[mine & ~at_home]
-        self._take_out(strays)
+        displaced = cells[mine & ~at_home]
+        self._take_out(displaced)
         goes = at_home[: end - first] & ((numbers[: end - first] & size) > 0)
         moving = np.where(goes, cells[: end - first], np.uint64(0))
         self._cells[first:end][goes] = 0
         above = self._cells[first + size : end + size]
         taken: Bools = (above != 0).any(axis=1)
         if taken.any():
-            strays = np.concatenate([strays, moving[taken][goes[taken]]])
+            displaced = np.concatenate([displaced, moving[taken][goes[taken]]])
             moving = np.where(taken[:, None], above, moving)
         above[:] = moving
-        self.moved += int(np.count_nonzero(goes)) + len(strays)
+        self.moved += int(np.count_nonzero(goes)) + len(displaced)
         self._stand_at(*((size, end) if end < size else (2 * size, 0)))
-        self._place(strays)
+        self._place(displaced)
 
     def _place(self, cells: _U64) -> None:
-        if len(cells) == 1:
-            self._place_one(int(cells[0]))
-            return
         bucket = self._home(cells >> _HIGH)
-        while len(cells):
+        while len(cells) > _FEW:
             order = np.argsort(bucket, kind="stable")
             cells, bucket = cells[order], bucket[order]
             rank = _ranks(bucket)
@@ -280,9 +281,14 @@ class Buckets:
             cells, bucket = cells[~fits], bucket[~fits]
             np.add.at(self._passed, bucket, np.uint32(1))
             bucket = (bucket + 1) & self._last
+        for cell, at in zip(cells.tolist(), bucket.tolist(), strict=True):
+            self._place_from(cell, at)
 
     def _place_one(self, cell: int) -> None:
-        bucket = self._home_one(cell >> 32)
+        self._place_from(cell, self._home_one(cell >> 32))
+
+    def _place_from(self, cell: int, bucket: int) -> None:
+        """Place a cell in the first bucket with room, from ``bucket`` on."""
         while True:
             start = bucket * _ROW.size
             cells = _ROW.unpack_from(self._memory, start)
@@ -303,7 +309,7 @@ class Buckets:
 
     def _take_out(self, wanted: _U64) -> None:
         bucket = self._home(wanted >> _HIGH)
-        while len(wanted):
+        while len(wanted) > _FEW:
             match = self._cells[bucket] == wanted[:, None]
             there = match.any(axis=1)
             self._cells[bucket[there], match[there].argmax(axis=1)] = 0
@@ -311,6 +317,21 @@ class Buckets:
             if not (self._passed[bucket] > 0).all():
                 raise ValueError("a slot is not in the index")
             np.subtract.at(self._passed, bucket, np.uint32(1))
+            bucket = (bucket + 1) & self._last
+        for cell, at in zip(wanted.tolist(), bucket.tolist(), strict=True):
+            self._take_from(cell, at)
+
+    def _take_from(self, cell: int, bucket: int) -> None:
+        """Take a cell out of the first bucket that has it, from ``bucket`` on."""
+        while True:
+            start = bucket * _ROW.size
+            cells = _ROW.unpack_from(self._memory, start)
+            if cell in cells:
+                _CELL.pack_into(self._memory, start + cells.index(cell) * _CELL.size, 0)
+                return
+            if not self._passes[bucket]:
+                raise ValueError("a slot is not in the index")
+            self._passes[bucket] -= 1
             bucket = (bucket + 1) & self._last
 
     def heads(self) -> I64:

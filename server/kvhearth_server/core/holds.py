@@ -55,13 +55,13 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
         table.refs[slots] += 1
 
 
-def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
+def unhold(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) -> None:
     """Remove one lease (or pin) from each slot.
 
     Slots that were quarantined only for their readers become free.
     """
     table = state.table
-    if not pin and _let_go_plain(state, segment, slots):
+    if not pin and _unhold_plain(state, segment, slots):
         return
     if pin:
         table.pins[slots] -= 1
@@ -86,10 +86,10 @@ def let_go(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     state.free_slots(segment, np.sort(done))
 
 
-def _let_go_plain(state: CoreState, segment: int, slots: Pick) -> bool:
-    """Fast path of ``let_go`` for a lease on served blocks that have no other holders.
+def _unhold_plain(state: CoreState, segment: int, slots: Pick) -> bool:
+    """Fast path of ``unhold`` for a lease on served blocks that have no other holders.
 
-    Returns False, with nothing changed, if ``let_go`` must decide.
+    Returns False, with nothing changed, if ``unhold`` must decide.
     """
     table = state.table
     refs = table.refs[slots]
@@ -112,5 +112,5 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     if slots is None:
         return False
     del group.leased_at[lease_id]
-    let_go(state, group.segment, ascending(slots))
+    unhold(state, group.segment, ascending(slots))
     return True

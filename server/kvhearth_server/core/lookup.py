@@ -7,6 +7,7 @@ the last ``window - 1`` tokens before ``L`` of a sliding window, and the one blo
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools, Records, Tier
+from kvhearth.model import I64, U8, U32, Bools, Records, Tier
 from kvhearth_server.core.fast_path import Asked, Singles, Wholes
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace, check_epoch
-from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat, require
@@ -148,6 +149,18 @@ class Found(NamedTuple):
     """Blocks on slower tiers that would make the hit longer."""
 
 
+class MissCause(enum.StrEnum):
+    """Cause for which a key was not served."""
+
+    ABSENT = "absent"
+    EPOCH = "epoch"
+    NOT_SUMMED = "not_summed"
+
+
+# Names, because an attribute of an enumeration costs more and every lookup counts.
+_ABSENT, _EPOCH, _NOT_SUMMED = MissCause
+
+
 @dataclass(frozen=True)
 class _Seen:
     """One KV group's resolved keys.
@@ -192,8 +205,8 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
-        if lease_id and len(items) == 1:
-            found = self._lookup_plain(session, epoch, items[0], lease_id, now)
+        if lease_id and len(items) == 1 and len(items[0].keys) > 1:
+            found = self._lookup_whole(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found
         group, namespace, seen = self._resolve(session, epoch, items)
@@ -223,10 +236,10 @@ class Reading:
         self._count_keys(seen)
         return Found(granted, hit, groups, short, self._promotion_queue(namespace, items, seen))
 
-    def _lookup_plain(
+    def _lookup_whole(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """Fast path of ``lookup`` for a group that has all its keys.
+        """Fast path of ``lookup`` for a group that has all of several keys.
 
         Returns None, with nothing changed, if the general path must decide.
         """
@@ -234,8 +247,7 @@ class Reading:
         namespace = self._state.namespaces.get(group.namespace)
         if epoch != namespace.epoch:
             return None
-        if (count := len(item.keys)) == 1:
-            return self._lookup_one(group, namespace, item, lease_id, now)
+        count = len(item.keys)
         whole = self._wholes.lookup(group, namespace, item.kv_group, item.keys, lease_id)
         if whole is None:
             return None
@@ -244,19 +256,6 @@ class Reading:
         presence = Presence.of_whole(item.kv_group, whole.extents)
         hit = count * namespace.contract.groups[item.kv_group].block_tokens
         return Found(lease_id, hit, [presence], None, [])
-
-    def _lookup_one(
-        self, group: Group, namespace: Namespace, item: KeysItem, lease_id: int, now: float
-    ) -> Found | None:
-        """Fast path of ``lookup`` for one key; None if the general path must decide."""
-        one = Asked(item.kv_group, item.keys[0], lease_id)
-        extent = self.lookup_one(group, namespace, one, now)
-        if extent is None:
-            return None
-        spec = namespace.contract.groups[item.kv_group]
-        extents = np.frombuffer(bytearray(extent), EXTENT_DTYPE)
-        presence = Presence.of_whole(item.kv_group, extents)
-        return Found(lease_id, spec.block_tokens, [presence], None, [])
 
     def lookup_one(
         self, group: Group, namespace: Namespace, one: Asked, now: float
@@ -334,7 +333,7 @@ class Reading:
         removed = int(np.count_nonzero(live))
         if removed:
             self._state.count("checksum_failures", removed, source)
-            remove_blocks(self._state, heads[live], "checksum")
+            remove_blocks(self._state, heads[live], Cause.CHECKSUM)
         return removed
 
     def _resolve(
@@ -382,9 +381,9 @@ class Reading:
                 outdated = int(np.count_nonzero(one.lower_tier & (one.heads >= 0)))
                 asked -= int(np.count_nonzero(one.lower_tier))
                 found -= outdated
-            count("miss_keys", asked - found, "absent")
-            count("miss_keys", found - int(current), "epoch")
-            count("miss_keys", int(current - ready), "not_summed")
+            count("miss_keys", asked - found, _ABSENT)
+            count("miss_keys", found - int(current), _EPOCH)
+            count("miss_keys", int(current - ready), _NOT_SUMMED)
 
     def _check_lease(self, group: Group, lease_id: int) -> None:
         require(

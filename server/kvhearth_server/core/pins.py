@@ -8,7 +8,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32, Bools
-from kvhearth_server.core.holds import hold, hold_room, let_go, newly_held_bytes
+from kvhearth_server.core.holds import hold, hold_room, newly_held_bytes, unhold
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import check_epoch
 from kvhearth_server.core.slot_table import State
@@ -131,5 +131,5 @@ class Pinning:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
-        let_go(self._state, pin.segment, self._own(pin), pin=True)
+        unhold(self._state, pin.segment, self._own(pin), pin=True)
         return True

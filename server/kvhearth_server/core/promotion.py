@@ -12,6 +12,7 @@ from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.lower_tier import PromotionRequest
+from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState, flat
 
@@ -138,7 +139,9 @@ class Promotions:
         quota = request.namespace.quota_bytes
         count = max(0, min(count, room // (size * shards)))
         if quota is not None and count:
-            self._evictor.shrink(request.namespace, max(0, quota - count * size * shards), "quota")
+            self._evictor.shrink(
+                request.namespace, max(0, quota - count * size * shards), Cause.QUOTA
+            )
             count = max(0, min(count, (quota - request.namespace.used_bytes) // (size * shards)))
         count = self._evictor.make_room(segment, size, count * shards) // shards if count else 0
         slots = state.pools[segment].take(size, count * shards)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 
 from kvhearth.model import I64
@@ -10,11 +12,23 @@ from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
-EVICTIONS = frozenset({"space", "slab", "quota", "asked"})
+
+class Cause(enum.StrEnum):
+    """Cause of a removal."""
+
+    SPACE = "space"
+    SLAB = "slab"
+    QUOTA = "quota"
+    ASKED = "asked"
+    CHECKSUM = "checksum"
+    EPOCH = "epoch"
+
+
+EVICTIONS = frozenset({Cause.SPACE, Cause.SLAB, Cause.QUOTA, Cause.ASKED})
 """Causes that count as evictions: the block was good, but its room was needed."""
 
 
-def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
+def remove_blocks(state: CoreState, heads: I64, cause: Cause) -> None:
     """Remove distinct bound blocks of any namespaces and groups.
 
     Every extent of them becomes invalid at once. Slots that are still leased are quarantined until
@@ -25,7 +39,7 @@ def remove_blocks(state: CoreState, heads: I64, cause: str) -> None:
     forget_blocks(state, heads, cause)
 
 
-def forget_blocks(state: CoreState, heads: I64, cause: str) -> None:
+def forget_blocks(state: CoreState, heads: I64, cause: Cause) -> None:
     """Remove blocks whose heads policy and chains have already released; see ``remove_blocks``."""
     table = state.table
     pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
@@ -34,7 +48,7 @@ def forget_blocks(state: CoreState, heads: I64, cause: str) -> None:
         _forget(state, int(pair) // 256, int(pair) % 256, chosen, cause)
 
 
-def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: str) -> None:
+def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cause) -> None:
     table = state.table
     namespace = state.namespaces.get(number)
     spec = namespace.contract.groups[kv_group]

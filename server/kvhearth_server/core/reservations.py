@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import quarantine, take_from_quarantine
 from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat, require
 
@@ -174,13 +176,13 @@ class Writing:
         capacity = state.ledger.segments[segment].capacity
         bound: Reason | None = None
         cut = False
-        stock = (
+        stock_room = (
             int(capacity * state.limits.stock_fraction_max)
             - group.stock_bytes
             - group.quarantined_bytes
         )
         for room, reason in (
-            (stock, Reason.STOCK_CAP),
+            (stock_room, Reason.STOCK_CAP),
             (hold_room(state, segment), Reason.HELD_CAP),
             (self._quota_share(namespace, block), Reason.QUOTA_EXCEEDED),
         ):
@@ -221,7 +223,7 @@ class Writing:
         quota = namespace.quota_bytes
         if quota is None:
             return want_bytes
-        self._evictor.shrink(namespace, max(0, quota - want_bytes), "quota", evicted_max)
+        self._evictor.shrink(namespace, max(0, quota - want_bytes), Cause.QUOTA, evicted_max)
         return quota - namespace.used_bytes
 
     def commit(self, session: int, epoch: int, items: list[CommitItem]) -> list[Bools]:
@@ -235,12 +237,19 @@ class Writing:
                 ``bad_extents``, ``bad_checksums``, ``not_reserved``, ``already_committed``,
                 ``foreign_extent``, ``stale_extent``, ``too_many_keys``.
         """
+        commit = self.begin_commit(session, epoch, items)
+        while commit.unfinished:
+            commit.bind_some(self._state.limits.keys_max)
+        return commit.stored
+
+    def begin_commit(self, session: int, epoch: int, items: list[CommitItem]) -> Commit:
+        """Check a commit; nothing is bound yet.
+
+        Raises:
+            KVHearthError: as ``commit``.
+        """
         state = self._state
-        group = state.group_of(session)
-        namespace = state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
-        if len(items) == 1 and self._singles.commit(group, namespace, items[0]):
-            return [np.array([True])]
+        group, namespace = self._committing(session, epoch)
         total = sum(len(item.keys) for item in items)
         require(
             total <= state.limits.keys_max,
@@ -257,14 +266,28 @@ class Writing:
                 Reason.BAD_EXTENTS,
                 "one slot is named twice in the same commit",
             )
-        return [self._binder.bind(group, namespace, item) for item in items]
+        return Commit(self, session, epoch, items)
+
+    def _committing(self, session: int, epoch: int) -> tuple[Group, Namespace]:
+        """The group of a session that may commit under an epoch, and its namespace."""
+        group = self._state.group_of(session)
+        namespace = self._state.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        return group, namespace
+
+    def bind(self, session: int, epoch: int, item: CommitItem) -> Bools:
+        """Bind a part of a checked commit, if its group and epoch live and it holds its slots."""
+        group, namespace = self._committing(session, epoch)
+        held = SlotsItem(flat(item.slots), flat(item.generations))
+        self.check_held(group, held, (State.RESERVED,))
+        return self._binder.bind(group, namespace, item)
 
     def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: One) -> bool:
         """Fast path of ``commit`` for one key of a session of a living group.
 
         Returns False, with nothing changed, if ``commit`` must decide.
         """
-        return epoch == namespace.epoch and self._singles.bind(group, namespace, one)
+        return epoch == namespace.epoch and self._singles.commit(group, namespace, one)
 
     def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
         state = self._state
@@ -363,6 +386,16 @@ class Writing:
             )
         return len(kept)
 
+    def give_back(self, session: int, grants: list[SlotGrant]) -> None:
+        """Free the slots that a session's group still holds; the drain of an ended one does so."""
+        state = self._state
+        with contextlib.suppress(KVHearthError):
+            group = state.group_of(session)
+            slots = [grant.still_held(state.table, group.number) for grant in grants]
+            every = np.concatenate(slots)
+            held = SlotsItem(every, state.table.generation[every])
+            self.abort(session, [held], [], in_doubt=False)
+
     def abort(
         self, session: int, items: list[SlotsItem], reservation_ids: list[int], *, in_doubt: bool
     ) -> tuple[int, int]:
@@ -392,23 +425,93 @@ class Writing:
             if in_doubt:
                 group.pending_aborts.add(state.table, group.number, reservation_id, handed)
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-        stock = slots[state.table.state[slots] == State.RESERVED]
+        reserved_slots = slots[state.table.state[slots] == State.RESERVED]
         if group.has_undrained_member and not in_doubt:
             # The scheduler cannot know what a dead rank is still writing. The drain of the group's
             # last such member frees the slots.
             group.doubt(slots)
             in_doubt = True
         if in_doubt:
-            quarantine(state, group, stock)
-            return 0, len(stock)
+            quarantine(state, group, reserved_slots)
+            return 0, len(reserved_slots)
         take_from_quarantine(state, group, slots[state.table.state[slots] == State.QUARANTINED])
-        if len(stock):
-            state.table.bump(stock)
-            size = state.ledger.unreserved(group.segment, stock)
+        if len(reserved_slots):
+            state.table.bump(reserved_slots)
+            size = state.ledger.unreserved(group.segment, reserved_slots)
             group.stock_bytes -= size
             state.namespaces.get(group.namespace).used_bytes -= size
-            state.free_slots(group.segment, stock)
+            state.free_slots(group.segment, reserved_slots)
         return len(slots), 0
+
+
+class Commit:
+    """A checked commit, bound in portions.
+
+    If its epoch, its group or its slots end between two portions, the slots of the rest are given
+    back and what is bound stays bound.
+
+    Args:
+        writing: binds the portions.
+        session: a scheduler's session.
+        epoch: weights epoch that computed the blocks.
+        items: what to bind; see ``Writing.begin_commit``.
+    """
+
+    def __init__(self, writing: Writing, session: int, epoch: int, items: list[CommitItem]) -> None:
+        self.items = items
+        self._writing = writing
+        self._session = session
+        self._epoch = epoch
+        self._stored = [np.zeros(len(item.keys), np.bool_) for item in items]
+        self._at = 0
+        self._bound = 0
+        self._skip_empty()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether keys are left to bind."""
+        return self._at < len(self.items)
+
+    @property
+    def stored(self) -> list[Bools]:
+        """For each item a boolean for each key: True if it was bound by this commit."""
+        return self._stored
+
+    def bind_some(self, keys_max: int) -> None:
+        """Bind up to ``keys_max`` more keys.
+
+        Raises:
+            KVHearthError: ``group_gone``, ``stale_epoch``, or a reason of slots that are no longer
+                held; the commit has then ended.
+        """
+        while keys_max > 0 and self.unfinished:
+            item, begin = self.items[self._at], self._bound
+            end = min(begin + keys_max, len(item.keys))
+            part = item if end - begin == len(item.keys) else item.part(begin, end)
+            try:
+                self._stored[self._at][begin:end] = self._writing.bind(
+                    self._session, self._epoch, part
+                )
+            except KVHearthError:
+                self._give_back()
+                raise
+            keys_max -= end - begin
+            self._bound = end
+            self._skip_empty()
+
+    def _skip_empty(self) -> None:
+        while self.unfinished and self._bound == len(self.items[self._at].keys):
+            self._at, self._bound = self._at + 1, 0
+
+    def _give_back(self) -> None:
+        """Free the slots that are not bound; the client cannot tell them from the bound ones."""
+        left = []
+        while self.unfinished:
+            item = self.items[self._at]
+            rest = item.part(self._bound, len(item.keys))
+            left.append(SlotGrant(item.kv_group, rest.slots, rest.generations))
+            self._at, self._bound = self._at + 1, 0
+        self._writing.give_back(self._session, left)
 
 
 _ABORTED = "this reservation was aborted"

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from kvhearth.contract import GroupSpec
 from kvhearth.model import I64, U32, Bools, Records
-from kvhearth_server.core.holds import hold, hold_room, let_go
+from kvhearth_server.core.holds import hold, hold_room, unhold
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.removal import remove_blocks
+from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.core.state import CoreState, flat
 
@@ -162,7 +162,7 @@ class Writeback:
         bad = heads[wrong][alive[wrong]]
         if len(bad):
             state.count("checksum_failures", len(bad), "demotion")
-            remove_blocks(state, bad, "checksum")
+            remove_blocks(state, bad, Cause.CHECKSUM)
         state.count("demoted_blocks", len(saved))
         state.count("demoted_bytes", len(saved) * portion.slots.shape[1] * portion.spec.page_bytes)
         return len(saved)
@@ -190,5 +190,5 @@ class Writeback:
         alive = (table.generation[heads] == portion.generations) & (
             table.copy_state[heads] == CopyState.WRITING
         )
-        let_go(self._state, portion.segment, flat(portion.slots))
+        unhold(self._state, portion.segment, flat(portion.slots))
         return np.asarray(alive)

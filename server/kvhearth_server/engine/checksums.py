@@ -38,7 +38,7 @@ _IDLE_S = 1.0
 _log = get_logger("kvhearth.engine")
 
 
-class Background:
+class ChecksumWorkers:
     """The engine's background tasks."""
 
     def __init__(
@@ -50,13 +50,11 @@ class Background:
             sum_threads, thread_name_prefix="kvhearth-sum", initializer=_let_others_first
         )
         self._views: list[U8] = [segment.view for segment in engine.arena.segments]
-        self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._verify = verify
 
     def start(self) -> None:
         """Start all tasks; call on the loop."""
-        self._engine.wake = self._work.set
         self._supervisor.spawn("sum", self._sum_forever)
         self._supervisor.spawn("watch", self._watch_forever)
         self._supervisor.spawn("pins", self._expire_forever)
@@ -78,11 +76,11 @@ class Background:
         engine = self._engine
         if engine.to_sum:
             # A failed run cleared the event and left work behind: perhaps nothing else will set it.
-            self._work.set()
+            self._engine.work.set()
         while True:
             self._idle.set()
-            await self._work.wait()
-            self._work.clear()
+            await self._engine.work.wait()
+            self._engine.work.clear()
             self._idle.clear()
             # The commit's answer goes first, then the engine: it may run on this processor.
             await asyncio.sleep(_SUM_AFTER_S)
@@ -156,9 +154,7 @@ class Background:
             portion = slice(start, start + step)
             removed += await self._verify_portion(slots[portion], generations[portion], source)
         if removed:
-            _log.error(
-                "bytes do not match their checksum: removed", blocks=removed, found_by=source
-            )
+            _log.error("blocks.corrupt", blocks=removed, found_by=source, message="removed")
         return removed
 
     async def _verify_portion(self, slots: I64, generations: U32, source: str) -> int:
@@ -241,17 +237,17 @@ class Background:
         # fails again and again must not keep one record per attempt for as long as it lives.
         writer = group is not None and bool(group.handed)
         if mapped or (writer and exited is False):
-            session.quiet_since = None
+            session.drained_since = None
             return False
-        if session.quiet_since is None:
-            session.quiet_since = engine.now()
+        if session.drained_since is None:
+            session.drained_since = engine.now()
         has_undrained_member = exited is None and not session.ghost
         grace = (
             engine.shell.drain_grace_no_pidfd_s
             if has_undrained_member
             else engine.shell.drain_grace_s
         )
-        return engine.now() - session.quiet_since >= grace
+        return engine.now() - session.drained_since >= grace
 
     async def _expire_forever(self) -> None:
         engine = self._engine

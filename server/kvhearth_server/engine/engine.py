@@ -7,12 +7,13 @@ touch the blocks' bytes (see ``checksums``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -36,8 +37,8 @@ from kvhearth_server.core.actions import (
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
-from kvhearth_server.engine.epoch_store import SsdCatalogue
-from kvhearth_server.engine.recovery import catalogue_content, loading_from, quiet_at, take_over
+from kvhearth_server.engine.epoch_store import EpochStore
+from kvhearth_server.engine.recovery import catalogue_content, loading_from, safe_after, take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tick_clock import TickClock
 from kvhearth_server.engine.tiering.manager import Tiering
@@ -46,7 +47,7 @@ from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.client_counters import Reported
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.base import Tier
 
 _MESSAGE_FRAME_BYTES = 4096
 """Bytes of a message that are reserved for everything but keys and extents."""
@@ -86,21 +87,21 @@ class Engine:
         shell: EngineLimits,
         counters: Counters,
         *,
-        tier: SsdTier | None = None,
+        tiers: Sequence[Tier] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boot_id = secrets.token_hex(16)
         self.lineage = secrets.token_hex(16)
         """ID of the cold start; a run that takes over an arena takes over its lineage."""
         self.arena = arena
-        self.tier = tier
+        self.tiers = tuple(tiers)
+        """Tiers under memory, cheapest first."""
         self.limits = limits
         self.shell = shell
         self.counters = counters
         self.now = now
         self.started_at = now()
-        self.draining = False
-        self.on_drain: Callable[[], None] = lambda: None
+        self.drain_begun = asyncio.Event()
         seed = secrets.randbits(64)
         self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
         self.journal = arena.journal(self.core.state.table)
@@ -112,18 +113,20 @@ class Engine:
         self.to_sum: deque[Sum] = deque()
         self._ones_to_sum: list[SumOne] = []
         self.to_verify: deque[tuple[I64, U32]] = deque()
-        self.wake: Callable[[], None] = lambda: None
+        self.work = asyncio.Event()
+        """Set when ``to_sum`` has got more."""
         self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
         """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
         self.tiering: Tiering | None = None
-        self.ssd_catalogue = SsdCatalogue(tier.settings if tier else None, counters)
-        self.core.state.writeback_queue.on = tier is not None
+        folders = [path for tier in tiers for path in tier.directories]
+        self.ssd_catalogue = EpochStore(folders, counters)
+        self.core.state.writeback_queue.on = bool(tiers)
         self._written_version = -1
         take_over(self)
-        if tier is not None:
-            self.tiering = Tiering(self.core, tier, self.lineage, self.call, now)
-            self.tiering.orphaned_loads_after = quiet_at(self)
+        if tiers:
+            self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
+            self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
 
@@ -137,7 +140,7 @@ class Engine:
             self._act()
             self.settle()
 
-    def call_first(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_deferred(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the core, but leave to ``settle`` the work that no answer waits for.
 
         The caller answers and then calls ``settle`` before anything else runs on the loop.
@@ -157,10 +160,13 @@ class Engine:
         return self.sessions.authenticate(token, self.boot_id)
 
     def drain(self) -> None:
-        """Refuse new stores and sessions from now on; ``on_drain`` is called once."""
-        if not self.draining:
-            self.draining = True
-            self.on_drain()
+        """Refuse new stores and sessions from now on."""
+        self.drain_begun.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new stores and sessions are refused."""
+        return self.drain_begun.is_set()
 
     def refuse_while_draining(self) -> None:
         """Raise while the daemon is draining.
@@ -338,7 +344,7 @@ class Engine:
         if self._ones_to_sum:
             ones, self._ones_to_sum = self._ones_to_sum, []
             self.to_sum += [one.whole() for one in ones]
-            self.wake()
+            self.work.set()
         if state.counts:
             self.counters.add_all(state.take_counts())
         if state.evicted_at:
@@ -352,14 +358,14 @@ class Engine:
             self._ones_to_sum.append(action)
         elif isinstance(action, Sum):
             self.to_sum.append(action)
-            self.wake()
+            self.work.set()
         elif isinstance(action, Catalogue):
             self.write_catalogue()
         elif self.journal is not None:
             _record(self.journal, action)
 
     def write_catalogue(self) -> None:
-        """Make namespaces and groups durable if the arena or the SSD tier is."""
+        """Make namespaces and groups durable if the arena or a tier is."""
         if self.arena.durable or self.ssd_catalogue.paths:
             content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
             whole = {**content, "ssd_dirs": loading_from(self)}

@@ -11,19 +11,24 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.memory.durable_file import sync_directory
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.ssd.directory import Asked
-from kvhearth_server.tiers.ssd.settings import NAMESPACES_FRESH_NAME, NAMESPACES_NAME, SsdSettings
-from kvhearth_server.tiers.ssd.superblock import DirectoryError
+from kvhearth_server.ownership import read_own
+from kvhearth_server.tiers.directories import (
+    NAMESPACES_FRESH_NAME,
+    NAMESPACES_NAME,
+    Asked,
+    DirectoryError,
+)
 
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
@@ -32,6 +37,8 @@ _FORMAT = 1
 _FIELDS = ("lineage", "next_session", "epoch_floor", "namespaces")
 _SESSIONS = 4096
 """Session numbers reserved at once, so that attaching does not cost a write to the drive."""
+_OPEN_S = 10.0
+"""Time that each directory has to answer at the start."""
 _PATIENCE_S = 0.01
 """Time that the loop itself waits for a drive; most writes are done by then."""
 _AWAIT_S = 1.5
@@ -46,18 +53,20 @@ every block in the tier.
 _log = get_logger("kvhearth.engine")
 
 
-class SsdCatalogue:
-    """One file in each directory of the tier, identical in all and replaced as a whole.
+class EpochStore:
+    """One file in each directory of the tiers, identical in all and replaced as a whole.
 
     A failed write is counted, logged and retried, and is never fatal: the blocks concerned stay
     usable now, but not after a cold start. Each directory has its own writer thread, because a
     drive may hang.
     """
 
-    def __init__(self, settings: SsdSettings | None, counters: Counters) -> None:
-        self.paths = [place.path / FILE_NAME for place in settings.places] if settings else []
+    def __init__(
+        self, folders: Sequence[Path], counters: Counters, patience_s: float = _OPEN_S
+    ) -> None:
+        self.paths = [folder / FILE_NAME for folder in folders]
         self._copies = [_Copy(path, counters) for path in self.paths]
-        self._patience_s = settings.open_s if settings else 0.0
+        self._patience_s = patience_s
         self._counters = counters
         self._number = 0
 
@@ -77,14 +86,14 @@ class SsdCatalogue:
         sayers = [said for said in found if said.content["number"] == newest["number"]]
         if not any(said.writable for said in sayers):
             _log.error(
-                "the namespaces beside the SSD tier may be old: their directory cannot be written "
-                "to; starting without them",
+                "ssd_catalogue.old",
                 paths=[str(said.path) for said in sayers],
+                message="not writable, so it may be old: starting without it",
             )
             return None
         return newest
 
-    def _found(self) -> list[_Said]:
+    def _found(self) -> list[_StoredContent]:
         """Return the content of each directory that has some and answers in time."""
         end = time.monotonic() + self._patience_s
         asked = [Asked(str(path), partial(_read, path), lambda _: None) for path in self.paths]
@@ -94,7 +103,7 @@ class SsdCatalogue:
                 said = each.answer(end, self._patience_s)
             except DirectoryError as error:
                 self._counters.add("ssd_catalogue_failures")
-                _log.error("namespaces not read", error=str(error))
+                _log.error("ssd_catalogue.not_read", error=str(error))
                 continue
             found += [said] if said else []
         return found
@@ -135,7 +144,11 @@ class SsdCatalogue:
             if time.monotonic() > end or all(copy.failed for copy in self._copies):
                 where = ", ".join(str(path) for path in self.paths)
                 self._counters.add("ssd_catalogue_failures")
-                _log.error("an epoch that is over could come back", paths=where)
+                _log.error(
+                    "ssd_catalogue.not_safe",
+                    paths=where,
+                    message="epoch bump not durable: stale blocks may reappear after a restart",
+                )
                 raise KVHearthError(
                     Reason.SSD_UNUSABLE,
                     f"the change holds, but cannot be written to {where}: older blocks could "
@@ -149,7 +162,7 @@ class SsdCatalogue:
         return any(copy.stands for copy in copies) or all(copy.removed for copy in copies)
 
 
-class _Said(NamedTuple):
+class _StoredContent(NamedTuple):
     """Content of a directory's file, and whether the file could be replaced."""
 
     path: Path
@@ -169,10 +182,13 @@ class _Copy:
         """True if the file could neither be written nor removed: it may hold invalidated epochs."""
         self._path = path
         self._counters = counters
-        self._changed = threading.Condition()
         self._wanted: bytes | None = None
-        self._busy = False
-        self._thread: threading.Thread | None = None
+        self._again: bytes | None = None
+        """Content whose write failed, to be tried again after ``_pause_s``."""
+        self._pause_s = _RETRY_MIN_S
+        self._busy = self._started = False
+        self._worker = SupervisedThread("kvhearth-namespaces", self._step)
+        self._changed = self._worker.changed
 
     @property
     def stands(self) -> bool:
@@ -187,10 +203,9 @@ class _Copy:
             self._wanted = whole
             self.removed = self.failed = False
             self._changed.notify_all()
-        if self._thread is None:
-            name = "kvhearth-namespaces"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+        if not self._started:
+            self._started = True
+            self._worker.start()
 
     def wait(self, end: float) -> None:
         """Wait until the content is written or the time is over."""
@@ -200,33 +215,36 @@ class _Copy:
     def _settled(self) -> bool:
         return self._wanted is None and not self._busy
 
-    def _run(self) -> None:
-        again, pause_s = None, _RETRY_MIN_S
-        while True:
-            with self._changed:
-                wait_s = None if again is None else pause_s
-                self._changed.wait_for(lambda: self._wanted is not None, wait_s)
-                first = self._wanted is not None
-                whole = self._wanted or again
-                if whole is None:
-                    continue
-                self._wanted, self._busy = None, True
-            pause_s = _RETRY_MIN_S if first else min(2 * pause_s, _RETRY_MAX_S)
-            again = None if self._try(whole, tell=first) else whole
+    def _step(self) -> None:
+        with self._changed:
+            wait_s = None if self._again is None else self._pause_s
+            self._changed.wait_for(
+                lambda: self._wanted is not None or self._worker.stopping, wait_s
+            )
+            first = self._wanted is not None
+            whole = self._wanted or self._again
+            if whole is None:
+                return
+            self._wanted, self._busy = None, True
+        self._pause_s = _RETRY_MIN_S if first else min(2 * self._pause_s, _RETRY_MAX_S)
+        self._again = whole
+        if self._try(whole, tell=first):
+            self._again = None
 
     def _try(self, whole: bytes, *, tell: bool) -> bool:
         """Replace the file. If that fails, remove what is left of it, because its epochs may be
         old.
         """
-        removed = failed = False
+        removed, failed = False, True
         try:
             _replace(self._path, whole)
+            failed = False
         except OSError as error:
             removed = _remove(self._path)
             failed = not removed
             self._counters.add("ssd_catalogue_failures")
             if tell:
-                _log.error("namespaces not written", path=str(self._path), error=str(error))
+                _log.error("ssd_catalogue.not_written", path=str(self._path), error=str(error))
         finally:
             with self._changed:
                 self._busy = False
@@ -245,7 +263,8 @@ def _replace(path: Path, data: bytes) -> None:
     if 2 * len(data) > RESERVE_BYTES:
         raise OSError(f"{len(data)} bytes of namespaces are too many")
     fresh = path.with_name(NAMESPACES_FRESH_NAME)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(fresh, flags, 0o600)
     try:
         left = memoryview(data)
         while left:
@@ -268,16 +287,16 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> _Said | None:
+def _read(path: Path) -> _StoredContent | None:
     content = _content(path)
     if content is None:
         return None
-    return _Said(path, content, os.access(path.parent, os.W_OK, effective_ids=True))
+    return _StoredContent(path, content, os.access(path.parent, os.W_OK, effective_ids=True))
 
 
 def _content(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_own(path, RESERVE_BYTES))
     except (OSError, ValueError):
         return None
     whole = isinstance(content, dict) and content.get("format") == _FORMAT
@@ -285,7 +304,7 @@ def _content(path: Path) -> dict[str, Any] | None:
         return None
     # With one flipped bit in an epoch, blocks of other weights would be trusted.
     if content.pop("check", None) != _check(content):
-        _log.error("the namespaces beside the SSD tier are damaged", path=str(path))
+        _log.error("ssd_catalogue.damaged", path=str(path))
         return None
     return content if all(name in content for name in _FIELDS) else None
 

@@ -220,7 +220,7 @@ def take_over(engine: Engine) -> None:
         engine.call(engine.core.membership.settle, group)
 
 
-def quiet_at(engine: Engine) -> float:
+def safe_after(engine: Engine) -> float:
     """Return the time from which slots that a dead daemon was loading into may be reused, if the
     file locks allow it; later if it had other directories.
     """
@@ -242,7 +242,7 @@ def _start_cold(engine: Engine) -> None:
     known.
     """
     state = engine.core.state
-    if engine.tier is not None:
+    if engine.tiers:
         # Start above the numbers that an earlier run gave to blocks that the tier may still have.
         state.sequence = int(time.time()) << 16
     lower_tier = engine.ssd_catalogue.read()
@@ -250,7 +250,7 @@ def _start_cold(engine: Engine) -> None:
         if lower_tier is not None:
             check_namespaces(lower_tier)
     except KVHearthError as error:
-        _log.error("the namespaces beside the SSD tier are damaged", error=str(error))
+        _log.error("ssd_catalogue.damaged", error=str(error))
         lower_tier = None
     if lower_tier is None:
         # Epochs of an earlier run are forgotten and must not recur: an engine that still runs with

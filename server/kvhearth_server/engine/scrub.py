@@ -143,14 +143,14 @@ class Scrub:
         tiering = self._engine.tiering
         if tiering is None:
             return
-        while tiering.tier.status.recovering:
+        while tiering.tier.recovering:
             await asyncio.sleep(_AGAIN_S)
         pace = Pace(self._rate)
         await self._rounds(SSD, lambda: self._ssd_round(tiering, pace))
 
     async def _ssd_round(self, tiering: Tiering, pace: Pace) -> None:
-        total, seen, cursor = max(1, tiering.tier.status.blocks), 0, 0
-        while not tiering.tier.status.interface_broken:
+        total, seen, cursor = max(1, tiering.tier.blocks), 0, 0
+        while not tiering.tier.broken:
             cursor, found = tiering.tier.walk(cursor, _KEYS_A_STEP)
             for family, keys in found:
                 await self._ssd_family(tiering, pace, family, keys)
@@ -193,13 +193,13 @@ class Scrub:
         """Read and verify blocks of the tier; return how many were read to the end."""
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        def told(parts: list[tuple[Outcome, I64]]) -> None:
+        def on_done(parts: list[tuple[Outcome, I64]]) -> None:
             read = [rows for outcome, rows in parts if isinstance(outcome, Done | Corrupt)]
             if not ended.done():
                 ended.set_result(sum(map(len, read)))
 
         for _ in range(_TRIES):
-            if tiering.verify_lower_tier(request, told):
+            if tiering.verify_lower_tier(request, on_done):
                 break
             await asyncio.sleep(_AGAIN_S)
         else:

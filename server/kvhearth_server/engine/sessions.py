@@ -7,8 +7,9 @@ import hmac
 import os
 import secrets
 import select
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvhearth.errors import KVHearthError, Reason
 
@@ -25,13 +26,20 @@ class Peer:
     pidfd: int
 
 
+class Connection(Protocol):
+    """A connection that ends with its session."""
+
+    def abort(self) -> None:
+        """End now."""
+
+
 @dataclass
 class Session:
     """One attached process, or one that left and is not drained yet.
 
     ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
     attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
-    that a call may name.
+    that a call may name; ``connections`` are those for calls.
     """
 
     number: int
@@ -44,8 +52,9 @@ class Session:
     boot_id: str
     ghost: bool = False
     gone: bool = False
-    quiet_since: float | None = None
+    drained_since: float | None = None
     keys_max: int = 0
+    connections: set[Connection] = field(default_factory=set)
 
     def exited(self) -> bool | None:
         """Return whether the process has ended, or None if that cannot be determined."""
@@ -69,8 +78,6 @@ class Sessions:
         self._next = first
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[str, Session] = {}
-        self.on_left: Callable[[int], None] = lambda number: None
-        """Callback that receives the number of each session that leaves."""
         self.someone_left = asyncio.Event()
         """Set when a session leaves; wakes the task that waits for it to drain."""
 
@@ -127,7 +134,8 @@ class Sessions:
         """
         session.gone = True
         self.someone_left.set()
-        self.on_left(session.number)
+        while session.connections:
+            session.connections.pop().abort()  # a call under way still runs to its end
         self._by_token.pop(session.token, None)
 
     def drop(self, session: Session) -> None:

@@ -15,7 +15,7 @@ from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.ssd.stats import SsdFigures
+from kvhearth_server.tiers.base import TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""
@@ -183,7 +183,7 @@ class SsdNow:
         promoting_blocks: blocks that are being loaded.
     """
 
-    tier: SsdFigures
+    tier: TierFigures
     demoting_blocks: int
     promoting_blocks: int
 
@@ -257,11 +257,11 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 def take_ssd(engine: Engine) -> SsdNow | None:
     """Take a snapshot of the SSD tier; call on the loop."""
-    if engine.tier is None:
-        return None
     tiering = engine.tiering
-    writing, promoting = (tiering.writing, tiering.promoting) if tiering is not None else (0, 0)
-    return SsdNow(engine.tier.status.figures(), writing, promoting)
+    figures = tiering.tier.figures() if tiering is not None else None
+    if tiering is None or figures is None:
+        return None
+    return SsdNow(figures, tiering.writing, tiering.promoting)
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:

@@ -34,7 +34,7 @@ class Supervisor:
                 return
             except Exception:  # noqa: BLE001 - the supervisor's whole purpose
                 self._counters.add("task_failures", 1, name)
-                _log.exception("background task failed", task=name, again_in_s=pause_s)
+                _log.exception("task.failed", task=name, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 

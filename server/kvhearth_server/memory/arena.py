@@ -149,16 +149,28 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
             undo.callback(os.close, lock_fd)
             _remove_unfinished(plan.folder)
         found = check_room(plan, KernelMemory())
+        if plan.folder is not None and lock_fd < 0:
+            lock_fd = _make_folder(plan.folder)
+            undo.callback(os.close, lock_fd)
         generations = _generations(plan)
         undo.callback(generations.close)
         if plan.folder is None:
             segments = _create_segments(plan, progress)
             arena = Arena(plan, segments, generations, notes=_notes(segments))
         else:
-            arena = _open_folder(plan, plan.folder, found, generations, progress)
-            arena._lock_fd = lock_fd
+            arena = _open_folder(plan, plan.folder, lock_fd, found, generations, progress)
         undo.pop_all()
         return arena
+
+
+def _make_folder(folder: Path) -> int:
+    """Make the arena's directory and lock it."""
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        message = f"cannot make arena_dir {folder} ({error.strerror}); create it or mount it"
+        raise KVHearthError(Reason.ARENA_UNUSABLE, message) from error
+    return lock_directory(folder)
 
 
 def _generations(plan: ArenaPlan) -> Generations:
@@ -173,28 +185,32 @@ def _generations(plan: ArenaPlan) -> Generations:
 
 
 def _open_folder(
-    plan: ArenaPlan, folder: Path, found: Found, generations: Generations, progress: Progress
+    plan: ArenaPlan,
+    folder: Path,
+    lock_fd: int,
+    found: Found,
+    generations: Generations,
+    progress: Progress,
 ) -> Arena:
     with contextlib.ExitStack() as undo:
         blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
         undo.callback(blob.close)
         notes = list(found.notes)
+        old = None
         if found.catalogue is None or found.geometry is None:
-            arena = _cold(plan, folder, generations, blob, progress)
+            segments, journal = _cold(plan, folder, blob, progress)
         else:
             old = settle(folder, blob, found.catalogue)
             if found.step is Step.RESIZE:
                 grown = partial(progress, plan.geometry.segments[0].tenant)
-                old, told = resize(plan, folder, blob, old, found.geometry, grown)
-                notes.append(told)
+                old, message = resize(plan, folder, blob, old, found.geometry, grown)
+                notes.append(message)
             segments = _open_segments(plan, folder, progress)
             journal = open_segment(journal_path(folder))
-            arena = Arena(plan, segments, generations, old, [], blob, journal)
-            for segment in segments:
-                if segment.surplus_bytes:
-                    arena._surplus.append((segment, set(segment.held_bytes())))
-            arena.trim()
-        arena.notes = notes + _notes(arena.segments)
+        notes += _notes(segments)
+        surplus = [(each, set(each.held_bytes())) for each in segments if each.surplus_bytes]
+        arena = Arena(plan, segments, generations, old, notes, blob, journal, lock_fd, surplus)
+        arena.trim()
         undo.pop_all()
         return arena
 
@@ -210,8 +226,8 @@ def _numbers(plan: ArenaPlan) -> range:
 
 
 def _cold(
-    plan: ArenaPlan, folder: Path, generations: Generations, blob: DurableBlob, progress: Progress
-) -> Arena:
+    plan: ArenaPlan, folder: Path, blob: DurableBlob, progress: Progress
+) -> tuple[list[Segment], Segment]:
     """Make new files under the same names.
 
     Old ones are unlinked first: an engine that still maps one continues to write to memory that is
@@ -228,7 +244,7 @@ def _cold(
         path=journal_path(folder),
         on_progress=partial(progress, "journal"),
     )
-    return Arena(plan, segments, generations, None, [], blob, journal)
+    return segments, journal
 
 
 def _open_segments(plan: ArenaPlan, folder: Path, progress: Progress) -> list[Segment]:

@@ -16,6 +16,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import closed_on_failure, map_shared, populate
 from kvhearth_server.memory.page_kinds import Filesystem, FilesystemKind, filesystem_kind
+from kvhearth_server.ownership import check_own, read_own
 
 LOCK_FILE_NAME = "arena.lock"
 
@@ -190,6 +191,7 @@ class DurableBlob:
         except FileNotFoundError:
             return self._make(None)
         with closed_on_failure(descriptor):
+            check_own(descriptor, self.path)
             if os.fstat(descriptor).st_size >= self._file_bytes():
                 return descriptor
             value = self._value_of(descriptor)
@@ -273,7 +275,7 @@ def peek(path: Path) -> bytes | None:
         OSError: the file exists and cannot be read.
     """
     try:
-        data = path.read_bytes()
+        data = read_own(path)
     except FileNotFoundError:
         return None
     half = len(data) // 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
-from kvhearth_server.core.adoption import AdoptedBlocks, Adoption
+from kvhearth_server.core.adoption import AdoptedBlocks, Adoption, DropCause
 from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.slot_table import KERNEL, Geometry, State
 from kvhearth_server.memory.journal import (
@@ -144,7 +144,7 @@ def _damaged_slab(
     first = slab * geometry.stride
     rows = np.arange(first + 1, first + geometry.stride, dtype=np.int64)
     used = journal.headers["state"][rows] != STATE_WORDS[State.FREE]
-    _drop(found, "slab", rows[used])
+    _drop(found, DropCause.SLAB, rows[used])
     held[0].append(np.array([first], np.int64))
 
 
@@ -195,15 +195,15 @@ class _Reader:
             read_only = quarantined & (owners == READERS)
             busy = np.isin(words, _BUSY) | (quarantined & ~read_only)
             if (orphaned_loads := int((busy & ~known).sum())) > 0:
-                found.reasons["owner"] += orphaned_loads
-            _drop(found, "readers", slots[read_only])
+                found.causes[DropCause.OWNER] += orphaned_loads
+            _drop(found, DropCause.READERS, slots[read_only])
             for owner in np.unique(owners[busy]).tolist():
                 self._held[int(owner)].append(slots[busy & (owners == owner)])
             # An unknown state word was damaged: the slot may have been reserved, so no assumption
             # about it is safe.
             strange = ~(bound | busy | read_only)
             if strange.any():
-                found.reasons["state_word"] += int(strange.sum())
+                found.causes[DropCause.STATE_WORD] += int(strange.sum())
                 self._held[0].append(slots[strange])
             rows, slots, sizes = rows[bound], slots[bound], sizes[bound]
         if len(rows):
@@ -224,7 +224,7 @@ class _Reader:
         good &= rows["identity_check"] == identity_check(rows)
         summed = rows["state"] == STATE_WORDS[State.SUMMED]
         good &= ~summed | (rows["sum_check"] == sum_check(rows))
-        _drop(found, "header", slots[~good])
+        _drop(found, DropCause.HEADER, slots[~good])
         pairs = _pairs(rows)
         inside = pairs < len(specs.known)
         pairs = np.where(inside, pairs, 0)
@@ -232,9 +232,9 @@ class _Reader:
         fits &= (rows["shard_count"] == specs.shards[pairs]) & (rows["shard"] < rows["shard_count"])
         fits &= (rows["key_bytes"] == specs.key_bytes[pairs]) & (sizes == specs.slot_bytes[pairs])
         fits &= _segments(self._geometry, slots) == specs.segment[pairs]
-        _drop(found, "contract", slots[good & ~fits])
+        _drop(found, DropCause.CONTRACT, slots[good & ~fits])
         current = rows["epoch"] == specs.epoch[pairs]
-        _drop(found, "epoch", slots[good & fits & ~current])
+        _drop(found, DropCause.EPOCH, slots[good & fits & ~current])
         return np.asarray(good & fits & current)
 
 
@@ -248,10 +248,10 @@ def _segments(geometry: Geometry, slots: I64) -> I64:
     return np.searchsorted(starts, slots, side="right").astype(np.int64) - 1
 
 
-def _drop(found: Adoption, reason: str, slots: I64) -> None:
+def _drop(found: Adoption, cause: DropCause, slots: I64) -> None:
     if len(slots):
         found.dropped.append(slots)
-        found.reasons[reason] += len(slots)
+        found.causes[cause] += len(slots)
 
 
 def _blocks(found: Adoption, specs: _Specs, columns: _Columns) -> None:
@@ -279,7 +279,7 @@ def _complete(found: Adoption, columns: _Columns, rows: I64, shards: int) -> I64
     keys = columns.key[runs]
     agree &= (keys == keys[:, :1]).all(axis=(1, 2))
     kept = runs[agree].reshape(-1)
-    _drop(found, "incomplete", columns.slot[np.setdiff1d(rows, kept)])
+    _drop(found, DropCause.INCOMPLETE, columns.slot[np.setdiff1d(rows, kept)])
     return np.asarray(kept)
 
 
@@ -294,7 +294,7 @@ def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, spec
     kept = _newest(names, keys)
     if kept is not None:
         others = np.setdiff1d(np.arange(len(keys)), kept)
-        _drop(found, "duplicate", slots[others].reshape(-1))
+        _drop(found, DropCause.DUPLICATE, slots[others].reshape(-1))
     sequences = columns.sequence[rows][::shards]
     wanted = columns.parent_sequence[rows][::shards]
     place = np.minimum(np.searchsorted(sequences, wanted), len(sequences) - 1)

@@ -39,13 +39,18 @@ def closed_on_failure(descriptor: int) -> Iterator[contextlib.ExitStack]:
 
 
 def map_shared(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Map the whole file read-write and shared; this reserves hugetlb pages.
+    """Map the whole file read-write and shared; this reserves hugetlb pages. A core dump leaves the
+    mapping out, as far as the kernel allows it.
 
     Raises:
         OSError: ENOMEM if there are too few huge pages.
     """
     # Never with MAP_NORESERVE: too few huge pages would then be a SIGBUS at first touch.
-    return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, access)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
 
 
 def address_of(mapping: mmap.mmap) -> int:

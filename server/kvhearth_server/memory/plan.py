@@ -116,8 +116,8 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
     if step is None:
         return _refuse(
             plan,
-            f"the arena in {folder} was made with {_told(geometry)}; these settings ask for "
-            f"{_told(plan.geometry)}, and only the memory of a single tenant can change",
+            f"the arena in {folder} was made with {_message(geometry)}; these settings ask for "
+            f"{_message(plan.geometry)}, and only the memory of a single tenant can change",
             "restore the old settings to keep the cache",
         )
     wanted = {segment_path(folder, i): geometry.segment_bytes(i) for i in _numbers(geometry)}
@@ -161,7 +161,7 @@ def _geometry(made: dict[str, Any]) -> Geometry:
     return Geometry.of(tenants, slab, int(made["slot_bytes_min"]))
 
 
-def _told(geometry: Geometry) -> str:
+def _message(geometry: Geometry) -> str:
     parts = [
         f"{format_size(geometry.segment_bytes(i))} of memory for {segment.tenant}"
         for i, segment in enumerate(geometry.segments)

@@ -117,7 +117,7 @@ def resize(
     for _ in range(2):  # both halves, so that damage to one does not bring back the old geometry
         blob.write(_encoded(resized))
         hit("resize.committed")
-    return settle(folder, blob, resized), _told(moves, old, new)
+    return settle(folder, blob, resized), _message(moves, old, new)
 
 
 def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Geometry) -> bool:
@@ -234,12 +234,12 @@ def _fill_journal(
         rows[place] = before[slab]
 
 
-def _told(moves: _Moves, old: Geometry, new: Geometry) -> str:
-    told = f"the arena has {new.slab_count} slabs now, it had {old.slab_count}"
+def _message(moves: _Moves, old: Geometry, new: Geometry) -> str:
+    message = f"the arena has {new.slab_count} slabs now, it had {old.slab_count}"
     if moves.shards_kept == moves.shards:
-        return f"{told}; every block was kept"
+        return f"{message}; every block was kept"
     gone = moves.shards - moves.shards_kept
-    return f"{told}; {gone} of {moves.shards} shards of blocks were evicted to fit"
+    return f"{message}; {gone} of {moves.shards} shards of blocks were evicted to fit"
 
 
 def _encoded(catalogue: dict[str, Any]) -> bytes:

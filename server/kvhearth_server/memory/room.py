@@ -31,6 +31,7 @@ from kvhearth_server.memory.plan import (
     segment_path,
 )
 from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place
+from kvhearth_server.ownership import foreign
 
 
 @dataclass(frozen=True)
@@ -77,23 +78,33 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
     if plan.folder is None:
         _check_anonymous(plan, kernel)
         return Found(Step.COLD)
-    if not os.path.isdir(plan.folder):
+    place = plan.folder if os.path.lexists(plan.folder) else plan.folder.parent
+    if not os.path.isdir(place):
         raise KVHearthError(
-            Reason.ARENA_UNUSABLE,
-            f"arena_dir {plan.folder} is no directory; create it or mount it",
+            Reason.ARENA_UNUSABLE, f"arena_dir: {place} is no directory; create it or mount it"
         )
     try:
-        filesystem = filesystem_kind(plan.folder)
+        message = foreign(place) if place is plan.folder else _unmakeable(place)
+        filesystem = filesystem_kind(place)
     except OSError as error:
         raise KVHearthError(
             Reason.ARENA_UNUSABLE,
             f"cannot use arena_dir {plan.folder} ({error.strerror}); "
             "give a directory that the daemon may read and write",
         ) from error
+    if message:
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            f"cannot use arena_dir {plan.folder}: {message}; give a directory of the daemon's own",
+        )
     check_place(plan.folder, filesystem, plan.hugepages)
     found = examine(plan, plan.folder)
     _check_files(plan, plan.folder, filesystem, found, kernel)
     return found
+
+
+def _unmakeable(parent: Path) -> str:
+    return "" if os.access(parent, os.W_OK | os.X_OK) else "it is missing and cannot be made"
 
 
 def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:

@@ -37,6 +37,7 @@ from kvhearth_server.memory.page_kinds import (
     PageKind,
     filesystem_kind,
 )
+from kvhearth_server.ownership import foreign
 
 __all__ = ["Segment", "create_segment", "open_segment"]
 
@@ -105,6 +106,8 @@ def open_segment(
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"{path} is no segment; remove it")
+        if message := foreign(fd):
+            raise KVHearthError(Reason.ARENA_UNUSABLE, f"cannot use {path}: {message}; remove it")
         wanted = size_bytes or facts.st_size
         maker = _Maker(wanted, policy, on_progress, kernel or KernelMemory())
         with contextlib.ExitStack() as undo:
@@ -149,8 +152,8 @@ def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) ->
         )
 
 
-def check_memory(kernel: KernelMemory, needed_bytes: int, told: str = "") -> None:
-    """Refuse a size that the available memory cannot hold; ``told`` ends the message.
+def check_memory(kernel: KernelMemory, needed_bytes: int, message: str = "") -> None:
+    """Refuse a size that the available memory cannot hold; ``message`` ends the message.
 
     Raises:
         KVHearthError: ``MEMORY_UNAVAILABLE``.
@@ -160,7 +163,7 @@ def check_memory(kernel: KernelMemory, needed_bytes: int, told: str = "") -> Non
         raise KVHearthError(
             Reason.MEMORY_UNAVAILABLE,
             f"{format_size(needed_bytes)} of memory are asked for, {available // MIB}MiB are "
-            f"available; ask for less or raise the limit{told}",
+            f"available; ask for less or raise the limit{message}",
             needed_bytes=str(needed_bytes),
             available_bytes=str(available),
         )
@@ -336,7 +339,7 @@ class _Maker:
             raise self._no_memory(path, None)
 
     def _check_memory(self, needed_bytes: int) -> None:
-        check_memory(self._kernel, needed_bytes, self._told())
+        check_memory(self._kernel, needed_bytes, self._message())
 
     def _no_memory(self, path: Path | None, error: OSError | None) -> KVHearthError:
         why = error.strerror if error is not None and error.strerror else "it does not fit"
@@ -347,7 +350,7 @@ class _Maker:
         return KVHearthError(
             Reason.MEMORY_UNAVAILABLE,
             f"cannot take {format_size(self._bytes)} ({why}): {where} has {free // MIB}MiB free; "
-            "ask for less, or enlarge it" + self._told(),
+            "ask for less, or enlarge it" + self._message(),
             needed_bytes=str(self._bytes),
             available_bytes=str(free),
         )
@@ -364,7 +367,7 @@ class _Maker:
             page_bytes=str(page_bytes),
         )
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         return "".join(f" [{step}]" for step in self._steps)
 
 

@@ -76,13 +76,13 @@ class LimitedLog:
         Args:
             kind: events counted together: an event and a reason.
         """
-        if (told := self._admitted(kind, fields)) is not None:
-            self._log.warning(event, **told)
+        if (admitted := self._admitted(kind, fields)) is not None:
+            self._log.warning(event, **admitted)
 
     def info(self, event: str, *, kind: str, **fields: object) -> None:
         """Log a normal event at level info, under the same limits as ``warning``."""
-        if (told := self._admitted(kind, fields)) is not None:
-            self._log.info(event, **told)
+        if (admitted := self._admitted(kind, fields)) is not None:
+            self._log.info(event, **admitted)
 
     def _admitted(self, kind: str, fields: dict[str, object]) -> dict[str, object] | None:
         suppressed = self._throttle.admit(kind)

@@ -29,7 +29,7 @@ def notify(state: str) -> bool:
             sender.setblocking(False)
             sender.sendto(state.encode(), address)
     except OSError as error:
-        _log.warning("systemd was not told", state=state, error=str(error))
+        _log.warning("systemd.not_notified", state=state, error=str(error))
         return False
     return True
 

@@ -9,9 +9,10 @@ rule of this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ SHARDS_MAX = 0xFFFF
 
 U64 = npt.NDArray[np.uint64]
 
-PLACE_DTYPE = np.dtype([("region", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
+ADDRESS_DTYPE = np.dtype([("region", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
 """Place of a shard in the arena: number of the region (an arena segment), byte offset inside it."""
 
 
@@ -111,7 +112,7 @@ class LoadBatch:
     Attributes:
         family: properties of every block.
         keys: n keys of 1 to 64 bytes.
-        places: ``PLACE_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
+        places: ``ADDRESS_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
             belong to the tier until the batch's last completion.
         is_use: whether the load shows that the blocks are in demand and worth keeping.
     """
@@ -123,7 +124,7 @@ class LoadBatch:
 
     def __post_init__(self) -> None:
         shape = (len(self.keys), self.family.shards)
-        if not self.keys or self.places.shape != shape or self.places.dtype != PLACE_DTYPE:
+        if not self.keys or self.places.shape != shape or self.places.dtype != ADDRESS_DTYPE:
             raise ValueError(f"places must be {shape} of PLACE_DTYPE, not {self.places.shape}")
         if not all(0 < len(key) <= KEY_BYTES_MAX for key in self.keys):
             raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes")
@@ -241,8 +242,111 @@ class Counts:
         return self.values.get(name, 0)
 
 
+class Kind(NamedTuple):
+    """Identity of a problem, which stays the same while the problem lasts, whatever its numbers
+    are.
+
+    Attributes:
+        directory: its path; empty for what all directories share.
+        word: one word for the problem.
+        about: affected activity: writes, reads, ...
+    """
+
+    directory: str
+    word: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class DirectoryFigures:
+    """Figures of one directory.
+
+    Attributes:
+        capacity_bytes: most bytes that it may use.
+        file_bytes: length of its segment files, which are allocated in whole.
+        segments: number of files by state.
+        findings: current problems: a word of the tier's, and a sentence.
+    """
+
+    path: str
+    capacity_bytes: int
+    file_bytes: int
+    segments: Mapping[str, int]
+    findings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    """Figures of a tier of files at one moment.
+
+    Attributes:
+        interface_broken: problem of the disk interface; empty for none.
+        directories: all of them; those that could not be opened have no files.
+        blocks, live_bytes: loadable blocks and their payload.
+        files_found, files_recovered: segment files at the start; those read back so far.
+        locked_files: files that requests of a dead daemon may still hold.
+        queued_reads, queued_writes: requests that wait or run.
+        running_requests: requests in the kernel.
+        read_latency_s, read_bytes_per_s: moving averages.
+        budget_left_bytes: bytes that may be written now; None without a budget.
+        counts: the tier's counters since the start, by name.
+    """
+
+    interface: str
+    interface_broken: str
+    directories: list[DirectoryFigures]
+    blocks: int
+    live_bytes: int
+    recovering: bool
+    files_found: int
+    files_recovered: int
+    locked_files: int
+    queued_reads: int
+    queued_writes: int
+    running_requests: int
+    read_latency_s: float
+    read_bytes_per_s: float
+    budget_left_bytes: int | None
+    counts: Mapping[str, int]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Capacity of all directories together."""
+        return sum(each.capacity_bytes for each in self.directories)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of all directories' segment files."""
+        return sum(each.file_bytes for each in self.directories)
+
+    @property
+    def reasons(self) -> list[str]:
+        """All current problems, for people."""
+        message = [sentence for each in self.directories for _, sentence in each.findings]
+        return [*message, *filter(None, [self.interface_broken])]
+
+    def count(self, name: str) -> int:
+        """Return a counter of the tier; 0 where nothing was counted."""
+        return self.counts.get(name, 0)
+
+
+@dataclass(eq=False)
+class Offer:
+    """Blocks that a tier drops next, for the tier behind it to copy first.
+
+    The tier keeps them until ``settled`` is set, or until it has waited long enough.
+    """
+
+    family: BlockSpec
+    keys: list[bytes]
+    settled: bool = False
+
+
 class Tier(Protocol):
-    """A place for blocks. All calls come from one thread."""
+    """A place for blocks. All calls come from one thread.
+
+    Members with a body suit a tier of plain memory; a tier inherits or overrides them.
+    """
 
     name: str
     event_fd: int
@@ -251,6 +355,20 @@ class Tier(Protocol):
     @property
     def batch_blocks_max(self) -> int:
         """Most blocks of a batch; larger ones are a ValueError."""
+
+    @property
+    def queue_reads(self) -> int:
+        """Records to read that may wait or run before ``Throttled("queue")``; a block has one for
+        each shard.
+        """
+        return 1024
+
+    @property
+    def queue_writes(self) -> int:
+        """Requests to write that may wait or run before ``Throttled("queue")``."""
+        return 1024
+
+    # -- batches -----------------------------------------------------------------------------------
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
         """Begin to store a batch. Return its ticket, or ``Throttled`` if the whole batch is
@@ -279,19 +397,99 @@ class Tier(Protocol):
     def poll(self) -> list[Completion]:
         """Return the completions since the last call, and do the tier's own pending work."""
 
+    # -- lookup, removal ---------------------------------------------------------------------------
+
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
+
+    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
+        """Take one short step through all stored blocks, without reading any.
+
+        A complete round returns every block that is present all the time, except blocks that the
+        tier moves or overwrites meanwhile.
+
+        Args:
+            cursor: 0 to begin, then the cursor that the last step returned.
+            count: most blocks of this step; there may be fewer, or none.
+
+        Returns:
+            The next cursor, 0 at the end of a round, and keys by family. The blocks may be gone by
+            the time they are loaded (``Missing``).
+        """
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys and return how many were present. Running loads are not
         affected.
         """
 
+    def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
+        """Stop serving up to ``count`` blocks of a namespace, all of one KV group, and return them.
+        None if there are none left.
+        """
+
     def take_evicted(self) -> list[Evicted]:
         """Return the blocks dropped since the last call."""
 
+    def take_offers(self) -> list[Offer]:
+        """Return new offers of blocks that the tier drops next; only a tier with another one behind
+        it makes some.
+        """
+        return []
+
+    # -- status ------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Number of loadable blocks."""
+
+    @property
+    def recovering(self) -> bool:
+        """Whether blocks are still being read back, so that absent ones may yet appear."""
+        return False
+
+    @property
+    def loads_of_the_dead(self) -> bool:
+        """Whether requests of a dead daemon may still write to the arena. While it is true, slots
+        that the dead daemon was loading into must stay quarantined.
+        """
+        return False
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Counters that change with each step towards room for stores. Loads do not count."""
+        return ()
+
+    @property
+    def broken(self) -> str:
+        """Reason why nothing can be loaded any more; empty for none."""
+        return ""
+
+    @property
+    def directories(self) -> Sequence[Path]:
+        """Directories whose blocks outlive the daemon; the epochs that name them are kept there."""
+        return ()
+
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
+        """Estimate the seconds that loading these numbers of blocks would take from now, behind
+        ``waiting`` records that have not reached the tier yet; the loads themselves may be among
+        these.
+        """
+        return 0.0
+
+    def problems(self) -> Mapping[Kind, str]:
+        """Return all current problems: one sentence for people for each kind."""
+        return {}
+
     def health(self) -> Health:
         """Return the tier's current condition."""
+        reasons = tuple(self.problems().values())
+        return Health(bool(reasons), reasons)
+
+    def figures(self) -> TierFigures | None:
+        """Return the current figures of a tier of files; None for any other. Never waits."""
+        return None
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
         """Stop taking batches and wait until nothing is in flight; false if the deadline came

@@ -22,6 +22,7 @@ from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
+from kvhearth_server.ownership import open_to_all
 from kvhearth_server.transport.messages import plain_error, plain_text
 
 _SO_PEERPIDFD = 77
@@ -103,8 +104,8 @@ class AttachServer:
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(0o666)
+        with open_to_all():
+            listener.bind(str(path))
         listener.listen(_BACKLOG)
         self._socket = listener
         supervisor.spawn("attach", self._accept_forever)
@@ -121,19 +122,19 @@ class AttachServer:
     async def _accept_forever(self) -> None:
         loop = asyncio.get_running_loop()
         assert self._socket is not None
-        told = False
+        logged = False
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:
                 # Out of descriptors, most likely. Silent peers hold some; failing here would stop
                 # accepting for the supervisor's ever longer pauses.
-                if not told:
-                    _log.warning("cannot accept", error=str(error))
-                told = True
+                if not logged:
+                    _log.warning("attach.cannot_accept", error=str(error))
+                logged = True
                 await asyncio.sleep(_ACCEPT_AGAIN_S if self._hurry() else _ACCEPT_PAUSE_S)
                 continue
-            told = False
+            logged = False
             connection.setblocking(False)
             task = loop.create_task(self._serve(connection))
             self._connections.add(task)
@@ -154,10 +155,10 @@ class AttachServer:
                     self._tell(attached, peer, "engine.attached")
                     finished = await self._life_line(connection, decoder)
             except OSError as error:
-                _log.debug("attach connection broke", error=str(error))
+                _log.debug("attach.broken", error=str(error))
             except Exception:  # noqa: BLE001 - a connection's main: its bug is not the others'
                 self._engine.counters.add("task_failures", 1, "attach_connection")
-                _log.exception("attach connection failed")
+                _log.exception("attach.failed")
             finally:
                 if attached is not None:
                     # No goodbye counts as unfinished even right after the welcome: descriptors may
@@ -244,8 +245,8 @@ class AttachServer:
 
     def _health(self) -> dict[str, Any]:
         """Return the answer to a health request, which any peer that can connect may send."""
-        tier = self._engine.tier
-        degraded = list(tier.health().reasons) if tier else []
+        tiering = self._engine.tiering
+        degraded = list(tiering.tier.health().reasons) if tiering else []
         return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
@@ -277,7 +278,7 @@ class AttachServer:
                 for message in messages:
                     if message.get("kind") == "bye":
                         return True
-                    raise KVHearthError(Reason.BAD_MESSAGE, "a life line carries only 'bye'")
+                    raise KVHearthError(Reason.BAD_MESSAGE, "an attach socket carries only 'bye'")
             except KVHearthError as error:
                 self._count(error)
                 with contextlib.suppress(OSError):
@@ -299,7 +300,7 @@ class AttachServer:
     async def _refuse(self, connection: socket.socket, peer: Peer, error: KVHearthError) -> None:
         self._count(error)
         _refusals.warning(
-            "attach refused",
+            "attach.refused",
             kind=str(error.reason),
             reason=str(error.reason),
             why=error.message,

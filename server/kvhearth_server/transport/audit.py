@@ -25,12 +25,12 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
         peer: the requester, as far as the transport knows it.
         fields: parameters of the action; the block may add results to the dict that it receives.
     """
-    told = {
+    details = {
         name: plain_text(v, _NAME_CHARS) if isinstance(v, str) else v for name, v in fields.items()
     }
     result = "failed"
     try:
-        yield told
+        yield details
         result = "done"
     except KVHearthError as error:
         result = str(error.reason)
@@ -40,7 +40,7 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
         raise
     finally:
         say = _log.info if result == "done" else _log.warning
-        say(f"admin.{verb}", result=result, door=door, peer=peer, **told)
+        say(f"admin.{verb}", result=result, door=door, peer=peer, **details)
 
 
 def refused(door: str, peer: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.fast_path import Asked, One
 from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.reservations import Reserved
+from kvhearth_server.core.reservations import Commit, Reserved
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
@@ -43,12 +45,14 @@ COUNTERS_PER_HEARTBEAT_MAX = 64
 IDS_PER_CALL_MAX = 4096
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
+BOUND_PER_TURN_MAX = 64
+"""Blocks that a commit binds before others have their turn: about a millisecond."""
 
 Verify = Callable[[list[I64], str], Awaitable[int]]
 _log = get_logger("kvhearth.client")
 
 
-class Caller(NamedTuple):
+class CallContext(NamedTuple):
     """The calling session: its number, contract, namespace, group, and keys per call at most."""
 
     session: int
@@ -66,15 +70,15 @@ def failure(engine: Engine, error: Exception) -> KVHearthError:
     if isinstance(error, KVHearthError):
         refusal = plain_error(error)
     else:
-        _log.error("a call failed", exc_info=error)
+        _log.error("call.failed", exc_info=error)
         refusal = KVHearthError(Reason.INTERNAL, "the call failed in the daemon; see its log")
     engine.counters.add("refusals", 1, str(refusal.reason))
     return refusal
 
 
-class Decisions:
-    """Handlers of the calls, one method each: it checks its bounds, calls the core, and builds the
-    reply.
+class Dispatcher:
+    """Handlers of the calls, one method each, named like the call: it checks its bounds, calls the
+    core, and builds the reply.
 
     Args:
         engine: the engine that the calls read and change.
@@ -84,21 +88,11 @@ class Decisions:
     def __init__(self, engine: Engine, verify: Verify) -> None:
         self._engine = engine
         self._verify = verify
-        self._work: Mapping[str, Callable[[Any, Caller], Any]] = {
-            "Heartbeat": self._heartbeat,
-            "Lookup": self._lookup,
-            "Reserve": self._reserve,
-            "Commit": self._commit,
-            "Abort": self._abort,
-            "Release": self._release,
-            "Prefetch": self._prefetch,
-            "Pin": self._pin,
-            "Unpin": self._unpin,
-            "Touch": self._touch,
-            "BumpEpoch": self._bump_epoch,
+        self._work: Mapping[str, Callable[[Any, CallContext], Any]] = {
+            name: getattr(self, _handler_name(name)) for name in METHODS
         }
         self._parse: Mapping[str, Callable[[bytes], Any]] = {
-            name: getattr(cache_pb2, f"{name}Request").FromString for name in self._work
+            name: getattr(cache_pb2, f"{name}Request").FromString for name in METHODS
         }
         self._stored: dict[int, Ready] = {}
         """Replies to a commit of one new key, by KV group."""
@@ -132,22 +126,22 @@ class Decisions:
             KVHearthError: the reason of a refusal.
         """
         try:
-            reply = self.decide_first(name, request, session)
+            reply = self.decide_deferred(name, request, session)
             return reply.message if isinstance(reply, Ready) else reply
         finally:
             self._engine.settle()
 
-    def decide_first(self, name: str, request: Any, session: Session) -> Any:
-        """Answer like ``decide``, but through ``Engine.call_first``; the reply may be ``Ready``."""
+    def decide_deferred(self, name: str, request: Any, session: Session) -> Any:
+        """Answer like ``decide``, but by ``Engine.call_deferred``; the reply may be ``Ready``."""
         group = self._engine.core.state.group_of(session.number)
         if name != "Heartbeat" and not group.members[session.number].scheduler:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
         namespace = self._engine.core.state.namespaces.get(group.namespace)
-        caller = Caller(session.number, namespace.contract, namespace, session.keys_max, group)
+        caller = CallContext(session.number, namespace.contract, namespace, session.keys_max, group)
         return self._work[name](request, caller)
 
     def _heartbeat(
-        self, request: cache_pb2.HeartbeatRequest, caller: Caller
+        self, request: cache_pb2.HeartbeatRequest, caller: CallContext
     ) -> cache_pb2.HeartbeatResponse:
         require(
             len(request.counters) <= COUNTERS_PER_HEARTBEAT_MAX,
@@ -163,14 +157,16 @@ class Decisions:
             draining=self._engine.draining,
         )
 
-    def _lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
+    def _lookup(
+        self, request: cache_pb2.LookupRequest, caller: CallContext
+    ) -> cache_pb2.LookupResponse:
         engine, contract = self._engine, caller.contract
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, Asked):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
-        found = engine.call_first(
+        found = engine.call_deferred(
             engine.core.reading.lookup,
             caller.session,
             request.epoch,
@@ -194,7 +190,12 @@ class Decisions:
         return reply
 
     def _request_promotion(
-        self, promotion_queue: list[PromotionRequest], caller: Caller, lease_id: int, *, go: bool
+        self,
+        promotion_queue: list[PromotionRequest],
+        caller: CallContext,
+        lease_id: int,
+        *,
+        go: bool,
     ) -> int:
         """Promote blocks if the caller asked for it; return the microseconds until they could be in
         memory.
@@ -209,7 +210,7 @@ class Decisions:
         return eta_us
 
     def _reserve(
-        self, request: cache_pb2.ReserveRequest, caller: Caller
+        self, request: cache_pb2.ReserveRequest, caller: CallContext
     ) -> cache_pb2.ReserveResponse | Awaitable[cache_pb2.ReserveResponse]:
         engine = self._engine
         engine.refuse_while_draining()
@@ -229,7 +230,7 @@ class Decisions:
         return self._reserved(caller, reserved)
 
     async def _reserve_more(
-        self, request: cache_pb2.ReserveRequest, caller: Caller
+        self, request: cache_pb2.ReserveRequest, caller: CallContext
     ) -> cache_pb2.ReserveResponse:
         """Evict in portions, and serve others in between."""
         engine, number = self._engine, request.reservation_id
@@ -253,7 +254,7 @@ class Decisions:
             more = reserved.more
         return self._reserved(caller, reserved)
 
-    def _reserved(self, caller: Caller, reserved: Reserved) -> cache_pb2.ReserveResponse:
+    def _reserved(self, caller: CallContext, reserved: Reserved) -> cache_pb2.ReserveResponse:
         engine = self._engine
         hit("reserve.after")
         engine.counters.add("reserves")
@@ -272,8 +273,8 @@ class Decisions:
         )
 
     def _commit(
-        self, request: cache_pb2.CommitRequest, caller: Caller
-    ) -> cache_pb2.CommitResponse | Ready:
+        self, request: cache_pb2.CommitRequest, caller: CallContext
+    ) -> cache_pb2.CommitResponse | Ready | Awaitable[cache_pb2.CommitResponse]:
         engine, contract = self._engine, caller.contract
         one = one_commit(contract, request.groups)
         if one is not None and _commit_one(engine, request.epoch, one, caller):
@@ -283,14 +284,30 @@ class Decisions:
             return reply
         items = commit_items(contract, request.groups, caller.keys_max)
         hit("commit.before")
-        stored = engine.call(engine.core.writing.commit, caller.session, request.epoch, items)
+        commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
+        engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
+        return self._commit_more(commit) if commit.unfinished else self._committed(commit)
+
+    async def _commit_more(self, commit: Commit) -> cache_pb2.CommitResponse:
+        """Bind in portions, and serve others in between."""
+        while commit.unfinished:
+            await asyncio.sleep(0)
+            hit("commit.between")
+            self._engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
+        return self._committed(commit)
+
+    def _committed(self, commit: Commit) -> cache_pb2.CommitResponse:
+        engine = self._engine
         hit("commit.after")
         engine.counters.add("commits")
+        groups = [item.kv_group for item in commit.items]
         return cache_pb2.CommitResponse(
-            boot_id=engine.boot_id, stored=bitmaps([item.kv_group for item in items], stored)
+            boot_id=engine.boot_id, stored=bitmaps(groups, commit.stored)
         )
 
-    def _abort(self, request: cache_pb2.AbortRequest, caller: Caller) -> cache_pb2.AbortResponse:
+    def _abort(
+        self, request: cache_pb2.AbortRequest, caller: CallContext
+    ) -> cache_pb2.AbortResponse:
         engine = self._engine
         items = slots_items(request.groups, IDS_PER_CALL_MAX * 256)
         _few(len(request.reservation_ids), "reservation ids")
@@ -308,7 +325,7 @@ class Decisions:
         )
 
     def _release(
-        self, request: cache_pb2.ReleaseRequest, caller: Caller
+        self, request: cache_pb2.ReleaseRequest, caller: CallContext
     ) -> cache_pb2.ReleaseResponse | Awaitable[cache_pb2.ReleaseResponse]:
         engine = self._engine
         _few(len(request.lease_ids), "lease ids")
@@ -318,11 +335,11 @@ class Decisions:
             engine.tiering.cancel(group.number, request.cancelled_ids)
         if request.bad:
             return self._release_bad(request, caller)
-        engine.call_first(engine.core.reading.release, caller.session, list(request.lease_ids))
+        engine.call_deferred(engine.core.reading.release, caller.session, list(request.lease_ids))
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 
     async def _release_bad(
-        self, request: cache_pb2.ReleaseRequest, caller: Caller
+        self, request: cache_pb2.ReleaseRequest, caller: CallContext
     ) -> cache_pb2.ReleaseResponse:
         engine = self._engine
         try:
@@ -335,7 +352,7 @@ class Decisions:
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 
     def _prefetch(
-        self, request: cache_pb2.PrefetchRequest, caller: Caller
+        self, request: cache_pb2.PrefetchRequest, caller: CallContext
     ) -> cache_pb2.PrefetchResponse:
         engine, contract = self._engine, caller.contract
         items = keys_items(contract, request.groups, caller.keys_max)
@@ -347,7 +364,7 @@ class Decisions:
             add_presence(reply.groups, one)
         return reply
 
-    def _pin(self, request: cache_pb2.PinRequest, caller: Caller) -> cache_pb2.PinResponse:
+    def _pin(self, request: cache_pb2.PinRequest, caller: CallContext) -> cache_pb2.PinResponse:
         engine, contract = self._engine, caller.contract
         _named(request.pin_id, "pin_id")
         items = keys_items(contract, request.groups, caller.keys_max)
@@ -364,20 +381,24 @@ class Decisions:
             boot_id=engine.boot_id, pinned=bitmaps([item.kv_group for item in items], pinned)
         )
 
-    def _unpin(self, request: cache_pb2.UnpinRequest, caller: Caller) -> cache_pb2.UnpinResponse:
+    def _unpin(
+        self, request: cache_pb2.UnpinRequest, caller: CallContext
+    ) -> cache_pb2.UnpinResponse:
         engine = self._engine
         _few(len(request.pin_ids), "pin ids")
         engine.call(engine.core.pinning.unpin, caller.session, list(request.pin_ids))
         return cache_pb2.UnpinResponse(boot_id=engine.boot_id)
 
-    def _touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
+    def _touch(
+        self, request: cache_pb2.TouchRequest, caller: CallContext
+    ) -> cache_pb2.TouchResponse:
         engine, contract = self._engine, caller.contract
         items = keys_items(contract, request.groups, caller.keys_max)
         touched = engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
         return cache_pb2.TouchResponse(boot_id=engine.boot_id, touched=touched)
 
     def _bump_epoch(
-        self, request: cache_pb2.BumpEpochRequest, caller: Caller
+        self, request: cache_pb2.BumpEpochRequest, caller: CallContext
     ) -> cache_pb2.BumpEpochResponse | Awaitable[cache_pb2.BumpEpochResponse]:
         engine = self._engine
         epoch = engine.call(
@@ -396,6 +417,11 @@ class Decisions:
         return reply
 
 
+def _handler_name(method: str) -> str:
+    """Return the name of the handler of a call: ``_bump_epoch`` for ``BumpEpoch``."""
+    return re.sub(r"(?=[A-Z])", "_", method).lower()
+
+
 def _named(number: int, what: str) -> None:
     require(
         0 < number < np.iinfo(np.int64).max,
@@ -412,7 +438,7 @@ def _few(count: int, what: str) -> None:
 
 
 def _lookup_one(
-    engine: Engine, epoch: int, one: Asked, caller: Caller
+    engine: Engine, epoch: int, one: Asked, caller: CallContext
 ) -> cache_pb2.LookupResponse | None:
     """Return the reply to a lookup of one key, or None (no side effects) if the general path must
     decide.
@@ -420,7 +446,7 @@ def _lookup_one(
     if epoch != caller.namespace.epoch:
         return None
     lookup = engine.core.reading.lookup_one
-    extent = engine.call_first(lookup, caller.group, caller.namespace, one, engine.now())
+    extent = engine.call_deferred(lookup, caller.group, caller.namespace, one, engine.now())
     if extent is None:
         return None
     tokens = caller.contract.groups[one.kv_group].block_tokens
@@ -431,11 +457,11 @@ def _lookup_one(
     return reply
 
 
-def _commit_one(engine: Engine, epoch: int, one: One, caller: Caller) -> bool:
+def _commit_one(engine: Engine, epoch: int, one: One, caller: CallContext) -> bool:
     """Commit one new key; return False (no side effects) if the general path must decide."""
     hit("commit.before")
     commit = engine.core.writing.commit_one
-    if not engine.call_first(commit, caller.group, caller.namespace, epoch, one):
+    if not engine.call_deferred(commit, caller.group, caller.namespace, epoch, one):
         return False
     hit("commit.after")
     engine.core.state.count("commits")

@@ -20,7 +20,8 @@ from kvhearth.wire.status import encode_status
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import LimitedLog, get_logger
-from kvhearth_server.transport.dispatch import Decisions, failure
+from kvhearth_server.ownership import open_to_all
+from kvhearth_server.transport.dispatch import Dispatcher, failure
 
 
 class Stream:
@@ -167,17 +168,15 @@ class CallsServer:
     are unopened, the oldest is closed.
     """
 
-    def __init__(self, engine: Engine, decisions: Decisions, *, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, dispatcher: Dispatcher, *, timeout_s: float) -> None:
         self.engine = engine
-        self.decisions = decisions
+        self.dispatcher = dispatcher
         self.timeout_s = timeout_s
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
-        self._by_session: dict[int, set[_Connection]] = {}
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
-        engine.sessions.on_left = self._session_left
 
     def start(self, path: Path) -> None:
         """Listen on the running loop.
@@ -186,8 +185,8 @@ class CallsServer:
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(0o666)
+        with open_to_all():
+            listener.bind(str(path))
         listener.listen(_BACKLOG)
         self._listener = listener
         self._open_door()
@@ -214,7 +213,7 @@ class CallsServer:
                 return
             except OSError as error:
                 # Out of descriptors, most likely; the other connections still have their turns.
-                _troubles.warning("cannot accept", kind="accept", error=str(error))
+                _troubles.warning("calls.cannot_accept", kind="accept", error=str(error))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener)
                 loop.call_later(_ACCEPT_PAUSE_S, self._open_door)
@@ -237,14 +236,13 @@ class CallsServer:
         Raises:
             KVHearthError: ``unknown_token``, ``too_many_sessions``.
         """
-        session = self.decisions.admit(token)
-        opened = self._by_session.setdefault(session.number, set())
-        if len(opened) >= CONNECTIONS_PER_SESSION_MAX:
+        session = self.dispatcher.admit(token)
+        if len(session.connections) >= CONNECTIONS_PER_SESSION_MAX:
             raise KVHearthError(
                 Reason.TOO_MANY_SESSIONS,
                 f"the session has {CONNECTIONS_PER_SESSION_MAX} connections for calls; close some",
             )
-        opened.add(connection)
+        session.connections.add(connection)
         self._unopened.pop(connection, None)
         return session
 
@@ -253,15 +251,7 @@ class CallsServer:
         self._connections.discard(connection)
         self._unopened.pop(connection, None)
         if session is not None:
-            opened = self._by_session.get(session.number, set())
-            opened.discard(connection)
-            if not opened:
-                self._by_session.pop(session.number, None)
-
-    def _session_left(self, number: int) -> None:
-        for connection in self._by_session.pop(number, set()):
-            # A call under way still runs to its end.
-            connection.abort()
+            session.connections.discard(connection)
 
 
 class _Connection(Stream):
@@ -271,7 +261,7 @@ class _Connection(Stream):
         super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
         self._server = server
         self._engine = server.engine
-        self._decisions = server.decisions
+        self._dispatcher = server.dispatcher
         self._body_bytes_max = server.engine.shell.message_bytes_max
         self._buffer = bytearray()
         self._token = ""
@@ -399,8 +389,10 @@ class _Connection(Stream):
             # Check before parsing, and for every call: the session may have ended.
             session = self._session
             if session is None or session.gone:
-                session = self._decisions.admit(self._token)
-            reply = self._decisions.decide_first(name, self._decisions.parse(name, body), session)
+                session = self._dispatcher.admit(self._token)
+            reply = self._dispatcher.decide_deferred(
+                name, self._dispatcher.parse(name, body), session
+            )
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
             self._refuse(name, number, began, error)
             return

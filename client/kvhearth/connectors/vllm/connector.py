@@ -1,4 +1,4 @@
-"""``KVHearthConnector``: vLLM's connector interface, delegated to the two halves."""
+"""``KVHearthConnector``: vLLM's connector interface, one class a role, over ``connectors/core``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhearth.connectors.vllm.fail_open import guarded, nothing
+from kvhearth.connectors.core.fail_open import guarded, nothing
+from kvhearth.connectors.core.scheduler import SchedulerConnector
+from kvhearth.connectors.core.settings import parse_settings
+from kvhearth.connectors.core.step_metadata import Handshake, StepMeta, WorkerReport
+from kvhearth.connectors.core.worker import WorkerConnector
+from kvhearth.connectors.vllm.adapter import (
+    HANDOVER,
+    VllmSettings,
+    hash_tokens_of,
+    make_scheduler,
+    make_worker,
+    step_of,
+)
 from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
-from kvhearth.connectors.vllm.scheduler import SchedulerConnector, engage
-from kvhearth.connectors.vllm.settings import Settings, parse_settings
-from kvhearth.connectors.vllm.step_metadata import Handshake, StepMeta, WorkerReport
-from kvhearth.connectors.vllm.worker import WorkerConnector, hash_tokens_of
 from kvhearth.counters import LOGGER
 
 BLOCKS_OUTERMOST = "BLHNC"
@@ -45,25 +53,99 @@ _workers: WeakValueDictionary[str, WorkerConnector] = WeakValueDictionary()
 """Workers of this process, by engine id."""
 
 
-class _Base(KVConnectorBase_V1, SupportsHMA):
-    """State and helpers that the methods of both halves use."""
+class KVHearthConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV blocks in a KVHearth daemon.
+
+    vLLM makes one in the scheduler's process, which becomes a ``SchedulerRole``, and one in each
+    worker's, a ``WorkerRole``.
+
+    Args:
+        vllm_config, role, kv_cache_config: vLLM's arguments.
+
+    Raises:
+        KVHearthError: ``config_invalid`` or ``bad_url`` for invalid options. Nothing else is
+            raised, then or later; without a daemon the engine runs without a cache.
+    """
 
     _cache_hit_source = CacheHitSource.HOST
-    _settings: Settings
-    _block_pool: Any = None
-    _scheduler: SchedulerConnector | None = None
-    _worker: WorkerConnector | None = None
-    _handshake_steps = 0
 
-    def trouble(self, name: str) -> None:
+    def __init_subclass__(cls) -> None:
+        # MultiConnector looks its members up in vLLM's registry by the names of their classes.
+        cls.__name__ = "KVHearthConnector"
+
+    def __new__(
+        cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
+    ) -> KVHearthConnector:
+        """Return an object of the role's class."""
+        return object.__new__(WorkerRole if role is KVConnectorRole.WORKER else SchedulerRole)
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._settings = parse_settings(VllmSettings, transfer.kv_connector_extra_config)
+        self._engine_id = str(transfer.engine_id)
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing: a call of the other role, or one about a layer. Blocks are copied whole."""
+
+    wait_for_layer_load = save_kv_layer = start_load_kv = wait_for_save = _nothing
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _nothing
+    request_finished_all_groups = _nothing
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that the user's ``layout`` demands.
+
+        ``auto`` demands blocks outermost, because a device copies each such block at once. It
+        demands nothing on the CPU, whose attention has a layout of its own, nor under
+        ``MultiConnector``, where two different demands end the engine.
+        """
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        settings = parse_settings(VllmSettings, given)
+        if settings.layout == "auto":
+            device = getattr(vllm_config.device_config, "device_type", "")
+            alone = device == "cuda" and not _asked_by_multi_connector()
+            return BLOCKS_OUTERMOST if alone else None
+        return None if settings.layout == "none" else settings.layout
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HearthStats:
+        """Build a stats object from another process's data."""
+        return HearthStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HearthProm:
+        """Build the connector's part of the engine's ``/metrics``."""
+        return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class SchedulerRole(KVHearthConnector):
+    """The connector in the scheduler's process. Its half starts with the workers' handshakes."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_pool: Any = None
+        self._scheduler: SchedulerConnector | None = None
+        self._handshake_steps = 0
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            LOGGER.error(
+                "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
+                "Set it to 'recompute'",
+                policy,
+            )
+
+    def record_failure(self, name: str) -> None:
         """Count a call that proceeded without the cache."""
-        half = self._scheduler or self._worker
-        if half is not None:
-            half.tally.add("troubles")
-
-
-class _SchedulerSide(_Base):
-    """Methods that vLLM calls in the scheduler's process."""
+        if self._scheduler is not None:
+            self._scheduler.record_failure(name)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -88,12 +170,16 @@ class _SchedulerSide(_Base):
         if self._scheduler is not None:
             return
         self._handshake_steps = 0
-        config = self._vllm_config
-        hash_tokens = hash_tokens_of(config, self._kv_cache_config)
-        self._scheduler = engage(self._settings, config, hash_tokens, handshakes, self._block_pool)
-        if self._scheduler is not None and not _is_stepped():
-            engine_id = str(config.kv_transfer_config.engine_id)
-            self._scheduler.serve_unstepped(_workers.get(engine_id))
+        self._scheduler = make_scheduler(
+            self._settings,
+            self._vllm_config,
+            hash_tokens_of(self._vllm_config, self._kv_cache_config),
+            handshakes,
+            self._block_pool,
+            # A loop of vLLM's own steps the engine while it has no request, so that stores end.
+            stepped=bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING),
+            worker=_workers.get(self._engine_id),
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Set vLLM's block pool, in which stores hold blocks."""
@@ -114,7 +200,8 @@ class _SchedulerSide(_Base):
         """
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched(request, num_computed_tokens)
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     @guarded(dict)
     def get_external_cache_hit_sources(
@@ -149,7 +236,7 @@ class _SchedulerSide(_Base):
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """Return the workers' jobs of this step."""
         if self._scheduler is not None:
-            return self._scheduler.plan_step(scheduler_output)
+            return self._scheduler.plan_step(step_of(scheduler_output))
         if self._handshake_steps:
             self._handshake_steps -= 1
             if not self._handshake_steps:
@@ -177,9 +264,9 @@ class _SchedulerSide(_Base):
         """Handle the end of a request. Its blocks may be freed: those that are being copied are
         held.
         """
-        if self._scheduler is None:
-            return False, None
-        return False, self._scheduler.finished(request, block_ids)
+        tokens = self._scheduler and self._scheduler.finished(request, block_ids)
+        hands_over = self._vllm_config.kv_transfer_config.kv_role == "kv_producer"
+        return False, None if tokens is None or not hands_over else {HANDOVER: tokens}
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -208,15 +295,38 @@ class _SchedulerSide(_Base):
         """Drop unused leases, and drop the namespace's blocks if they are this engine's alone."""
         return True if self._scheduler is None else self._scheduler.reset()
 
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> HearthStats | None:
+        """Return the counters since the last call; None if nothing happened."""
+        counts = {} if self._scheduler is None else self._scheduler.take_counts()
+        return HearthStats(data=counts) if counts else None
 
-class _WorkerSide(_Base):
-    """Methods that vLLM calls in each worker's process."""
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """Let copies end and release all resources."""
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+
+class WorkerRole(KVHearthConnector):
+    """The connector in a worker's process. Its half attaches with the rank's tensors."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._worker = self._make_worker({})
+
+    def _make_worker(self, kv_caches: dict[str, Any]) -> WorkerConnector:
+        config, pages = self._vllm_config, self._kv_cache_config
+        return make_worker(self._settings, config, pages, kv_caches, _own_rank())
+
+    def record_failure(self, name: str) -> None:
+        """Count a call that proceeded without the cache."""
+        self._worker.counters.add("troubles")
 
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the rank's tensors, by layer."""
-        if self._worker is not None:
-            self._worker.register(kv_caches)
+        """Attach in the background as the rank that holds these tensors, by layer."""
+        self._worker = _workers[self._engine_id] = self._make_worker(kv_caches)
 
     @guarded(nothing)
     def get_handshake_metadata(self) -> Handshake | None:
@@ -225,40 +335,31 @@ class _WorkerSide(_Base):
         None under ``MultiConnector``, which passes one child's handshake to all of them; the first
         report then brings ours.
         """
-        if self._worker is None or get_kv_transfer_group() is not self:
-            return None
-        return self._worker.handshake()
+        is_ours = get_kv_transfer_group() is self
+        return self._worker.handshake() if is_ours else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin this step's loads."""
-        if not self._start_loads() and self._worker is not None:
+        """Begin this step's loads. vLLM's runners differ in whether there are attention metadata
+        here, so that the step's own metadata tell if it has tokens.
+        """
+        if not self._start_loads():
             self._worker.lose_loads(self._meta())
 
     @guarded(lambda: False)
     def _start_loads(self) -> bool:
-        if self._worker is not None:
-            self._worker.start_loads(self._meta())
+        self._worker.start_loads(self._meta())
         return True
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no load belongs to the running step."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: blocks are stored whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
         """Begin this step's stores without waiting for them, since the scheduler holds the
         blocks.
         """
-        if not self._start_stores() and self._worker is not None:
+        if not self._start_stores():
             self._worker.lose_stores(self._meta())
 
     @guarded(lambda: False)
     def _start_stores(self) -> bool:
-        if self._worker is not None:
-            self._worker.start_stores(self._meta())
+        self._worker.start_stores(self._meta())
         return True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -268,92 +369,27 @@ class _WorkerSide(_Base):
 
     @guarded(lambda: (set(), set()))
     def _results(self) -> tuple[set[str], set[str]]:
-        return (set(), set()) if self._worker is None else self._worker.results()
+        return self._worker.results()
 
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return the report of ended copies for the scheduler."""
-        return None if self._worker is None else self._worker.report()
+        return self._worker.report()
 
     def _meta(self) -> StepMeta:
         meta = self._connector_metadata
         return meta if isinstance(meta, StepMeta) else StepMeta()
 
-
-class KVHearthConnector(_SchedulerSide, _WorkerSide):
-    """Keeps vLLM's KV blocks in a KVHearth daemon.
-
-    Args:
-        vllm_config, role, kv_cache_config: vLLM's arguments.
-
-    Raises:
-        KVHearthError: ``config_invalid`` or ``bad_url`` for invalid options. Nothing else is
-            raised, then or later; without a daemon the engine runs without a cache.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        _log_with_vllm()
-        transfer = vllm_config.kv_transfer_config
-        self._settings = parse_settings(transfer.kv_connector_extra_config)
-        if role is KVConnectorRole.WORKER:
-            self._worker = WorkerConnector(
-                self._settings, vllm_config, kv_cache_config, rank=_own_rank()
-            )
-            _workers[str(transfer.engine_id)] = self._worker
-        elif transfer.kv_load_failure_policy != "recompute":
-            LOGGER.error(
-                "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
-                "Set it to 'recompute'",
-                transfer.kv_load_failure_policy,
-            )
-
     @guarded(nothing)
     def get_kv_connector_stats(self) -> HearthStats | None:
         """Return the counters since the last call; None if nothing happened."""
-        if self._scheduler is not None:
-            counts = self._scheduler.take_counts()
-        else:
-            counts = {} if self._worker is None else self._worker.tally.take()
+        counts = self._worker.counters.take()
         return HearthStats(data=counts) if counts else None
 
     @guarded(nothing)
     def shutdown(self) -> None:
         """Let copies end and release all resources."""
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.shutdown()
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout that the user's ``layout`` demands.
-
-        ``auto`` demands blocks outermost, because a device copies each such block at once. It
-        demands nothing on the CPU, whose attention has a layout of its own, nor under
-        ``MultiConnector``, where two different demands end the engine.
-        """
-        settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        if settings.layout == "auto":
-            device = getattr(vllm_config.device_config, "device_type", "")
-            alone = device == "cuda" and not _asked_by_multi_connector()
-            return BLOCKS_OUTERMOST if alone else None
-        return None if settings.layout == "none" else settings.layout
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HearthStats:
-        """Build a stats object from another process's data."""
-        return HearthStats(data=dict(data or {}))
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> HearthProm:
-        """Build the connector's part of the engine's ``/metrics``."""
-        return HearthProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._worker.shutdown()
 
 
 def _asked_by_multi_connector() -> bool:
@@ -362,11 +398,6 @@ def _asked_by_multi_connector() -> bool:
     """
     asking = MultiConnector.get_required_kvcache_layout.__func__.__code__
     return any(frame.f_code is asking for frame, _ in traceback.walk_stack(inspect.currentframe()))
-
-
-def _is_stepped() -> bool:
-    """Whether a loop of vLLM steps this engine while it has no request, so that stores end."""
-    return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def _log_with_vllm() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from kvhearth.connectors.vllm.step_metadata import Geometry
+from kvhearth.connectors.core.step_metadata import Geometry
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
 from kvhearth.counters import LOGGER, Warnings
 from kvhearth.errors import KVHearthError, Reason

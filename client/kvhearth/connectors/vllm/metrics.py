@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvhearth.connectors.vllm import counters as stats
+from kvhearth.connectors.core import counters as stats
 
 
 class HearthStats(KVConnectorStats):

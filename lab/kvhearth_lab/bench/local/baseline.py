@@ -8,11 +8,10 @@ import time
 
 import numpy as np
 
-from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
-from kvhearth_lab.bench.local.figures import Result, p50
+from kvhearth_lab.bench.daemon import CHAIN_KEYS, attached, broken, contract, keys_of, served
+from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.sizes import KEYS, SLAB_BYTES, SMALL_BYTES, Sizes
-from kvhearth_lab.bench.progress import steps
-from kvhearth_lab.harness.daemon import attached, broken, contract, served
+from kvhearth_lab.bench.report import p50, steps
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lookup import KeysItem
@@ -31,9 +30,9 @@ def idle_part(result: Result, sizes: Sizes) -> None:
     heartbeats.
     """
     values = result.values
-    with served("--memory", str(sizes.memory_bytes), "--http", "127.0.0.1:0") as daemon:
+    with served(memory=sizes.memory_bytes, http="127.0.0.1:0") as daemon:
         values["ready_s"] = round(daemon.ready()["seconds"], 2)
-        with attached(daemon.url, contract(SMALL_BYTES)):
+        with attached(daemon.client_url, contract(SMALL_BYTES)):
             time.sleep(min(_SETTLE_S, sizes.idle_s))
             values["idle_rss_mib"] = round(daemon.private_bytes() / (1 << 20), 1)
             before, start = daemon.cpu_s(), time.monotonic()
@@ -41,7 +40,7 @@ def idle_part(result: Result, sizes: Sizes) -> None:
                 time.sleep(sizes.idle_s / 10)
             used = (daemon.cpu_s() - before) / (time.monotonic() - start)
             values["idle_cpu"] = round(used, 5)
-        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+        result.book_errors += daemon.book_errors()
 
 
 def core_part(result: Result, sizes: Sizes) -> None:

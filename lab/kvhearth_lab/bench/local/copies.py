@@ -18,12 +18,12 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.model import I64, U8
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
-from kvhearth.transfer import Stock
+from kvhearth.transfer import ReservationPool
 from kvhearth.transports.base import CacheTransport
-from kvhearth_lab.bench.local.figures import Result, p50, ratio_of, us
+from kvhearth_lab.bench.daemon import Served, attached, broken, contract, empty_call, served, wire
+from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, Sizes
-from kvhearth_lab.bench.progress import steps
-from kvhearth_lab.harness.daemon import Served, attached, broken, contract, empty_call, served, wire
+from kvhearth_lab.bench.report import p50, ratio_of, steps, us
 
 _MAP_HUGETLB = 0x40000
 _HUGE = "2MiB"
@@ -136,16 +136,16 @@ class Bench:
             raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
         return seconds
 
-    def store_one(self, stock: Stock, copier: HostCopier, index: int) -> float:
+    def store_one(self, slot_pool: ReservationPool, copier: HostCopier, index: int) -> float:
         """Return the seconds of copy and commit of one block into a slot that was reserved
         ahead.
         """
-        if not stock.held(0):  # refilling is not on the path of an engine either
-            stock.give_back(0, stock.take(0, 1, wait_s=_STOCK_WAIT_S))
+        if not slot_pool.held(0):  # refilling is not on the path of an engine either
+            slot_pool.give_back(0, slot_pool.take(0, 1, wait_s=_STOCK_WAIT_S))
         key = secrets.token_bytes(32)
         page = self.pages[index : index + 1]
         start = time.perf_counter()
-        slots = stock.take(0, 1, wait_s=_STOCK_WAIT_S)
+        slots = slot_pool.take(0, 1, wait_s=_STOCK_WAIT_S)
         done = copier.store_now(slots.boot_id, page[: len(slots)], slots.extents[:, 0])
         group = CommitGroup([key][: len(slots)], slots.extents, done.checksums)
         answer = self.client.commit({0: group}, boot_id=slots.boot_id)
@@ -172,12 +172,13 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
+def bench_of(
+    daemon: Served, client: KVClient, result: Result, source: U8, target: U8, pages: I64
+) -> Iterator[Bench]:
+    """Provide a client's copiers for these blocks; raises KVHearthError without an arena."""
     arena = client.arena
     if arena is None:
         raise broken("the arena is not mapped")
-    (source, kind), (target, _) = blocks(1), blocks(2)
-    result.values["source_pages"] = kind
     stores, loads = PagedKV([source]), PagedKV([target])
     made = Bench(
         daemon=daemon,
@@ -185,7 +186,7 @@ def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
         result=result,
         source=source,
         target=target,
-        pages=shuffled(),
+        pages=pages,
         plain=HostCopier(stores, arena, sums=False),
         sealing=HostCopier(stores, arena),
         trusting=HostCopier(loads, arena, verify=False),
@@ -201,16 +202,19 @@ def _bench(daemon: Served, client: KVClient, result: Result) -> Iterator[Bench]:
 
 def copy_part(result: Result, sizes: Sizes) -> None:
     """Measure all figures of copies."""
-    # Half of the arena may be reserved, for a batch and the stock.
-    flags = ("--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off")
-    with served(*flags) as daemon:
+    # Half of the arena may be reserved, for a batch and the pool.
+    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5, http="off") as daemon:
         result.values["pages"] = daemon.ready()["pages"]
-        with attached(daemon.url, CONTRACT) as client, _bench(daemon, client, result) as bench:
+        (source, result.values["source_pages"]), (target, _) = blocks(1), blocks(2)
+        with (
+            attached(daemon.client_url, CONTRACT) as client,
+            bench_of(daemon, client, result, source, target, shuffled()) as bench,
+        ):
             _batches(bench, sizes.rounds)
-            with wire(daemon.url, CONTRACT) as calls:
+            with wire(daemon.client_url, CONTRACT) as calls:
                 _ones(bench, calls, sizes.ones)
             _first_touches(bench, sizes.first_touches)
-        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+        result.book_errors += daemon.book_errors()
 
 
 def _batches(bench: Bench, rounds: int) -> None:
@@ -235,7 +239,7 @@ def _batches(bench: Bench, rounds: int) -> None:
     every = [seconds for part in baselines.values() for seconds in part]
     bench.result.values["memcpy_gbs"] = round(BATCH * PAGE_BYTES / p50(every) / 1e9, 2)
     for name in measures:
-        bench.result.ratio(name, ratio_of(baselines[name], times[name]))
+        bench.result.put(name, ratio_of(baselines[name], times[name]))
 
 
 def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
@@ -245,19 +249,19 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
     Neither these copies nor the baseline touch recently used memory: blocks in the processor's
     cache are copied several times as fast.
     """
-    stock = Stock(bench.client, {0: _STOCK_BLOCKS})
+    slot_pool = ReservationPool(bench.client, {0: _STOCK_BLOCKS})
     baselines: list[float] = []
     times: dict[str, list[float]] = {}
     sealed: deque[bytes] = deque(maxlen=2 * _ROUNDS_AGO)
     try:
         for index in range(2 * _ROUNDS_AGO):
-            bench.store_one(stock, bench.sealing, index)
+            bench.store_one(slot_pool, bench.sealing, index)
             sealed += bench.keys
         for number in steps(count, "single blocks of 2 MiB"):
             at, old, older = 2 * number % BATCH, sealed[_ROUNDS_AGO], sealed[0]
             measures = {
-                "store_one": partial(bench.store_one, stock, bench.plain, at),
-                "store_one_sealed": partial(bench.store_one, stock, bench.sealing, at + 1),
+                "store_one": partial(bench.store_one, slot_pool, bench.plain, at),
+                "store_one_sealed": partial(bench.store_one, slot_pool, bench.sealing, at + 1),
                 "load_one": partial(bench.load_one, bench.verifying, at, old),
                 "load_one_unverified": partial(bench.load_one, bench.trusting, at + 1, older),
             }
@@ -270,7 +274,7 @@ def _ones(bench: Bench, calls: CacheTransport, count: int) -> None:
                 if name == "store_one_sealed":
                     sealed += bench.keys
     finally:
-        stock.close()
+        slot_pool.close()
     values, memcpy_s = bench.result.values, p50(baselines)
     # Measured after the others: no engine goes through gRPC between two blocks.
     times["rpc_one"] = _empty_calls(bench, calls, count)
@@ -298,7 +302,7 @@ def _first_touches(bench: Bench, count: int) -> None:
     baselines, times = [], []
     for number in steps(count, "first touch of a mapping"):
         bench.daemon.wait_quiet()
-        with attached(bench.daemon.url, CONTRACT, f"bench-fresh-{number}") as fresh:
+        with attached(bench.daemon.client_url, CONTRACT, f"bench-fresh-{number}") as fresh:
             if fresh.arena is None:
                 raise broken("the arena is not mapped")
             copier = HostCopier(PagedKV([bench.source]), fresh.arena, sums=False)
@@ -308,4 +312,4 @@ def _first_touches(bench: Bench, count: int) -> None:
             bench.daemon.wait_quiet()
             copier.close()
             del one, copier
-    bench.result.ratio("first_touch_ratio", ratio_of(baselines, times))
+    bench.result.put("first_touch_ratio", ratio_of(baselines, times))

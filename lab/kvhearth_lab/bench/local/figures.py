@@ -1,40 +1,14 @@
-"""Figures of ``kvhearth bench local``: their targets, and their computation from samples. Pure."""
+"""Figures of ``kvhearth bench local``: their targets, their collection and their plot."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One row of the table.
-
-    Attributes:
-        name: key in the JSON object.
-        what: description for a person.
-        sign, bound: ``>=`` or ``<=`` a target; an empty sign stands for none.
-    """
-
-    name: str
-    what: str
-    sign: str = ""
-    bound: float = 0.0
-
-    def good(self, value: object) -> bool | None:
-        """Whether ``value`` reaches the target; None without a target or without a value."""
-        if not self.sign or isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        return value >= self.bound if self.sign == ">=" else value <= self.bound
-
-    @property
-    def target(self) -> str:
-        """The target as shown in the table."""
-        return f"{self.sign} {self.bound:g}" if self.sign else ""
-
+from kvhearth_lab.bench import report
+from kvhearth_lab.bench.report import Figure, missed, picture, whiskers
 
 FIGURES = (
     Figure("memcpy_gbs", "GB/s of a plain copy, one thread, block by block of 2 MiB"),
@@ -77,40 +51,8 @@ FIGURES = (
 )
 
 
-def p50(samples: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(samples)
-
-
-def p99(samples: Sequence[float]) -> float:
-    """Return the 99th percentile: the sample that at most a hundredth of all exceed."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-
-
-def median_of(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and the ends of its 95 % interval, by order statistics, so for any
-    distribution.
-    """
-    ordered, count = sorted(samples), len(samples)
-    reach = 0.98 * math.sqrt(count)
-    low = ordered[max(math.floor(count / 2 - reach), 0)]
-    high = ordered[min(math.ceil(count / 2 + reach), count - 1)]
-    return p50(ordered), low, high
-
-
-def us(seconds: float) -> float:
-    """Convert to microseconds, rounded to a tenth."""
-    return round(seconds * 1e6, 1)
-
-
-def ratio_of(baselines: Sequence[float], times: Sequence[float]) -> list[float]:
-    """Divide baselines by times, round by round: 1 is as fast as the baseline, 0.5 half as fast."""
-    return [base / time for base, time in zip(baselines, times, strict=True)]
-
-
 @dataclass
-class Result:
+class Result(report.Result):
     """Results of a run, filled part by part.
 
     Attributes:
@@ -121,16 +63,9 @@ class Result:
         book_errors: books errors that the daemons reported at their end.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    spread: dict[str, list[float]] = field(default_factory=dict)
     asked: int = 0
     kept: int = 0
     book_errors: list[str] = field(default_factory=list)
-
-    def ratio(self, name: str, ratios: Sequence[float]) -> None:
-        """Record a median with its spread."""
-        self.values[name] = round(p50(ratios), 3)
-        self.spread[name] = [round(min(ratios), 3), round(max(ratios), 3)]
 
     def store(self, asked: int, kept: int) -> None:
         """Count a store."""
@@ -145,9 +80,43 @@ class Result:
             "stored_blocks": self.kept,
             "dropped_stores": self.asked - self.kept,
         }
-        return {**values, "books": books, "spread": self.spread, "missed": missed(values)}
+        return {**values, "books": books, "spread": self.spread, "missed": missed(values, FIGURES)}
 
 
-def missed(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the figures that do not reach their target."""
-    return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]
+_TIMES = (
+    "rpc_p50_us",
+    "frame_p50_us",
+    "lookup512_p50_us",
+    "lookup512_p99_us",
+    "lookup512_1m_p50_us",
+    "lookup4096_p50_us",
+    "memcpy_one_p50_us",
+    "store_one_p50_us",
+    "load_one_p50_us",
+)
+_RATIOS = (
+    "store_ratio",
+    "store_sealed_ratio",
+    "load_ratio",
+    "load_unverified_ratio",
+    "first_touch_ratio",
+)
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Write the plot: ratios with their spread and targets, and times; raises as ``picture``."""
+    with picture(path, 11, 4) as (ratios, times):
+        names = [name for name in _RATIOS if name in found]
+        values = [found[name] for name in names]
+        errors = whiskers(values, [found["spread"][name] for name in names])
+        ratios.barh(names, values, xerr=errors, color="tab:orange", ecolor="grey")
+        bounds = {each.name: each.bound for each in FIGURES if each.sign}
+        for place, name in enumerate(names):
+            if name in bounds:
+                ratios.plot([bounds[name]] * 2, [place - 0.4, place + 0.4], color="black")
+        ratios.set_title("speed against memcpy (bar: target, whisker: spread)")
+        names = [name for name in _TIMES if name in found]
+        times.barh(names, [found[name] for name in names], color="tab:blue")
+        times.set_title("microseconds")
+        for axes in (ratios, times):
+            axes.invert_yaxis()

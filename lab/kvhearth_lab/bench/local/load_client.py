@@ -11,11 +11,9 @@ import subprocess
 import sys
 import time
 
-from kvhearth_lab.bench.keys import keys_of
+from kvhearth_lab.bench.daemon import attached, broken, contract, end_child, keys_of
 from kvhearth_lab.bench.local.sizes import CROWD_CLIENTS, CROWD_KEYS, SMALL_BYTES
-from kvhearth_lab.harness.daemon import attached, broken, contract
 
-_READY_S = 60.0
 _LISTS = 64
 
 
@@ -33,7 +31,7 @@ def crowd(url: str, seed: bytes, blocks: int, seconds: float) -> float:
             client = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            undo.callback(_end, client)
+            undo.callback(end_child, client)
             clients.append(client)
         for client in clients:
             if _said(client) != "ready":
@@ -51,17 +49,6 @@ def crowd(url: str, seed: bytes, blocks: int, seconds: float) -> float:
 def _said(client: subprocess.Popen[str]) -> str:
     assert client.stdout is not None
     return client.stdout.readline().strip()
-
-
-def _end(client: subprocess.Popen[str]) -> None:
-    for pipe in (client.stdin, client.stdout):
-        if pipe is not None:
-            pipe.close()
-    try:
-        client.wait(_READY_S)
-    except subprocess.TimeoutExpired:
-        client.kill()
-        client.wait()
 
 
 def main(url: str, seed: str, number: str, blocks: str, seconds: str) -> int:

@@ -11,19 +11,25 @@ import secrets
 import time
 from dataclasses import dataclass
 
-import numpy as np
-import xxhash
-
 from kvhearth.client import KVClient
-from kvhearth.results import CommitGroup, LookupResult
+from kvhearth.results import LookupResult
 from kvhearth.transports.base import CacheTransport
-from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
-from kvhearth_lab.bench.local.figures import Result, p50, p99, us
+from kvhearth_lab.bench.daemon import (
+    Served,
+    attached,
+    broken,
+    contract,
+    empty_call,
+    keys_of,
+    served,
+    store_zeros,
+    wire,
+)
+from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.load_client import crowd
 from kvhearth_lab.bench.local.scrapes import scrape_part
 from kvhearth_lab.bench.local.sizes import KEYS, KEYS_LONG, SLAB_BYTES, SMALL_BYTES, Sizes
-from kvhearth_lab.bench.progress import steps
-from kvhearth_lab.harness.daemon import Served, attached, broken, contract, empty_call, served, wire
+from kvhearth_lab.bench.report import p50, p99, steps, us
 
 _COMMIT_KEYS = 4096
 _SERIES = 50
@@ -43,21 +49,11 @@ class Lookups:
 
     def fill(self, first: int, end: int) -> None:
         """Commit the blocks ``first`` to ``end``; their bytes are zeros, as a new arena's are."""
-        digest = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
-        checksums = np.tile(digest, (_COMMIT_KEYS, 1, 1))
         starts = range(first, end, _COMMIT_KEYS)
         for number in steps(len(starts), f"{end:,} blocks"):
-            start = starts[number]
-            keys = keys_of(self.seed, start, min(_COMMIT_KEYS, end - start))
-            parent = keys_of(self.seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
-            slots = self.client.reserve({0: len(keys)})
-            granted = len(slots.groups[0])
-            group = CommitGroup(keys[:granted], slots.groups[0], checksums[:granted], parent)
-            answer = self.client.commit({0: group}, boot_id=slots.boot_id)
-            kept = int(np.count_nonzero(answer.stored[0]))
-            self.result.store(len(keys), kept)
-            if kept < len(keys):
-                raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
+            count = min(_COMMIT_KEYS, end - starts[number])
+            store_zeros(self.client, SMALL_BYTES, self.seed, starts[number], count)
+            self.result.store(count, count)
 
     def lookup(self, keys: list[bytes]) -> tuple[float, LookupResult]:
         """Return the seconds and the result of a lookup that finds and leases every key."""
@@ -101,15 +97,18 @@ class Series:
 def lookup_part(result: Result, sizes: Sizes) -> None:
     """Measure all figures of lookups through the daemon."""
     slabs = -(-sizes.blocks * SMALL_BYTES // SLAB_BYTES) + 1
-    flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
-    flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "127.0.0.1:0"]
-    with served(*flags) as daemon:
+    with served(
+        memory=slabs * SLAB_BYTES,
+        slot_bytes_min=SMALL_BYTES,
+        slab_bytes=SLAB_BYTES,
+        http="127.0.0.1:0",
+    ) as daemon:
         said = daemon.ready()
         before = daemon.anonymous_bytes()
         with (
-            attached(daemon.url, CONTRACT) as client,
-            wire(daemon.url, CONTRACT) as rpc,
-            wire(daemon.url, CONTRACT, calls="frames") as framed,
+            attached(daemon.client_url, CONTRACT) as client,
+            wire(daemon.client_url, CONTRACT) as rpc,
+            wire(daemon.client_url, CONTRACT, calls="frames") as framed,
         ):
             one = Lookups(daemon, client, rpc, framed, result, secrets.token_bytes(16))
             one.fill(0, sizes.blocks_small)
@@ -121,7 +120,7 @@ def lookup_part(result: Result, sizes: Sizes) -> None:
             _many(one, sizes)
             address = str(said["http"])
             scrape_part(result, sizes, daemon, client, seed=one.seed, address=address)
-        result.book_errors += filter(None, [daemon.stats(check_books=True).books_error])
+        result.book_errors += daemon.book_errors()
 
 
 def _small(one: Lookups, sizes: Sizes) -> None:
@@ -144,6 +143,6 @@ def _many(one: Lookups, sizes: Sizes) -> None:
     found = one.series("lookups of 4096 keys", sizes.blocks, KEYS_LONG, sizes.lookups_long)
     values["lookup4096_p50_us"] = us(p50(found.lookups))
     for _ in steps(1, "8 clients"):
-        rate = crowd(one.daemon.url, one.seed, sizes.blocks, sizes.crowd_s)
+        rate = crowd(one.daemon.client_url, one.seed, sizes.blocks, sizes.crowd_s)
         values["clients8_lookups_per_s"] = round(rate)
     one.daemon.wait_quiet()

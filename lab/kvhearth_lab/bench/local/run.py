@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from typing import Any
 
@@ -13,6 +11,7 @@ from kvhearth_lab.bench.local.copies import copy_part
 from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.lookups import lookup_part
 from kvhearth_lab.bench.local.sizes import Sizes
+from kvhearth_lab.bench.report import machine
 
 _PARTS = (idle_part, copy_part, lookup_part, core_part)
 
@@ -26,12 +25,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
     """
     result = Result()
     result.values["version"] = __version__
-    result.values["machine"] = {
-        "cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load1": round(os.getloadavg()[0], 2),
-    }
+    result.values["machine"] = machine()
     start = time.monotonic()
     for part in _PARTS:
         part(result, sizes)

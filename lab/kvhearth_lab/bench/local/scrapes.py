@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvhearth.client import KVClient
-from kvhearth_lab.bench.keys import keys_of
-from kvhearth_lab.bench.local.figures import Result, median_of, p99
+from kvhearth_lab.bench.daemon import Served, broken, end_child, keys_of
+from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.sizes import CROWD_KEYS, Sizes
-from kvhearth_lab.bench.progress import steps
-from kvhearth_lab.harness.daemon import Served, broken
+from kvhearth_lab.bench.report import median_of, p99, steps
 from kvhearth_server.config.value_types import host_and_port
 
 _DEADLINE_S = 10.0
@@ -60,14 +59,7 @@ class _Scraper:
 
     def close(self) -> None:
         """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_child(self._process)
 
 
 def scrape_part(

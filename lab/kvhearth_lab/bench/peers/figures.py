@@ -1,12 +1,14 @@
-"""Computation of a pair's figures from its samples. Pure."""
+"""Computation of a pair's figures from its samples, and their plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.bench.local.figures import p50, p99, ratio_of, us
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.bench.report import p50, p99, picture, ratio_of, us
 
 BATCHES = ("store", "store_bare", "load", "load_bare", "load_unverified", "first_touch")
 ONES = ("store_one", "store_one_bare", "load_one", "load_one_bare", "load_one_unverified")
@@ -96,8 +98,40 @@ def figure_names(found: Mapping[str, Any]) -> list[str]:
     return [name for name in wanted if name in found["ours"] or name in found["peer"]]
 
 
-def baselines_of(sides: Sequence[Samples], measures: Sequence[str]) -> list[float]:
+def baselines_of(contenders: Sequence[Samples], measures: Sequence[str]) -> list[float]:
     """Return all plain copies beside these measures."""
     return [
-        seconds for side in sides for name in measures for seconds in side.baselines.get(name, [])
+        seconds
+        for side in contenders
+        for name in measures
+        for seconds in side.baselines.get(name, [])
     ]
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Write the plot: a row a peer, on the left batches against memcpy, on the right times.
+
+    Raises:
+        KVHearthError: ``config_invalid``: there is nothing to draw, or the file cannot be written.
+    """
+    peers = found["peers"]
+    if not peers:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"--plot {path}: no peer was measured")
+    ratios = [f"{name}_ratio" for name in (*BATCHES, FIRST_STORE)]
+    times = [f"{name}_p50_us" for name in (*ONES, LOOKUP)]
+    with picture(path, 12, 4 * len(peers), nrows=len(peers), squeeze=False) as rows:
+        for (name, pair), (left, right) in zip(peers.items(), rows, strict=True):
+            for axes, figures in ((left, ratios), (right, times)):
+                known = [each for each in figures if each in pair["ours"] or each in pair["peer"]]
+                for place, (side, colour) in enumerate(
+                    (("ours", "tab:orange"), ("peer", "tab:blue"))
+                ):
+                    heights = [at + (place - 0.5) * 0.4 for at in range(len(known))]
+                    values = [pair[side].get(each, 0) for each in known]
+                    label = "kvhearth" if side == "ours" else name
+                    axes.barh(heights, values, height=0.38, color=colour, label=label)
+                axes.set_yticks(range(len(known)), known)
+                axes.invert_yaxis()
+                axes.legend()
+            left.set_title(f"{name}: speed of 128 x 2 MiB against memcpy")
+            right.set_title(f"{name}: microseconds, p50")

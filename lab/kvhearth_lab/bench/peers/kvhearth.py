@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-import xxhash
 
 from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
 from kvhearth.page_layout import PagedKV
-from kvhearth.results import CommitGroup
-from kvhearth.transfer import Stock
-from kvhearth_lab.bench.keys import CHAIN_KEYS, keys_of
-from kvhearth_lab.bench.local.copies import CONTRACT, Bench
+from kvhearth.transfer import ReservationPool
+from kvhearth_lab.bench.daemon import (
+    Served,
+    attached,
+    broken,
+    contract,
+    keys_of,
+    served,
+    store_zeros,
+)
+from kvhearth_lab.bench.local.copies import CONTRACT, Bench, bench_of
 from kvhearth_lab.bench.local.figures import Result
 from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SLAB_BYTES, SMALL_BYTES, Sizes
 from kvhearth_lab.bench.peers.adapters.harness import (
@@ -30,13 +36,10 @@ from kvhearth_lab.bench.peers.adapters.harness import (
     stamp,
     wipe,
 )
-from kvhearth_lab.harness.daemon import Served, attached, broken, contract, served
 
 _STOCK_BLOCKS = 32
 _COMMIT_KEYS = 4096
 SMALL_CONTRACT = contract(SMALL_BYTES)
-_ZEROS_SUM = np.frombuffer(xxhash.xxh3_128_digest(bytes(SMALL_BYTES)), np.uint8)
-"""The correct checksum of zeros: the scrub removes blocks stored with another."""
 
 
 class OurCopies:
@@ -44,11 +47,11 @@ class OurCopies:
 
     Args:
         bench: client and pages.
-        stock: slots for single blocks, reserved ahead.
+        slot_pool: slots for single blocks, reserved ahead.
         pages: kind of the arena's and of the engine's pages.
     """
 
-    def __init__(self, bench: Bench, stock: Stock, pages: str) -> None:
+    def __init__(self, bench: Bench, slot_pool: ReservationPool, pages: str) -> None:
         self.bench = bench
         self.pages = pages
         self.compared_bytes = 0
@@ -58,7 +61,7 @@ class OurCopies:
             "store": lambda _: bench.store(bench.plain),
             "load": lambda _: bench.load(bench.verifying),
             "load_unverified": lambda _: bench.load(bench.trusting),
-            "store_one": lambda index: bench.store_one(stock, bench.plain, index),
+            "store_one": lambda index: bench.store_one(slot_pool, bench.plain, index),
             "load_one": lambda index: bench.load_one(bench.verifying, index),
             "load_one_unverified": lambda index: bench.load_one(bench.trusting, index),
             "first_touch": lambda _: self._first_touch(),
@@ -93,7 +96,7 @@ class OurCopies:
     def _first_touch(self) -> float:
         """Measure the first store of a client that has just attached."""
         self._fresh += 1
-        url = self.bench.daemon.url
+        url = self.bench.daemon.client_url
         with attached(url, CONTRACT, f"bench-fresh-{self._fresh}") as fresh:
             if fresh.arena is None:
                 raise broken("the arena is not mapped")
@@ -107,47 +110,27 @@ class OurCopies:
 @contextlib.contextmanager
 def our_copies(sizes: Sizes, hugepages: bool, books: list[str]) -> Iterator[OurCopies]:
     """Provide a daemon, a client and pages; ``books`` receives the daemon's books error, if any."""
-    flags = ["--memory", str(sizes.memory_bytes), "--stock-fraction-max", "0.5", "--http", "off"]
-    flags += ["--hugepages", "prefer" if hugepages else "off"]
-    with served(*flags) as daemon:
+    with served(
+        memory=sizes.memory_bytes,
+        stock_fraction_max=0.5,
+        http="off",
+        hugepages="prefer" if hugepages else "off",
+    ) as daemon:
         said = daemon.ready()
-        with attached(daemon.url, CONTRACT) as client, _bench(daemon, client, hugepages) as made:
-            bench, engine = made
-            stock = Stock(client, {0: _STOCK_BLOCKS})
+        source, kind = huge_or_not(BATCH, PAGE_BYTES, hugepages)
+        target, _ = huge_or_not(BATCH, PAGE_BYTES, hugepages)
+        fill(source)
+        pages = np.array(order(BATCH), np.int64)
+        with (
+            attached(daemon.client_url, CONTRACT) as client,
+            bench_of(daemon, client, Result(), source, target, pages) as bench,
+        ):
+            slot_pool = ReservationPool(client, {0: _STOCK_BLOCKS})
             try:
-                yield OurCopies(bench, stock, f"arena {said['pages']}, engine {engine}")
+                yield OurCopies(bench, slot_pool, f"arena {said['pages']}, engine {kind}")
             finally:
-                stock.close()
-        books += filter(None, [daemon.stats(check_books=True).books_error])
-
-
-@contextlib.contextmanager
-def _bench(daemon: Served, client: KVClient, hugepages: bool) -> Iterator[tuple[Bench, str]]:
-    arena = client.arena
-    if arena is None:
-        raise broken("the arena is not mapped")
-    source, kind = huge_or_not(BATCH, PAGE_BYTES, hugepages)
-    target, _ = huge_or_not(BATCH, PAGE_BYTES, hugepages)
-    fill(source)
-    stores, loads = PagedKV([source]), PagedKV([target])
-    made = Bench(
-        daemon=daemon,
-        client=client,
-        result=Result(),
-        source=source,
-        target=target,
-        pages=np.array(order(BATCH), np.int64),
-        plain=HostCopier(stores, arena, sums=False),
-        sealing=HostCopier(stores, arena),
-        trusting=HostCopier(loads, arena, verify=False),
-        verifying=HostCopier(loads, arena),
-        keys=[],
-    )
-    try:
-        yield made, kind
-    finally:
-        for copier in (made.plain, made.sealing, made.trusting, made.verifying):
-            copier.close()
+                slot_pool.close()
+        books += daemon.book_errors()
 
 
 class OurLookups:
@@ -168,7 +151,8 @@ class OurLookups:
         self._places = random.Random(blocks)
         self._last = blocks - KEYS
         for start in range(0, blocks, _COMMIT_KEYS):
-            self._store(start, min(_COMMIT_KEYS, blocks - start))
+            count = min(_COMMIT_KEYS, blocks - start)
+            store_zeros(client, SMALL_BYTES, self._seed, start, count)
 
     def lookups(self, count: int) -> list[float]:
         """Return the seconds of each lookup, with leases on all keys; releases follow after all of
@@ -188,27 +172,19 @@ class OurLookups:
         self._daemon.wait_quiet()
         return times
 
-    def _store(self, start: int, count: int) -> None:
-        keys = keys_of(self._seed, start, count)
-        parent = keys_of(self._seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
-        slots = self._client.reserve({0: count})
-        granted = len(slots.groups[0])
-        sums = np.tile(_ZEROS_SUM, (granted, 1, 1))
-        group = CommitGroup(keys[:granted], slots.groups[0], sums, parent)
-        answer = self._client.commit({0: group}, boot_id=slots.boot_id)
-        if np.count_nonzero(answer.stored[0]) < count:
-            raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
-
 
 @contextlib.contextmanager
 def our_lookups(blocks: int, hugepages: bool, books: list[str]) -> Iterator[OurLookups]:
     """Provide a daemon with this many small blocks."""
     slabs = -(-blocks * SMALL_BYTES // SLAB_BYTES) + 1
-    flags = ["--memory", str(slabs * SLAB_BYTES), "--slot-bytes-min", str(SMALL_BYTES)]
-    flags += ["--slab-bytes", str(SLAB_BYTES), "--http", "off"]
-    flags += ["--hugepages", "prefer" if hugepages else "off"]
-    with served(*flags) as daemon:
+    with served(
+        memory=slabs * SLAB_BYTES,
+        slot_bytes_min=SMALL_BYTES,
+        slab_bytes=SLAB_BYTES,
+        http="off",
+        hugepages="prefer" if hugepages else "off",
+    ) as daemon:
         daemon.ready()
-        with attached(daemon.url, SMALL_CONTRACT) as client:
+        with attached(daemon.client_url, SMALL_CONTRACT) as client:
             yield OurLookups(daemon, client, blocks)
-        books += filter(None, [daemon.stats(check_books=True).books_error])
+        books += daemon.book_errors()

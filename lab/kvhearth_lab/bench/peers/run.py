@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.version import __version__
-from kvhearth_lab.bench.local.figures import p50, us
 from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SMALL_BYTES, Sizes
 from kvhearth_lab.bench.peers.adapter import (
     Adapter,
@@ -31,7 +28,7 @@ from kvhearth_lab.bench.peers.figures import (
     baselines_of,
 )
 from kvhearth_lab.bench.peers.kvhearth import our_copies, our_lookups
-from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.report import machine, p50, steps, us
 
 PEERS = ("lmcache", "mooncake")
 _WARM_ROUNDS = 2
@@ -93,20 +90,16 @@ def run(
     usable, skipped = interpreters(pythons)
     for name, reason in skipped.items():
         note(f"{name}: skipped: {reason}")
-    cpus, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    if load > cpus / 2:
+    described = machine()
+    if described["load1"] > described["cpus"] / 2:
         note(
-            f"the machine is busy: load {load:.1f} on {cpus} CPUs. These figures say little, and "
-            "they favour a side whose daemon copies: who slept is served first"
+            f"the machine is busy: load {described['load1']:.1f} on {described['cpus']} CPUs. "
+            "These figures say little, and they favour a side whose daemon copies: who slept is "
+            "served first"
         )
     found: dict[str, Any] = {
         "version": __version__,
-        "machine": {
-            "cpus": cpus,
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "load1": round(load, 2),
-        },
+        "machine": described,
         "sizes": {
             "batch_blocks": BATCH,
             "block_bytes": PAGE_BYTES,
@@ -192,16 +185,16 @@ def _copies(pair: Pair, adapter: Adapter, said: dict[str, Any], sizes: Sizes, hu
     measures = said.pop("measures")
     with our_copies(sizes, huge, pair.books) as ours:
         pair.said = {**said, "our_pages": ours.pages}
-        sides: list[tuple[Samples, Measure, list[str]]] = [
+        contenders: list[tuple[Samples, Measure, list[str]]] = [
             (pair.ours, ours.run, list(ours.measures)),
             (pair.peer, peer, measures),
         ]
-        _batches(sides, sizes)
-        _ones(sides, sizes)
+        _batches(contenders, sizes)
+        _ones(contenders, sizes)
         pair.ours.compared_bytes = ours.compared_bytes
 
 
-def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
+def _batches(contenders: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
     """Run each measure of a batch, ours and the peer's in turns; the order alternates each
     round.
     """
@@ -211,7 +204,7 @@ def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> N
         for name in BATCHES:
             if number >= counts[name]:
                 continue
-            for samples, measure, known in sides[:: -1 if number % 2 else 1]:
+            for samples, measure, known in contenders[:: -1 if number % 2 else 1]:
                 if name not in known:
                     continue
                 baseline, seconds = measure(name, number)
@@ -221,11 +214,11 @@ def _batches(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> N
                     samples.add(FIRST_STORE, baseline, seconds)
 
 
-def _ones(sides: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
+def _ones(contenders: list[tuple[Samples, Measure, list[str]]], sizes: Sizes) -> None:
     """Run the measures of single blocks, in turns."""
     for number in steps(sizes.ones, "single blocks of 2 MiB"):
         for name in ONES:
-            for samples, measure, known in sides[:: -1 if number % 2 else 1]:
+            for samples, measure, known in contenders[:: -1 if number % 2 else 1]:
                 if name in known:
                     samples.add(name, *measure(name, number))
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvhearth_lab.bench.local.figures import p50, p99, ratio_of
-from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.report import p50, p99, ratio_of, steps
 from kvhearth_lab.bench.ssd.driver import Driven, Mover, Ticker
 from kvhearth_lab.bench.ssd.figures import GB, Result
 from kvhearth_lab.bench.ssd.raw import Raw

@@ -176,8 +176,8 @@ class Mover:
                 self._stored.extend(numbers[row] for row in stored)
                 numbers = [numbers[row] for row in put_off]
                 if numbers:
-                    told = [each for each, _ in done.parts if isinstance(each, Throttled)]
-                    await self._driven.put_off(max(each.retry_after_s for each in told))
+                    described = [each for each, _ in done.parts if isinstance(each, Throttled)]
+                    await self._driven.put_off(max(each.retry_after_s for each in described))
 
     async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
         """Load all blocks."""

@@ -1,12 +1,13 @@
-"""Figures of ``kvhearth bench ssd`` and their targets. Pure."""
+"""Figures of ``kvhearth bench ssd``: their targets, their collection and their plot."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.bench.local.figures import Figure, p50
+from kvhearth_lab.bench import report
+from kvhearth_lab.bench.report import Figure, missed, picture, whiskers
 
 GB = 1e9
 
@@ -45,23 +46,41 @@ FIGURES = (
 )
 
 
-@dataclass
-class Result:
-    """Results of a run, filled part by part; ``spread`` has least and greatest round."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    spread: dict[str, list[float]] = field(default_factory=dict)
-
-    def put(self, name: str, samples: Sequence[float], digits: int = 3) -> None:
-        """Record a median with its spread."""
-        self.values[name] = round(p50(samples), digits)
-        self.spread[name] = [round(min(samples), digits), round(max(samples), digits)]
+class Result(report.Result):
+    """Results of a run, filled part by part."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that the verb prints."""
-        return {**self.values, "spread": self.spread, "missed": missed(self.values)}
+        return {**self.values, "spread": self.spread, "missed": missed(self.values, FIGURES)}
 
 
-def missed(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the figures that do not reach their target."""
-    return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]
+_KINDS = ("write", "read", "mixed")
+_COLOURS = {"raw": "tab:grey", "kvhearth": "tab:orange", "lmcache": "tab:blue", "vllm": "tab:green"}
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Write the plot: GB/s and processor time, raw, ours, and peers' if there are any; raises as
+    ``picture``.
+    """
+    with picture(path, 11, 4) as (speeds, costs):
+        _bars(speeds, found, "gbs", _KINDS)
+        speeds.set_title("GB/s at 2 MiB (whisker: spread)")
+        _bars(costs, found, "cpu_s_per_gb", _KINDS[:2])
+        costs.axhline(0.1, color="black")
+        title = "processor seconds a GB (line: target)\nours verifies every byte, peers do not"
+        costs.set_title(title)
+
+
+def _bars(axes: Any, found: Mapping[str, Any], unit: str, kinds: tuple[str, ...]) -> None:
+    contenders = {"raw": (found, "raw_"), "kvhearth": (found, "")}
+    contenders |= {name: (peer, "") for name, peer in found["peers"].items()}
+    width = 0.9 / len(contenders)
+    for place, (side, (values, prefix)) in enumerate(contenders.items()):
+        names = [f"{prefix}{kind}_{unit}" for kind in kinds]
+        known = [(at, name) for at, name in enumerate(names) if name in values]
+        middle = [values[name] for _, name in known]
+        errors = whiskers(middle, [values["spread"][name] for _, name in known])
+        at = [index + place * width for index, _ in known]
+        axes.bar(at, middle, width, yerr=errors, color=_COLOURS[side], label=side, ecolor="black")
+    axes.set_xticks([index + 0.4 for index in range(len(kinds))], kinds)
+    axes.legend()

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.bench.local.figures import ratio_of
 from kvhearth_lab.bench.peers.adapter import Adapter, PeerFailed, interpreters, seconds_of
 from kvhearth_lab.bench.peers.run import hugepages_free
-from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.report import ratio_of, steps
 from kvhearth_lab.bench.ssd.figures import GB, Result
 from kvhearth_lab.bench.ssd.raw import Raw
 from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, SLOTS, Sizes

@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
+from kvhearth.checksum import checksum_of
 from kvhearth.model import U8
-from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.daemon import broken, contract
+from kvhearth_lab.bench.report import steps
 from kvhearth_lab.bench.ssd.driver import Driven, Ticker
 from kvhearth_lab.bench.ssd.figures import Result
 from kvhearth_lab.bench.ssd.sizes import SMALL_BYTES, Sizes
-from kvhearth_lab.harness.daemon import broken, contract
 from kvhearth_server.core.actions import Bind, SlabSized
 from kvhearth_server.core.adoption import adopt
 from kvhearth_server.core.core import Core
@@ -30,7 +30,7 @@ from kvhearth_server.memory.journal import Journal, journal_bytes
 from kvhearth_server.memory.journal_scan import read_journal
 from kvhearth_server.memory.page_kinds import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
-from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec, StoreBatch
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, StoreBatch
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -81,9 +81,9 @@ async def recovery_part(folder: Path, sizes: Sizes, interface: str, result: Resu
 
 async def _fill(settings: SsdSettings, memory: U8, count: int) -> None:
     tier = SsdTier(settings, [memory])
-    digest = np.frombuffer(xxhash.xxh3_128_digest(memory.data), "V16")
+    digest = np.frombuffer(checksum_of(memory.data), "V16")
     sums = np.repeat(digest, _BATCH).reshape(-1, 1)
-    places = np.zeros((_BATCH, 1), PLACE_DTYPE)
+    places = np.zeros((_BATCH, 1), ADDRESS_DTYPE)
     async with Driven(tier) as driven:
         await driven.settled()
         for number in steps(-(-count // _BATCH), f"{count:,} small blocks"):

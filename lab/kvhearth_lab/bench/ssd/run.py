@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -16,12 +14,13 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import __version__
+from kvhearth_lab.bench.daemon import broken
+from kvhearth_lab.bench.report import machine
 from kvhearth_lab.bench.ssd.blocks import Course
 from kvhearth_lab.bench.ssd.figures import Result
 from kvhearth_lab.bench.ssd.peers import peers_part
 from kvhearth_lab.bench.ssd.restart import adoption_part, recovery_part
 from kvhearth_lab.bench.ssd.sizes import Sizes, check_room
-from kvhearth_lab.harness.daemon import broken
 from kvhearth_server.tiers.ssd.disk.probe import choose
 
 _SWITCH_S = 0.0005
@@ -64,16 +63,6 @@ def run(
 async def _measure(own: Path, sizes: Sizes, interface: str, result: Result) -> None:
     await Course(own, sizes, interface, result).run()
     await recovery_part(own / "small", sizes, interface, result)
-
-
-def machine() -> dict[str, Any]:
-    """Describe this machine."""
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load1": round(os.getloadavg()[0], 2),
-    }
 
 
 @contextmanager

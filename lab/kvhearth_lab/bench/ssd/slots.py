@@ -6,11 +6,11 @@ import mmap
 from collections.abc import Iterable
 
 import numpy as np
-import xxhash
 
+from kvhearth.checksum import checksum_of
 from kvhearth.model import U8, Records
 from kvhearth_lab.bench.ssd.sizes import BATCH, BLOCK_BYTES, SLOTS
-from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec, LoadBatch, StoreBatch
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, LoadBatch, StoreBatch
 
 _MAP_HUGETLB = 0x40000
 FAMILY = BlockSpec(bytes(32), 0, 1, BLOCK_BYTES)
@@ -33,7 +33,7 @@ class Slots:
         words[:half] = np.random.default_rng(1).integers(0, 1 << 63, half, np.uint64)
         words[half:] = 0
         sources = self.bytes[: SLOTS * BLOCK_BYTES].reshape(SLOTS, BLOCK_BYTES)
-        digests = [xxhash.xxh3_128_digest(slot.data) for slot in sources]
+        digests = [checksum_of(slot.data) for slot in sources]
         self._sums: Records = np.frombuffer(b"".join(digests), "V16")
 
     def source(self, number: int) -> int:
@@ -65,6 +65,6 @@ def keys_of(numbers: Iterable[int]) -> list[bytes]:
 
 
 def _places(slots: Records) -> Records:
-    places = np.zeros((len(slots), 1), PLACE_DTYPE)
+    places = np.zeros((len(slots), 1), ADDRESS_DTYPE)
     places["offset"][:, 0] = slots * BLOCK_BYTES
     return places

@@ -1,11 +1,12 @@
-"""Figures of ``kvhearth bench stalls`` and their targets."""
+"""Figures of ``kvhearth bench stalls``, their targets and their plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.bench.local.figures import Figure
+from kvhearth_lab.bench.report import Figure, picture
 
 CALL_MS_MAX = 5.0
 
@@ -22,6 +23,15 @@ FIGURES = (
 PARTS = tuple(each.name for each in FIGURES[:6])
 
 
-def missed(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the figures that do not reach their target."""
-    return [each.name for each in FIGURES if each.good(values.get(each.name)) is False]
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Write the plot: the longest call and the timer's lateness of each part; raises as
+    ``picture``.
+    """
+    with picture(path, 11, 4) as (calls, timers):
+        calls.barh(PARTS, [found[name] for name in PARTS], color="tab:orange")
+        calls.axvline(CALL_MS_MAX, color="black")
+        calls.set_title("longest call, CPU milliseconds (line: target)")
+        timers.barh(PARTS, [found["timer_late_ms"][name] for name in PARTS], color="tab:blue")
+        timers.set_title("greatest lateness of a timer of 1 ms, milliseconds")
+        for axes in (calls, timers):
+            axes.invert_yaxis()

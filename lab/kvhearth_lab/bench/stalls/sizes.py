@@ -26,6 +26,7 @@ class Sizes:
         rounds: reservations of ``RESERVED`` blocks from a full arena, each followed by its commits.
         many: blocks of the namespace that is bumped and evicted.
         clients, clients_s: number of engines that work at once, and their duration.
+        repeats: number of runs of each part; a figure is the least of them.
     """
 
     growth: int
@@ -35,6 +36,7 @@ class Sizes:
     many: int
     clients: int
     clients_s: float
+    repeats: int
 
 
 FULL = Sizes(
@@ -45,6 +47,7 @@ FULL = Sizes(
     many=1_000_000,
     clients=64,
     clients_s=20.0,
+    repeats=3,
 )
 QUICK = Sizes(
     growth=20_000,
@@ -54,4 +57,5 @@ QUICK = Sizes(
     many=20_000,
     clients=8,
     clients_s=1.0,
+    repeats=1,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError
+from kvhearth_lab.bench.daemon import Served
 from kvhearth_lab.bench.peers.adapter import reason_of
 from kvhearth_lab.bench.ttft.figures import ALONE, LMCACHE, OURS
 from kvhearth_lab.bench.ttft.sizes import BLOCK_TOKENS, Sizes
@@ -24,7 +25,6 @@ from kvhearth_lab.bench.ttft.vllm_server import (
     environment,
     free_port,
 )
-from kvhearth_lab.harness.daemon import Served
 
 _ATTACH_S = 60.0
 _LISTEN_S = 120.0
@@ -164,24 +164,24 @@ def ours(setup: Setup) -> Iterator[Side]:
     """Provide a daemon of ours, and an engine with the flag of the README."""
     folder = setup.folder / "ours"
     folder.mkdir()
-    daemon = Served(folder, "--memory", str(setup.sizes.memory_bytes), "--http", "off")
+    daemon = Served(folder, None, {"memory": setup.sizes.memory_bytes, "http": "off"})
     try:
-        daemon.ready()
+        daemon.start()
         transfer = {
             "kv_connector": "KVHearthConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": daemon.url.partition("?")[0]},
+            "kv_connector_extra_config": {"url": daemon.client_url.partition("?")[0]},
         }
         doors = Daemon(daemon.cpu_s, lambda: _wait_attached(daemon), lambda: _wait_quiet(daemon))
         yield Side(OURS, setup, setup.launch(transfer=transfer), doors)
     finally:
-        daemon.end()
+        daemon.kill()
 
 
 def _wait_attached(daemon: Served) -> None:
     end = time.monotonic() + _ATTACH_S
-    while not daemon.stats().groups:
+    while not daemon.stats(check_books=False).groups:
         if time.monotonic() > end:
             raise EngineFailed("the engine does not attach to the daemon")
         time.sleep(0.05)

@@ -1,13 +1,15 @@
-"""Figures of ``kvhearth bench ttft``: their targets, and their computation from samples. Pure."""
+"""Figures of ``kvhearth bench ttft``: their targets, computation and plot."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvhearth_lab.bench.local.figures import Figure, p50
+from kvhearth_lab.bench import report
+from kvhearth_lab.bench.report import Figure, p50, picture, whiskers
 
 COLD, OWN, WARM, RESTART = "cold", "engine_warm", "warm", "restart"
 STATES = (COLD, OWN, WARM, RESTART)
@@ -252,5 +254,47 @@ def not_served(samples: Iterable[Sample]) -> list[str]:
 
 def missed(values: Mapping[str, Any], rows: Iterable[Figure]) -> list[str]:
     """Return the names of the figures that do not reach their target."""
-    names = [each.name for each in rows if each.good(values.get(each.name)) is False]
+    names = report.missed(values, rows)
     return names if values.get("identical_tokens") else [*names, "identical_tokens"]
+
+
+_BARS = (
+    ("none", "cold", "computed", "tab:grey"),
+    ("none", "engine_warm", "engine's own memory", "tab:green"),
+    ("kvhearth", "warm", "KVHearth", "tab:orange"),
+    ("kvhearth", "restart", "KVHearth, engine restarted", "tab:red"),
+    ("lmcache", "warm", "LMCache", "tab:blue"),
+    ("lmcache", "restart", "LMCache, engine restarted", "tab:cyan"),
+)
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Write the plot: TTFT by prompt length, and the overhead without a hit; raises as
+    ``picture``.
+    """
+    labels = list(found["sizes"]["prompt_tokens"])
+    with picture(path, 12, 5, width_ratios=(3, 1)) as (times, costs):
+        known = [bar for bar in _BARS if bar[1] in found["sides"].get(bar[0], {})]
+        for place, (side, state, title, colour) in enumerate(known):
+            values = found["sides"][side][state]
+            at = [labels.index(label) + (place + 0.5) / (len(known) + 1) for label in values]
+            middle = [value[0] for value in values.values()]
+            low = [value[0] - value[1] for value in values.values()]
+            high = [value[2] - value[0] for value in values.values()]
+            width = 0.9 / (len(known) + 1)
+            times.bar(
+                at, middle, width, yerr=[low, high], color=colour, label=title, ecolor="black"
+            )
+        times.set_yscale("log")
+        times.set_xticks([place + 0.4 for place in range(len(labels))], labels)
+        times.set_title(f"seconds to the first token, {found['sizes']['model']} model")
+        times.legend()
+        names = [name for name in (ZERO_HIT, f"peer_{ZERO_HIT}") if name in found]
+        shown = [100 * found[name] for name in names]
+        reach = [[100 * edge for edge in found[f"{name}_interval"]] for name in names]
+        errors = whiskers(shown, reach)
+        costs.bar(
+            ["LMCache" if "peer" in name else "KVHearth" for name in names], shown, yerr=errors
+        )
+        costs.axhline(2.0, color="black")
+        costs.set_title("% more CPU time without a hit\n(line: target, whisker: 95 %)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import random
 import tempfile
 import time
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.version import __version__
-from kvhearth_lab.bench.local.figures import p50
+from kvhearth_lab.bench.daemon import broken
 from kvhearth_lab.bench.peers.adapter import PeerFailed, check_installed
-from kvhearth_lab.bench.progress import steps
+from kvhearth_lab.bench.report import machine, p50, steps
 from kvhearth_lab.bench.ttft.contenders import Setup, Side, alone, lmcache, ours, served_tokens
 from kvhearth_lab.bench.ttft.figures import (
     ALONE,
@@ -32,7 +31,6 @@ from kvhearth_lab.bench.ttft.figures import (
 )
 from kvhearth_lab.bench.ttft.sizes import LONGEST, MODEL, PROBE_TOKENS, Sizes
 from kvhearth_lab.bench.ttft.vllm_server import EngineFailed
-from kvhearth_lab.harness.daemon import broken
 
 ENGINE_BYTES = 5 << 29
 """Approximate private memory of one engine."""
@@ -68,12 +66,7 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
     start = time.monotonic()
     found: dict[str, Any] = {
         "version": __version__,
-        "machine": {
-            "cpus": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "load1": round(os.getloadavg()[0], 2),
-        },
+        "machine": machine(),
         "sizes": {
             "model": MODEL,
             "dtype": sizes.dtype,
@@ -101,11 +94,11 @@ def run(sizes: Sizes, given: Given, note: Note) -> dict[str, Any]:
                 course.restart()
                 course.after_restart(number)
             course.zero_hit(1)
-            found["connector"] = course.sides[OURS].engine.counters("vllm:kvhearth_")
+            found["connector"] = course.contenders[OURS].engine.counters("vllm:kvhearth_")
         except EngineFailed as failed:
             raise broken(str(failed)) from None
         found["first_requests"] = course.first_requests()
-        found["unsettled"] = {name: side.unsettled for name, side in course.sides.items()}
+        found["unsettled"] = {name: side.unsettled for name, side in course.contenders.items()}
     report = Report(list(sizes.lengths), course.samples, course.costs).as_json()
     found["machine"]["load1_after"] = round(os.getloadavg()[0], 2)
     found["seconds"] = round(time.monotonic() - start, 1)
@@ -121,7 +114,7 @@ class Course:
     """
 
     def __init__(self, sizes: Sizes, note: Note) -> None:
-        self.sides: dict[str, Side] = {}
+        self.contenders: dict[str, Side] = {}
         self.samples: list[Sample] = []
         self.costs: list[Cost] = []
         self.skipped: dict[str, str] = {}
@@ -176,7 +169,7 @@ class Course:
         later ones, as for a readiness probe.
         """
         self._note("the engines are restarted")
-        for side in list(self.sides.values()):
+        for side in list(self.contenders.values()):
             with self._attempt(side):
                 side.stop()
         self._start(self._probe)
@@ -199,15 +192,15 @@ class Course:
         """Measure the cost of new prompts, side by side, stores included."""
         sizes = self._sizes
         self._note(f"zero-hit overhead: {2 * sizes.pairs} prompts of {sizes.pair_tokens} tokens")
-        for side in list(self.sides.values()):
+        for side in list(self.contenders.values()):
             with self._attempt(side):  # allocates the memory that a prompt of this length needs
                 side.complete(_prompt(f"zero {start}", sizes.pair_tokens))
         for number in steps(sizes.pairs, "zero-hit overhead"):
             there = self._turns(number)
-            for way, sides in enumerate((there, there[::-1])):
+            for way, contenders in enumerate((there, there[::-1])):
                 prompt = _prompt(f"zero {start} {number} {way}", sizes.pair_tokens)
-                for side in sides:
-                    if side.name in self.sides:
+                for side in contenders:
+                    if side.name in self.contenders:
                         with self._attempt(side):
                             self.costs.append(self._cost(side, start, number, prompt))
 
@@ -222,7 +215,7 @@ class Course:
         return Cost(side.name, start, number, after[0] - before[0], after[1] - before[1], tokens)
 
     def _add(self, side: Side, stack: contextlib.ExitStack) -> None:
-        self.sides[side.name] = side
+        self.contenders[side.name] = side
         stack.callback(side.stop)
 
     def first_requests(self) -> dict[str, list[float]]:
@@ -235,12 +228,12 @@ class Course:
         }
 
     def _start(self, warm_up: Callable[[Side], None]) -> None:
-        for side in list(self.sides.values()):
+        for side in list(self.contenders.values()):
             side.launch()
-        for side in list(self.sides.values()):
+        for side in list(self.contenders.values()):
             with self._attempt(side):
                 side.wait_up()
-        for side in list(self.sides.values()):
+        for side in list(self.contenders.values()):
             with self._attempt(side):
                 warm_up(side)
                 self._note(f"{side.name}: up")
@@ -275,9 +268,9 @@ class Course:
 
     def _turns(self, number: int) -> list[Side]:
         """Return the sides, beginning with another one each time."""
-        sides = list(self.sides.values())
-        first = number % len(sides)
-        return sides[first:] + sides[:first]
+        contenders = list(self.contenders.values())
+        first = number % len(contenders)
+        return contenders[first:] + contenders[:first]
 
     @contextlib.contextmanager
     def _attempt(self, side: Side) -> Iterator[None]:
@@ -292,7 +285,7 @@ class Course:
     def _skip(self, name: str, reason: str) -> None:
         self.skipped[name] = reason
         self._note(f"{name}: skipped: {reason}")
-        side = self.sides.pop(name, None)
+        side = self.contenders.pop(name, None)
         if side is not None:
             side.stop()
 

@@ -34,7 +34,7 @@ class Fault:
         """Whether it can happen in such a world."""
         return True
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         """Return its parameters as JSON values."""
         return {}
 

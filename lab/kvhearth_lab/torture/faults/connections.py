@@ -30,9 +30,9 @@ class CutHandshake(Fault):
     name = "cut_handshake"
     help = "attaches that break off: before, in and after the hello, with descriptors on their way"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        stages = [dice.choice(STAGES) for _ in range(dice.randint(4, 16))]
-        return {"stages": stages, "cuts": [round(dice.random(), 3) for _ in stages]}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        stages = [rng.choice(STAGES) for _ in range(rng.randint(4, 16))]
+        return {"stages": stages, "cuts": [round(rng.random(), 3) for _ in stages]}
 
     def run(self, world: World, parameters: Parameters) -> None:
         path = str(world.daemon.socket_dir / ATTACH_SOCKET)
@@ -40,7 +40,7 @@ class CutHandshake(Fault):
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             engine_id="cut",
-            contract=contract_of(world.model_name(0), page_bytes, shards).to_json(),
+            contract=contract_of(page_bytes, shards=shards, model=world.model_name(0)).to_json(),
             pid=os.getpid(),
         )
         frame = encode_frame(hello.to_message())
@@ -66,14 +66,14 @@ class Disconnect(Fault):
     """Connections of a client that are shut down while it uses them."""
 
     name = "disconnect"
-    help = "a client's life line or its calls' connections are shut down while it works"
+    help = "a client's attach socket or its calls' connections are shut down while it works"
     weight = 2
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        count = dice.randint(1, 4)
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        count = rng.randint(1, 4)
         return {
-            "client": dice.randrange(99),
-            "what": [dice.choice(["life", "calls", "calls"]) for _ in range(count)],
+            "client": rng.randrange(99),
+            "what": [rng.choice(["life", "calls", "calls"]) for _ in range(count)],
         }
 
     def run(self, world: World, parameters: Parameters) -> None:
@@ -89,8 +89,8 @@ class LoseDescriptors(Fault):
     name = "lose_descriptors"
     help = "a client attaches while it can have no descriptor: those it is sent get lost"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "for_s": round(dice.uniform(0.2, 0.8), 3)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "for_s": round(rng.uniform(0.2, 0.8), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         victim = world.client(parameters["client"])
@@ -107,8 +107,8 @@ class FewDescriptors(Fault):
     name = "few_descriptors"
     help = "the daemon runs out of descriptors while clients come and go"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "for_s": round(dice.uniform(0.2, 1.0), 3)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "for_s": round(rng.uniform(0.2, 1.0), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         pid = world.daemon.pid
@@ -136,11 +136,11 @@ class ClockJump(Fault):
     def fits(self, shape: Shape) -> bool:
         return shape.skewed
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {
-            "wall_s": round(dice.uniform(-100, 100) * _DAY_S, 3),
-            "monotonic_s": round(dice.choice([0.0, dice.uniform(0, 600)]), 3),
-            "restart": dice.random() < 0.5,
+            "wall_s": round(rng.uniform(-100, 100) * _DAY_S, 3),
+            "monotonic_s": round(rng.choice([0.0, rng.uniform(0, 600)]), 3),
+            "restart": rng.random() < 0.5,
         }
 
     def run(self, world: World, parameters: Parameters) -> None:

@@ -22,7 +22,7 @@ from kvhearth_lab.torture.report import CRASH
 from kvhearth_lab.torture.world_config import FLEETING, PRESSED, Shape
 from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
-from kvhearth_server.tiers.ssd.superblock import HEAD_NAME
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
 if TYPE_CHECKING:
     from kvhearth_lab.harness.client_process import Client
@@ -93,8 +93,8 @@ class KillDaemonAtPoint(Fault):
         deck = decks.names(POINT, daemon_points())
         return {"points": deck.deal(_POINTS_A_STEP, lambda point: in_reach(point, shape))}
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"passages": [dice.choice(_PASSAGES) for _ in range(_POINTS_A_STEP)]}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"passages": [rng.choice(_PASSAGES) for _ in range(_POINTS_A_STEP)]}
 
     def aims(self, shape: Shape) -> Iterable[Mark]:
         return [(POINT, point) for point in daemon_points() if in_reach(point, shape)]
@@ -120,12 +120,12 @@ def _dies_at(world: World, fault: str) -> bool:
         return True
     world.store_more(_MORE)
     world.traffic(_PUSH_S)
-    if world.daemon.alive:
+    if not world.daemon.dead:
         # A new client attaches, stores and loads, so that a group joins and new slabs are cut.
         world.replace(world.clients[0], kill=True)
         world.store_more(_MORE)
     world.traffic(_WAIT_S)
-    status = world.daemon.wait_end(0.0)
+    status = world.daemon.exit_code
     if status not in (None, -signal.SIGKILL):
         text = f"the daemon ended with {status}: {world.daemon.complaints()}"
         world.report.find(CRASH, text, world.where)
@@ -135,7 +135,7 @@ def _dies_at(world: World, fault: str) -> bool:
 def _lead_to(world: World, point: str) -> None:
     """Prepare files so that a starting daemon reaches the point; no block is lost by it."""
     if point == "ssd.head_written":
-        (world.ssd_dir / HEAD_NAME).unlink(missing_ok=True)
+        (world.ssd_dir / SUPERBLOCK_NAME).unlink(missing_ok=True)
     elif point == "ssd.segment_removed":
         (world.ssd_dir / _SHORT_SEGMENT).write_bytes(bytes(PAGE_BYTES))
 
@@ -150,8 +150,8 @@ class KillClientAtPoint(Fault):
     def deal(self, decks: Decks, shape: Shape) -> Parameters:
         return {"point": decks.names(CLIENT_POINT, client_points()).deal(1)[0]}
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "passages": dice.randint(1, 40)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "passages": rng.randint(1, 40)}
 
     def aims(self, shape: Shape) -> Iterable[Mark]:
         return [(CLIENT_POINT, point) for point in client_points()]
@@ -188,8 +188,8 @@ class KillDaemon(Fault):
     help = "kill -9 of the daemon at a random moment of its work"
     weight = 2
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"after_s": round(dice.uniform(0.0, 0.8), 3)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"after_s": round(rng.uniform(0.0, 0.8), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         world.store_more()
@@ -204,8 +204,8 @@ class KillDaemonStarting(Fault):
     name = "kill_daemon_starting"
     help = "kill -9 of the daemon while it starts, reads the arena or the log back"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"after_s": [round(dice.uniform(0.2, 1.2), 3) for _ in range(dice.randint(1, 2))]}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"after_s": [round(rng.uniform(0.2, 1.2), 3) for _ in range(rng.randint(1, 2))]}
 
     def run(self, world: World, parameters: Parameters) -> None:
         world.kill_daemon()
@@ -222,9 +222,9 @@ class RestartDaemon(Fault):
     name = "restart_daemon"
     help = "SIGTERM and a new start: an orderly restart under traffic"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        late = bool(shape.ssd_bytes) and dice.random() < 0.5
-        return {"after_s": round(dice.uniform(0.0, 0.5), 3), "late_drive": late}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        late = bool(shape.ssd_bytes) and rng.random() < 0.5
+        return {"after_s": round(rng.uniform(0.0, 0.5), 3), "late_drive": late}
 
     def run(self, world: World, parameters: Parameters) -> None:
         if parameters["late_drive"]:
@@ -243,8 +243,8 @@ class StopDaemon(Fault):
     name = "stop_daemon"
     help = "SIGSTOP of the daemon, then SIGCONT or kill -9"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"for_s": round(dice.uniform(0.2, 1.5), 3), "kill": dice.random() < 0.3}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": round(rng.uniform(0.2, 1.5), 3), "kill": rng.random() < 0.3}
 
     def run(self, world: World, parameters: Parameters) -> None:
         with world.window("daemon stopped"):
@@ -266,8 +266,8 @@ class KillClient(Fault):
     help = "kill -9 of a client at a random moment of its work"
     weight = 2
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "after_s": round(dice.uniform(0.0, 0.5), 3)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "after_s": round(rng.uniform(0.0, 0.5), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         world.traffic(parameters["after_s"])
@@ -282,11 +282,11 @@ class StopClient(Fault):
     help = "SIGSTOP of a client for a while, perhaps while the daemon is killed and comes back"
     weight = 2
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {
-            "client": dice.randrange(99),
-            "for_s": round(dice.uniform(0.2, 1.5), 3),
-            "restart": dice.random() < 0.5,
+            "client": rng.randrange(99),
+            "for_s": round(rng.uniform(0.2, 1.5), 3),
+            "restart": rng.random() < 0.5,
         }
 
     def run(self, world: World, parameters: Parameters) -> None:
@@ -317,8 +317,8 @@ class StopClientCopying(Fault):
     def fits(self, shape: Shape) -> bool:
         return shape.arena_stays
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "passages": dice.randint(1, 4)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "passages": rng.randint(1, 4)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         # Prefer a client whose model has another client that could take its slots.
@@ -363,8 +363,8 @@ class BumpWeights(Fault):
     name = "bump_weights"
     help = "an engine gets new weights: no block of the old ones may ever be served again"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"client": dice.randrange(99), "kill": dice.random() < 0.5}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"client": rng.randrange(99), "kill": rng.random() < 0.5}
 
     def run(self, world: World, parameters: Parameters) -> None:
         world.bump(world.client(parameters["client"]))

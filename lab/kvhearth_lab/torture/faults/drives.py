@@ -39,14 +39,14 @@ class _Drive(Fault):
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {
-            "for_s": round(dice.uniform(0.3, 1.5), 3),
-            "kill": dice.random() < 0.7,
-            "orders": self.orders(dice),
+            "for_s": round(rng.uniform(0.3, 1.5), 3),
+            "kill": rng.random() < 0.7,
+            "orders": self.orders(rng),
         }
 
-    def orders(self, dice: random.Random) -> Parameters:
+    def orders(self, rng: random.Random) -> Parameters:
         """Return the orders for the drive."""
         raise NotImplementedError
 
@@ -75,9 +75,9 @@ class ReadErrors(_Drive):
     name = "read_errors"
     help = "reads of the drive end with EIO or move fewer bytes"
 
-    def orders(self, dice: random.Random) -> Parameters:
-        rate = dice.choice([0.2, 1.0])
-        if dice.random() < 0.3:
+    def orders(self, rng: random.Random) -> Parameters:
+        rate = rng.choice([0.2, 1.0])
+        if rng.random() < 0.3:
             return {"short": ["read"], "rate": rate}
         return {"errors": {"read": errno.EIO}, "rate": rate}
 
@@ -88,11 +88,11 @@ class WriteErrors(_Drive):
     name = "write_errors"
     help = "writes to the drive end with EIO or EROFS, or move fewer bytes; flushes fail"
 
-    def orders(self, dice: random.Random) -> Parameters:
-        rate = dice.choice([0.4, 1.0])  # high, because there are only a few requests
-        if dice.random() < 0.3:
+    def orders(self, rng: random.Random) -> Parameters:
+        rate = rng.choice([0.4, 1.0])  # high, because there are only a few requests
+        if rng.random() < 0.3:
             return {"short": ["write"], "rate": rate}
-        errors = {dice.choice(["write", "write", "sync"]): dice.choice([errno.EIO, errno.EROFS])}
+        errors = {rng.choice(["write", "write", "sync"]): rng.choice([errno.EIO, errno.EROFS])}
         return {"errors": errors, "rate": rate}
 
 
@@ -102,8 +102,8 @@ class NoSpace(_Drive):
     name = "no_space"
     help = "ENOSPC: no new segment file can be made, and perhaps no page written"
 
-    def orders(self, dice: random.Random) -> Parameters:
-        errors = {"write": errno.ENOSPC} if dice.random() < 0.5 else {}
+    def orders(self, rng: random.Random) -> Parameters:
+        errors = {"write": errno.ENOSPC} if rng.random() < 0.5 else {}
         return {"make": errno.ENOSPC, "errors": errors}
 
 
@@ -113,8 +113,8 @@ class SlowDrive(_Drive):
     name = "slow_drive"
     help = "each request of the drive takes up to 1.5 s"
 
-    def orders(self, dice: random.Random) -> Parameters:
-        return {"delay_s": round(dice.uniform(0.05, 1.5), 3)}
+    def orders(self, rng: random.Random) -> Parameters:
+        return {"delay_s": round(rng.uniform(0.05, 1.5), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         if world.shape.kind != SINKING:
@@ -143,11 +143,11 @@ class HangingDrive(_Drive):
     name = "hanging_drive"
     help = "requests of the drive do not come back for 6 s"
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {**super().plan(dice, shape), "for_s": 6.0}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {**super().plan(rng, shape), "for_s": 6.0}
 
-    def orders(self, dice: random.Random) -> Parameters:
-        return {"held": dice.choice([["write"], ["read", "write"], ["read"]])}
+    def orders(self, rng: random.Random) -> Parameters:
+        return {"held": rng.choice([["write"], ["read", "write"], ["read"]])}
 
 
 class SlowReadBack(Fault):
@@ -163,8 +163,8 @@ class SlowReadBack(Fault):
     def fits(self, shape: Shape) -> bool:
         return shape.kind in (SINKING, FLEETING)
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"for_s": round(dice.uniform(3.0, 5.0), 3), "footers": dice.random() < 0.5}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"for_s": round(rng.uniform(3.0, 5.0), 3), "footers": rng.random() < 0.5}
 
     def run(self, world: World, parameters: Parameters) -> None:
         world.orders(held=["write"])

@@ -22,7 +22,7 @@ from kvhearth_server.engine.tiering.writeback import PATIENCE_S
 from kvhearth_server.memory.journal import HEADER_BYTES, journal_path
 from kvhearth_server.memory.plan import CATALOGUE_NAME
 from kvhearth_server.tiers.ssd.format import DIRECTORY_DTYPE, PAGE_BYTES, RECORD_BYTES, record_pages
-from kvhearth_server.tiers.ssd.superblock import HEAD_NAME
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
 if TYPE_CHECKING:
     from kvhearth_lab.torture.world import World
@@ -44,15 +44,15 @@ class FlipCatalogue(Fault):
     def fits(self, shape: Shape) -> bool:
         return shape.arena_stays or bool(shape.ssd_bytes)
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {
-            "seed": dice.randrange(1 << 32),
-            "halves": dice.choice([0, 1, 1, 2]) if shape.arena_stays else 0,
-            "namespaces": dice.random() < 0.4,
+            "seed": rng.randrange(1 << 32),
+            "halves": rng.choice([0, 1, 1, 2]) if shape.arena_stays else 0,
+            "namespaces": rng.random() < 0.4,
         }
 
     def run(self, world: World, parameters: Parameters) -> None:
-        dice = random.Random(parameters["seed"])
+        rng = random.Random(parameters["seed"])
         with world.paused():
             world.kill_daemon()
             shape = world.shape
@@ -60,11 +60,11 @@ class FlipCatalogue(Fault):
             no_names = not shape.ssd_bytes or parameters["namespaces"]
             if shape.arena_stays:
                 path = world.arena_dir / CATALOGUE_NAME
-                for half in dice.sample([0, 1], parameters["halves"]):
-                    _flip(path, half * (path.stat().st_size // 2), _SPAN_BYTES, dice)
+                for half in rng.sample([0, 1], parameters["halves"]):
+                    _flip(path, half * (path.stat().st_size // 2), _SPAN_BYTES, rng)
             if shape.ssd_bytes and parameters["namespaces"]:
                 path = world.ssd_dir / FILE_NAME
-                _flip(path, 0, path.stat().st_size, dice)
+                _flip(path, 0, path.stat().st_size, rng)
             if no_arena and no_names:
                 world.excuse_all(self.name)
             elif no_arena:
@@ -73,8 +73,8 @@ class FlipCatalogue(Fault):
         world.traffic(0.3)
 
 
-def _flip(path: Path, first: int, size: int, dice: random.Random) -> None:
-    damage.flip_bit(path, first + dice.randrange(size), dice.randrange(8))
+def _flip(path: Path, first: int, size: int, rng: random.Random) -> None:
+    damage.flip_bit(path, first + rng.randrange(size), rng.randrange(8))
 
 
 CATALOGUES: tuple[Fault, ...] = (FlipCatalogue(),)
@@ -89,12 +89,12 @@ _DEALT = 64
 T = TypeVar("T")
 
 
-def _some(dice: random.Random, things: Sequence[T], count: int) -> list[T]:
-    return dice.sample(list(things), min(count, len(things)))
+def _some(rng: random.Random, things: Sequence[T], count: int) -> list[T]:
+    return rng.sample(list(things), min(count, len(things)))
 
 
-def _plan(dice: random.Random) -> Parameters:
-    return {"seed": dice.randrange(1 << 32), "bits": dice.randint(1, _BITS)}
+def _plan(rng: random.Random) -> Parameters:
+    return {"seed": rng.randrange(1 << 32), "bits": rng.randint(1, _BITS)}
 
 
 _LATER_S = 0.2
@@ -105,20 +105,20 @@ class _Flip(Fault):
 
     dead_only = False
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {**_plan(dice), "dead": self.dead_only or dice.random() < 0.5}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {**_plan(rng), "dead": self.dead_only or rng.random() < 0.5}
 
     def run(self, world: World, parameters: Parameters) -> None:
-        dice = random.Random(parameters["seed"])
+        rng = random.Random(parameters["seed"])
         with world.paused():
             if parameters["dead"]:
                 world.kill_daemon()
-            self.flip(world, dice, parameters["bits"])
+            self.flip(world, rng, parameters["bits"])
             if parameters["dead"]:
                 world.start_daemon()
         world.traffic(0.3)
 
-    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+    def flip(self, world: World, rng: random.Random, bits: int) -> None:
         """Flip ``bits`` bits, and excuse the blocks that may be gone."""
         raise NotImplementedError
 
@@ -132,12 +132,12 @@ class FlipArena(_Flip):
     def fits(self, shape: Shape) -> bool:
         return shape.arena_stays
 
-    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+    def flip(self, world: World, rng: random.Random, bits: int) -> None:
         world.damaged.add(ARENA)
         found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
-        hit = _some(dice, found, bits)
+        hit = _some(rng, found, bits)
         for each in hit:
-            damage.flip_bit(each.path, each.offset + dice.randrange(each.length), dice.randrange(8))
+            damage.flip_bit(each.path, each.offset + rng.randrange(each.length), rng.randrange(8))
             world.excuse_unless_on_disk([each.key], self.name, spoilt=True)
         # Another block may have been stored in a slot since the journal was read.
         time.sleep(_LATER_S)
@@ -157,11 +157,11 @@ class FlipJournal(_Flip):
     def fits(self, shape: Shape) -> bool:
         return shape.arena_stays
 
-    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+    def flip(self, world: World, rng: random.Random, bits: int) -> None:
         found = damage.in_arena(world.arena_dir, world.shape.memory_bytes)
         path = journal_path(world.arena_dir)
-        for each in _some(dice, found, bits):
-            damage.flip_bit(path, each.header_at + dice.randrange(HEADER_BYTES), dice.randrange(8))
+        for each in _some(rng, found, bits):
+            damage.flip_bit(path, each.header_at + rng.randrange(HEADER_BYTES), rng.randrange(8))
             world.excuse_unless_on_disk([each.key], self.name)
 
 
@@ -174,13 +174,13 @@ class FlipRecord(_Flip):
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
-    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+    def flip(self, world: World, rng: random.Random, bits: int) -> None:
         world.damaged.add(DRIVE)
-        for each in _some(dice, damage.on_disk(world.ssd_dir), bits):
-            in_head = dice.random() < 0.4
+        for each in _some(rng, damage.on_disk(world.ssd_dir), bits):
+            in_head = rng.random() < 0.4
             span = RECORD_BYTES if in_head else each.length
             start = each.offset if in_head else each.offset + PAGE_BYTES
-            damage.flip_bit(each.path, start + dice.randrange(span), dice.randrange(8))
+            damage.flip_bit(each.path, start + rng.randrange(span), rng.randrange(8))
             if world.shape.kind != ROOMY:
                 # A block stored again is evicted without a write: this record counts as its copy.
                 world.excuse([each.key], self.name, spoilt=True)
@@ -196,14 +196,14 @@ class FlipFooter(_Flip):
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
-    def flip(self, world: World, dice: random.Random, bits: int) -> None:
+    def flip(self, world: World, rng: random.Random, bits: int) -> None:
         # (file, first byte, bytes) of the footer's page, its lines and the first page.
         spans = [(path, 0, 64) for path in damage.segment_files(world.ssd_dir)]
         for path in damage.footers(world.ssd_dir):
             last = path.stat().st_size - PAGE_BYTES
             spans += [(path, last, 64), (path, last - RECORD_BYTES, RECORD_BYTES)]
-        for path, first, size in _some(dice, spans, bits):
-            damage.flip_bit(path, first + dice.randrange(size), dice.randrange(8))
+        for path, first, size in _some(rng, spans, bits):
+            damage.flip_bit(path, first + rng.randrange(size), rng.randrange(8))
 
 
 class DamageLog(Fault):
@@ -217,25 +217,25 @@ class DamageLog(Fault):
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"seed": dice.randrange(1 << 32), "first_page": dice.random() < 0.4}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"seed": rng.randrange(1 << 32), "first_page": rng.random() < 0.4}
 
     def deal(self, decks: Decks, shape: Shape) -> Parameters:
         return {"how": decks.names(self.name, ("flip", "empty", "delete")).deal(1)[0]}
 
     def run(self, world: World, parameters: Parameters) -> None:
-        dice = random.Random(parameters["seed"])
-        path, how = world.ssd_dir / HEAD_NAME, parameters["how"]
+        rng = random.Random(parameters["seed"])
+        path, how = world.ssd_dir / SUPERBLOCK_NAME, parameters["how"]
         with world.paused():
             world.kill_daemon()
             if how == "flip":
-                damage.flip_bit(path, dice.randrange(DIRECTORY_DTYPE.itemsize), dice.randrange(8))
+                damage.flip_bit(path, rng.randrange(DIRECTORY_DTYPE.itemsize), rng.randrange(8))
             elif how == "empty":
                 os.truncate(path, 0)
             else:
                 path.unlink()
             if parameters["first_page"]:
-                for segment in _some(dice, damage.segment_files(world.ssd_dir), 1):
+                for segment in _some(rng, damage.segment_files(world.ssd_dir), 1):
                     damage.zero(segment, 0, PAGE_BYTES)
             world.start_daemon()
         world.traffic(0.3)
@@ -257,8 +257,8 @@ class TornRecords(Fault):
     def fits(self, shape: Shape) -> bool:
         return bool(shape.ssd_bytes)
 
-    def plan(self, dice: random.Random, shape: Shape) -> Parameters:
-        return {"seed": dice.randrange(1 << 32)}
+    def plan(self, rng: random.Random, shape: Shape) -> Parameters:
+        return {"seed": rng.randrange(1 << 32)}
 
     def deal(self, decks: Decks, shape: Shape) -> Parameters:
         sizes = _record_sectors(shape)
@@ -269,7 +269,7 @@ class TornRecords(Fault):
         return [(BOUNDARY, (size, sectors)) for size in sizes for sectors in range(size + 1)]
 
     def run(self, world: World, parameters: Parameters) -> None:
-        dice = random.Random(parameters["seed"])
+        rng = random.Random(parameters["seed"])
         with world.paused():
             time.sleep(_QUIET_S)
             held_at = time.monotonic()
@@ -281,7 +281,7 @@ class TornRecords(Fault):
         world.store_more(_DEALT)
         world.traffic(_HELD_S)
         with world.paused():
-            claims = claimed(world)
+            reported_state = claimed(world)
             held_s = time.monotonic() - held_at
             if held_s > PATIENCE_S and given_up(world) != given_up_before:
                 world.drive_faulted()  # the machine is so slow that the drive was held for too long
@@ -296,11 +296,11 @@ class TornRecords(Fault):
             for record in torn:
                 size = record.bytes // SECTOR_BYTES
                 left = dealt.get(size)
-                sectors = left.pop(0) if left else dice.randint(0, size)
+                sectors = left.pop(0) if left else rng.randint(0, size)
                 world.report.coverage.torn(size, sectors)
-                damage.tear(record, sectors, dice)
+                damage.tear(record, sectors, rng)
             # None of these was acknowledged.
-            judge(world, claims, len(damage.names_on_disk(world.ssd_dir)))
+            judge(world, reported_state, len(damage.names_on_disk(world.ssd_dir)))
             world.settle_memory()
             world.start_daemon()
         world.traffic(0.2)

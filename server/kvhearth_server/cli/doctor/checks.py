@@ -38,8 +38,8 @@ def examine(look: Look) -> tuple[list[Finding], KVHearthError | None]:
     errors = list(problems(look.settings, look.machine.memory, look.machine.disk_interface))
     for name, error in errors:
         if name not in found or found[name].grade is not Grade.FAIL:
-            told, _, fix = error.message.partition("; ")
-            found[name] = Finding(name, Grade.FAIL, told, fix)
+            message, _, fix = error.message.partition("; ")
+            found[name] = Finding(name, Grade.FAIL, message, fix)
     return list(found.values()), errors[0][1] if errors else None
 
 
@@ -78,12 +78,14 @@ def memory_left(look: Look) -> Iterator[Finding]:
 
 
 def _arena_place(settings: Settings) -> Filesystem | None:
-    """Return the file system of the arena's directory; None for an anonymous arena, or no
-    directory.
+    """Return the file system of the arena's directory, or of the one that it will be made in; None
+    for an anonymous arena, or no directory.
     """
-    if settings.arena_dir is None or not os.path.isdir(settings.arena_dir):
+    folder = settings.arena_dir
+    if folder is None:
         return None
-    return filesystem_kind(settings.arena_dir)
+    place = folder if os.path.lexists(folder) else folder.parent
+    return filesystem_kind(place) if os.path.isdir(place) else None
 
 
 def transparent(look: Look) -> Iterator[Finding]:
@@ -137,18 +139,18 @@ def gpu_driver(look: Look) -> Iterator[Finding]:
     )
     if not gpus.driver:
         count = f"{gpus.on_bus} GPUs of NVIDIA and no driver" if gpus.on_bus else "no NVIDIA GPU"
-        told = f"{count}; the daemon needs none, engines copy by the CPU then"
-        yield graded(gpus.on_bus == 0, "nvidia", told, fix)
+        message = f"{count}; the daemon needs none, engines copy by the CPU then"
+        yield graded(gpus.on_bus == 0, "nvidia", message, fix)
         return
     kinds = [f"{gpus.models.count(model)} x {model}" for model in sorted(set(gpus.models))]
-    told = f"driver {gpus.driver}, {', '.join(kinds) or 'no GPU'}"
+    message = f"driver {gpus.driver}, {', '.join(kinds) or 'no GPU'}"
     if gpus.nodes == 0:
-        told += "; none can be opened here, as an engine's container must (--gpus all)"
+        message += "; none can be opened here, as an engine's container must (--gpus all)"
     if look.settings.memory_bytes > REGISTERED_AT_ONCE_MAX:
-        told += "; clients register such an arena in pieces, since r580 takes 512 GiB at once"
+        message += "; clients register such an arena in pieces, since r580 takes 512 GiB at once"
     if gpus.branch < CUDA_12_BRANCH:
-        told += f"; CUDA 12 needs {CUDA_12_BRANCH} or newer"
-    yield graded(gpus.branch >= CUDA_12_BRANCH, "nvidia", told, fix)
+        message += f"; CUDA 12 needs {CUDA_12_BRANCH} or newer"
+    yield graded(gpus.branch >= CUDA_12_BRANCH, "nvidia", message, fix)
 
 
 def directories(look: Look) -> Iterator[Finding]:

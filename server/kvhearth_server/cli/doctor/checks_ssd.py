@@ -10,7 +10,7 @@ from kvhearth_server.cli.doctor.machine import Drive
 from kvhearth_server.cli.output import size
 from kvhearth_server.config.load import SsdDir
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.ssd_startup import unusable_ssd_dir
+from kvhearth_server.tier_startup import unusable_ssd_dir
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 
@@ -88,9 +88,9 @@ def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
 
 
 def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
-    if told := unusable_ssd_dir(place.path):
+    if message := unusable_ssd_dir(place.path):
         # The tier works without it; if it is the only one, the start is refused (``problems``).
-        found, _, fix = told.partition("; ")
+        found, _, fix = message.partition("; ")
         yield Finding(name, Grade.WARN, found, fix)
         return
     existing = place.path if place.path.is_dir() else place.path.parent

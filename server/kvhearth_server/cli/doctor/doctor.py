@@ -29,8 +29,8 @@ def doctor(
         Path | None,
         typer.Option(
             "--dir",
-            help="Without ssd_dirs: try direct IO there, and look at its drive. Default: the "
-            "temporary directory.",
+            help="Directory whose drive is checked, with direct I/O, if ssd_dirs is not set. "
+            "Default: the temporary directory.",
             metavar="DIR",
             show_default=False,
         ),
@@ -38,11 +38,13 @@ def doctor(
     as_json: AsJson = False,
     **flags: object,
 ) -> None:
-    """Check whether kvhearth serve starts here with the same flags, environment and file.
+    """Check whether kvhearth serve starts here with the same flags, environment
+    and file.
 
-    Each finding that is not ok comes with the line that fixes it. The last line is the verdict. The
-    exit code is the one that kvhearth serve would end with, 0 if it would serve. Run it as the
-    daemon's user, and while the daemon is stopped: a running one has its memory and sockets.
+    Each finding that is not ok names the command that fixes it. The last line
+    is the verdict. The exit code is the one that kvhearth serve would end with,
+    0 if it would serve. Run it as the daemon's user while the daemon is
+    stopped, because a running one holds its memory and sockets.
     """
     settings = load_settings(given(flags), config)
     with waiting("looking"):

@@ -95,8 +95,8 @@ class Devices:
 
     def nvidia(self) -> Gpus:
         """Return NVIDIA's driver and GPUs."""
-        told = self._text("proc/driver/nvidia/version")
-        found = _DRIVER_VERSION.search(told)
+        message = self._text("proc/driver/nvidia/version")
+        found = _DRIVER_VERSION.search(message)
         driver = found[1] if found else self._text("sys/module/nvidia/version")
         infos = sorted((self._root / "proc/driver/nvidia/gpus").glob("*/information"))
         models = [re.search(r"^Model:\s*(.+?)\s*$", _read(one), re.MULTILINE) for one in infos]

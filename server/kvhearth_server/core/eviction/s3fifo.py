@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,10 @@ from kvhearth_server.core.eviction.ring import (
 )
 
 _ENTRIES_MIN = 64
+_GROWN_MIN = 64
+"""Places that are split at once: as many cost hardly more than one."""
+_PART = 1 << 16
+"""Places of the first part of a large table."""
 _TAG_BITS = 24
 _TAG_SHIFT = np.uint32(_TAG_BITS)
 
@@ -28,43 +32,119 @@ class Ghost:
     An exact queue needs a dict of keys; this costs one byte per key. In exchange, about one unknown
     key in 256 seems known, and a key is forgotten after as many others as there are places only on
     average.
+
+    The table grows in portions: with ``_size`` a power of two, a fingerprint whose low bits are
+    below ``_split`` has one more bit of its place. Memory for twice the size is reserved, in parts
+    that double, so that growth neither copies a large table nor makes one resident at once.
     """
 
     def __init__(self) -> None:
-        self._keep(np.zeros(_ENTRIES_MIN, np.uint8))
+        self._size, self._split = _ENTRIES_MIN, 0
+        self._parts: list[npt.NDArray[np.uint8]] = []
+        self._reserve()
 
     def __len__(self) -> int:
-        """Number of places, a power of two."""
-        return len(self._tags)
+        """Number of places."""
+        return self._size + self._split
 
-    def _keep(self, tags: npt.NDArray[np.uint8]) -> None:
-        self._tags, self._places = tags, tags.data
+    def _reserve(self) -> None:
+        """Reserve places for twice the size."""
+        wanted = 2 * self._size
+        while self._parts and self._start(len(self._parts)) > max(wanted, _PART):
+            self._parts.pop()
+        first = np.zeros(min(wanted, _PART), np.uint8)
+        if self._parts:
+            kept = self._parts[0][: len(first)]
+            first[: len(kept)] = kept
+        if not self._parts or len(first) != len(self._parts[0]):
+            self._parts[:1] = [first]
+        while (start := self._start(len(self._parts))) < wanted:
+            self._parts.append(np.zeros(start, np.uint8))
+        self._views = [part.data for part in self._parts]
+
+    def _start(self, part: int) -> int:
+        """Number of the first place of a part; the first part has at most ``_PART`` places."""
+        return _PART << part - 1 if part else 0
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """Yield (number of the first place, places) of a range, by part."""
+        for number, part in enumerate(self._parts):
+            start = self._start(number)
+            low, high = max(begin, start), min(end, start + len(part))
+            if low < high:
+                yield low, part[low - start : high - start]
 
     def fit(self, member_count: int) -> None:
-        """Keep the number of places between 2/3 and 4 times the members, once there are some."""
-        while member_count * 2 > len(self._tags) * 3:
-            # A key's place in the larger table is one of two. The copy in the other one is noise
-            # that the tag filters out and later keys overwrite.
-            self._keep(np.tile(self._tags, 2))
-        while len(self._tags) > _ENTRIES_MIN and member_count * 4 < len(self._tags):
-            low, high = np.split(self._tags, 2)
-            self._keep(np.maximum(low, high))
+        """Keep the number of places between once and four times the members.
+
+        Members that come a few at a time cost a few places at a time.
+        """
+        while len(self) < member_count:
+            self._grow(member_count - self._size)
+        while len(self) > _ENTRIES_MIN and member_count * 4 < len(self):
+            self._halve()
+
+    def _grow(self, split: int) -> None:
+        """Give the fingerprints of the places before ``split`` two places each, at most all."""
+        split = min(max(split, self._split + _GROWN_MIN), self._size)
+        # A key's place is one of the two. The copy in the other one is noise that the tag filters
+        # out and later keys overwrite.
+        for low, tags in list(self._pieces(self._split, split)):
+            ((_, above),) = self._pieces(self._size + low, self._size + low + len(tags))
+            above[:] = tags
+        self._split = split
+        if split == self._size:
+            self._size, self._split = 2 * self._size, 0
+            self._reserve()
+
+    def _halve(self) -> None:
+        """Let pairs of places share one again."""
+        end = len(self)
+        if not self._split:
+            self._size //= 2
+        for low, tags in list(self._pieces(0, end - self._size)):
+            ((_, above),) = self._pieces(self._size + low, self._size + low + len(tags))
+            np.maximum(tags, above, out=tags)
+        self._split = 0
+        self._reserve()
 
     def take_known(self, fingerprints: U32) -> npt.NDArray[np.bool_]:
         """Tell which fingerprints of shape (n,) are known; forget those and remember the others."""
-        places = fingerprints & np.uint32(len(self._tags) - 1)
+        places = (fingerprints & np.uint32(self._size - 1)).astype(np.int64)
+        if self._split:
+            wide = fingerprints & np.uint32(2 * self._size - 1)
+            places = np.where(places < self._split, wide, places)
         tags = np.maximum(fingerprints >> _TAG_SHIFT, 1).astype(np.uint8)
-        known = self._tags[places] == tags
-        self._tags[places] = np.where(known, np.uint8(0), tags)
-        return np.asarray(known)
+        if len(self._parts) == 1:
+            return _take(self._parts[0], places, tags)
+        known = np.zeros(len(places), np.bool_)
+        starts = [self._start(part) for part in range(len(self._parts))]
+        numbers = np.searchsorted(starts, places, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            part = self._parts[number]
+            known[here] = _take(part, places[here] - starts[number], tags[here])
+        return known
 
     def take_known_one(self, fingerprint: int) -> bool:
         """Do ``take_known`` for one fingerprint."""
-        place = fingerprint & (len(self._places) - 1)
+        place = fingerprint & (self._size - 1)
+        if place < self._split:
+            place = fingerprint & (2 * self._size - 1)
         tag = fingerprint >> _TAG_BITS or 1
-        known: bool = self._places[place] == tag
-        self._places[place] = 0 if known else tag
+        number = (place // _PART).bit_length()
+        view, place = self._views[number], place - self._start(number)
+        known: bool = view[place] == tag
+        view[place] = 0 if known else tag
         return known
+
+
+def _take(
+    part: npt.NDArray[np.uint8], places: I64, tags: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.bool_]:
+    known: npt.NDArray[np.bool_] = part[places] == tags
+    part[places] = np.where(known, np.uint8(0), tags)
+    return known
 
 
 SMALL_ONE_IN = 10

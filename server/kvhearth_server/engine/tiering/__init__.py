@@ -1,1 +1,1 @@
-"""Moves blocks between memory and the SSD tier: write-back, promotion, naming."""
+"""Moves blocks between memory and the tiers: write-back, promotion, naming."""

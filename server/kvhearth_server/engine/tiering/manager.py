@@ -1,4 +1,4 @@
-"""Connects the SSD tier to the core: write-back, promotion, repair, and a log of degradations."""
+"""Connects the tiers to the core: write-back, promotion, repair, and a log of degradations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from kvhearth.model import I64, Bools
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.engine.tiering.naming import TierNames
+from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import BlockSpec, Evicted
-from kvhearth_server.tiers.ssd.health import Kind
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.base import BlockSpec, Evicted, Kind, Tier
+from kvhearth_server.tiers.chain import TierChain
 
 LOOK_S = 0.25
 """Shortest time between two looks, in seconds."""
@@ -34,7 +33,7 @@ _log = get_logger("kvhearth.ssd")
 
 
 @dataclass
-class _Told:
+class _Reported:
     began: float
     seen: float
     reason: str
@@ -44,7 +43,7 @@ class DegradedLog:
     """Logs each degradation of the tier once when it begins and once when it is over.
 
     Args:
-        found: returns the current degradations, each with a sentence; see ``SsdStatus.by_kind``.
+        found: returns the current degradations, each with a sentence; see ``Tier.problems``.
         log: a logger from ``get_logger``.
         clock: monotonic seconds.
     """
@@ -57,7 +56,7 @@ class DegradedLog:
     ) -> None:
         self._found, self._log, self._clock = found, log, clock
         self._next_at = 0.0
-        self._told: dict[Kind, _Told] = {}
+        self._reported: dict[Kind, _Reported] = {}
 
     def look(self) -> None:
         """Look for degradations if it is time; meant to be called often."""
@@ -66,19 +65,19 @@ class DegradedLog:
             return
         self._next_at = now + LOOK_S
         for kind, reason in self._found().items():
-            told = self._told.get(kind)
-            if told is None:
-                self._told[kind] = _Told(now, now, reason)
-                self._log.warning("the SSD tier is degraded", reason=reason, **_fields(kind))
+            reported = self._reported.get(kind)
+            if reported is None:
+                self._reported[kind] = _Reported(now, now, reason)
+                self._log.warning("ssd.degraded", reason=reason, **_fields(kind))
             else:
-                told.seen, told.reason = now, reason
-        for kind, told in list(self._told.items()):
-            if now - told.seen >= OVER_S:
-                del self._told[kind]
-                lasted_s = round(told.seen - told.began, 3)
+                reported.seen, reported.reason = now, reason
+        for kind, reported in list(self._reported.items()):
+            if now - reported.seen >= OVER_S:
+                del self._reported[kind]
+                lasted_s = round(reported.seen - reported.began, 3)
                 self._log.info(
-                    "a degradation of the SSD tier is over",
-                    reason=told.reason,
+                    "ssd.degradation_over",
+                    reason=reported.reason,
                     lasted_s=lasted_s,
                     **_fields(kind),
                 )
@@ -89,11 +88,13 @@ def _fields(kind: Kind) -> dict[str, str]:
 
 
 class Tiering:
-    """One lower tier under the core.
+    """The tiers under the core.
 
     Args:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
-        tier: the tier to write to and load from.
+        tiers: one or more, cheapest first: memory's blocks are written to the first, and what a
+            tier drops is demoted to the next. Where there are several, the region behind those of
+            the arena's segments is theirs to demote through, ``chain.DEMOTION_BYTES`` long.
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.
         call: makes a call of the core and applies its actions.
@@ -103,25 +104,30 @@ class Tiering:
     def __init__(
         self,
         core: Core,
-        tier: SsdTier,
+        tiers: Sequence[Tier],
         lineage: str,
         call: Callable[..., Any],
         now: Callable[[], float],
     ) -> None:
-        self.tier = tier
         self._core = core
         self._call = call
         self._now = now
-        self._names = TierNames(core, lineage)
-        self._promoter = Promoter(core, tier, self._names, call)
-        self._writeback = WritebackLoop(core, tier, self._names, call, now)
+        self._names = BlockNaming(core, lineage)
+        self._several = len(tiers) > 1
+        self.tier: Tier = tiers[0]
+        """All tiers as one."""
+        if self._several:
+            region = len(core.state.table.geometry.segments)
+            self.tier = TierChain(tiers, region, self._names.is_current)
+        self._promoter = Promoter(core, self.tier, self._names, call)
+        self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
         self._turning = False
         self.orphaned_loads_after = 0.0
         """Time at which even an earlier run's drives that are not this run's are certainly
         quiet.
         """
-        self.wake: Callable[[], None] = lambda: None
-        """Called when ``turn`` has something to do."""
+        self.due = asyncio.Event()
+        """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = True
         core.state.lower_tier = self
 
@@ -138,7 +144,7 @@ class Tiering:
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         if not loads:
             return 0
-        return max(1, round(self.tier.status.estimate_s(loads, self._promoter.records) * 1e6))
+        return max(1, round(self.tier.estimate_s(loads, self._promoter.records) * 1e6))
 
     def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:
         """Return the tier's name for the blocks of a KV group."""
@@ -158,7 +164,7 @@ class Tiering:
         if found is None:
             return 0
         self._call(self._core.writeback.lost, namespace, found.group, found.keys)
-        self._names.tell_lost(namespace, found.group, found.keys, found.cause)
+        self._names.publish_removed(namespace, found.group, found.keys, found.cause)
         return len(found.keys)
 
     # -- up ----------------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ class Tiering:
         """Promote blocks for a lookup of a group (group 0: for no particular requester)."""
         self._promoter.ask(promotion_queue, (group, lease_id))
         if self._promoter.waiting:
-            self.wake()
+            self.due.set()
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """Cancel the promotion requests of lookups that went away."""
@@ -227,12 +233,12 @@ class Tiering:
         finally:
             self._turning = False
         if self._promoter.due or self.pause_s() <= 0:
-            self.wake()
+            self.due.set()
 
     def nudge(self) -> None:
         """Wake the loop if the last call of the core left something to write."""
         if self._core.state.writeback_queue.waiting and not self._turning and self.pause_s() <= 0:
-            self.wake()
+            self.due.set()
 
     def pause_s(self) -> float:
         """Return the seconds until a turn has something to write; infinity if only another event
@@ -253,9 +259,7 @@ class Tiering:
 
     def _orphaned_loads_are_over(self) -> bool:
         """Return whether no request of a dead daemon can still be under way."""
-        status = self.tier.status
-        locked = status.locked_files or status.unusable_places
-        return not locked and self._now() >= self.orphaned_loads_after
+        return not self.tier.loads_of_the_dead and self._now() >= self.orphaned_loads_after
 
     @property
     def idle(self) -> bool:
@@ -273,15 +277,22 @@ class Tiering:
         return len(self._core.promotions)
 
     def _evicted(self, evicted: Evicted) -> None:
-        """Record blocks that the tier dropped, to make room or because it could not read them
+        """Record blocks that a tier dropped, to make room or because it could not read them
         correctly.
         """
         namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
+        if self._several and namespace is not None:
+            here = self.present(namespace, evicted.group, keys).tolist()
+            if evicted.cause == "checksum":
+                self._promoter.count_wrong(sum(here))
+            keys = [key for key, copied in zip(keys, here, strict=True) if not copied]
+            if not keys:
+                return
         if evicted.cause == "checksum":
             self._promoter.found_wrong(namespace, evicted.group, keys)
         elif namespace is not None:
             self._core.writeback.lost(namespace, evicted.group, keys)
-            self._names.tell_lost(namespace, evicted.group, keys, evicted.cause)
+            self._names.publish_removed(namespace, evicted.group, keys, evicted.cause)
 
 
 _TURN_S = 0.1
@@ -294,9 +305,7 @@ _FLUSH_S = 0.01
 async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
     """Take turns for as long as the task lives."""
     loop = asyncio.get_running_loop()
-    due = asyncio.Event()
-    descriptor = tiering.tier.event_fd
-    tiering.wake = due.set
+    due, descriptor = tiering.due, tiering.tier.event_fd
     loop.add_reader(descriptor, due.set)
     try:
         while True:
@@ -316,5 +325,5 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
 async def written(tiering: Tiering) -> None:
     """Wait until every offered block is written or refused."""
     while tiering.writing:
-        tiering.wake()
+        tiering.due.set()
         await asyncio.sleep(_FLUSH_S)

@@ -12,12 +12,12 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import flat
-from kvhearth_server.tiers.base import PLACE_DTYPE, BlockSpec
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec
 
 _NAMES_MAX = 1 << 14
 
 
-class TierNames:
+class BlockNaming:
     """Maps namespaces to families and back, and slots to places.
 
     Args:
@@ -30,13 +30,15 @@ class TierNames:
         self._core = core
         self._lineage = lineage.encode()
         self._numbers: dict[bytes, int] = {}
+        self._numbered = -1
+        """Version of the namespaces for which ``is_current`` knows all names."""
 
     def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> BlockSpec:
         """Return the tier's name for the blocks of a KV group, by default of the current epoch."""
         spec: GroupSpec = namespace.contract.groups[kv_group]
         name = self.name(namespace)
         if len(self._numbers) >= _NAMES_MAX + len(self._core.state.namespaces):
-            self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}
+            self._number_all()
         self._numbers[name] = namespace.number
         shown = namespace.epoch if epoch is None else epoch
         return BlockSpec(name, kv_group, shown, spec.page_bytes, spec.shards)
@@ -49,22 +51,38 @@ class TierNames:
         # A forgotten namespace's number may belong to another one by now.
         return found if found is not None and self.name(found) == name else None
 
+    def is_current(self, family: BlockSpec) -> bool:
+        """Whether a lookup could name blocks of a tier's family now."""
+        version = self._core.state.namespaces.version
+        if family.namespace not in self._numbers and self._numbered != version:
+            self._number_all()
+            self._numbered = version
+        found = self.namespace(family.namespace)
+        if found is None or family.group >= len(found.contract.groups):
+            return False
+        return self.family(found, family.group) == family
+
+    def _number_all(self) -> None:
+        self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}
+
     def name(self, namespace: Namespace) -> bytes:
         """Return the tier's name for a namespace, valid until its copies are dropped."""
         drops = str(namespace.tier_epoch or "").encode()
         return hashlib.sha256(self._lineage + namespace.digest + drops).digest()
 
     def places(self, slots: I64, length: int) -> Records:
-        """Return the places of slots (n, shards) in the arena: ``PLACE_DTYPE`` of the same
+        """Return the places of slots (n, shards) in the arena: ``ADDRESS_DTYPE`` of the same
         shape.
         """
         extents = self._core.state.table.extents(flat(slots), length)
-        places = np.zeros(slots.shape, PLACE_DTYPE)
+        places = np.zeros(slots.shape, ADDRESS_DTYPE)
         places["region"] = extents["segment"].reshape(slots.shape)
         places["offset"] = extents["offset"].reshape(slots.shape)
         return places
 
-    def tell_lost(self, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str) -> None:
+    def publish_removed(
+        self, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str
+    ) -> None:
         """Publish as removed those keys lost by the tier that are not in memory either."""
         state = self._core.state
         heads = state.index.find(namespace.number, kv_group, keys)

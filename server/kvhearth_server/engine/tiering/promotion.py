@@ -17,7 +17,7 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.promotion import VERIFIER, Promotion, Requester
-from kvhearth_server.engine.tiering.naming import TierNames
+from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
     Completion,
@@ -28,8 +28,8 @@ from kvhearth_server.tiers.base import (
     Missing,
     Outcome,
     Throttled,
+    Tier,
 )
-from kvhearth_server.tiers.ssd.tier import SsdTier
 
 
 class PromotionQueue:
@@ -161,7 +161,7 @@ class Promoter:
     """Loads from the tier; see ``Tiering`` for the arguments."""
 
     def __init__(
-        self, core: Core, tier: SsdTier, names: TierNames, call: Callable[..., Any]
+        self, core: Core, tier: Tier, names: BlockNaming, call: Callable[..., Any]
     ) -> None:
         self._core = core
         self._tier = tier
@@ -171,7 +171,7 @@ class Promoter:
         self._requested = PromotionQueue()
         self._stalled = False
         self._lack = ""
-        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_reads // 2))
+        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.queue_reads // 2))
 
     @property
     def waiting(self) -> int:
@@ -348,7 +348,9 @@ class Promoter:
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
             self._core.writeback.lost(request.namespace, request.kv_group, lost)
             if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
-                self._names.tell_lost(request.namespace, request.kv_group, lost, outcome.reason)
+                self._names.publish_removed(
+                    request.namespace, request.kv_group, lost, outcome.reason
+                )
         called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
         if not load.keep:
             called_off = [np.arange(len(request.keys))]
@@ -365,11 +367,16 @@ class Promoter:
         """Handle keys whose copies in the tier were corrupt and that it forgot; ``namespace`` is
         None if it is unknown.
         """
-        self._core.state.count("checksum_failures", len(keys), "ssd")
-        _log.error("the slower tier's bytes do not match their checksum", blocks=len(keys))
+        self.count_wrong(len(keys))
         if namespace is not None:
             self.store_again(namespace, kv_group, keys)
-            self._names.tell_lost(namespace, kv_group, keys, "checksum")
+            self._names.publish_removed(namespace, kv_group, keys, "checksum")
+
+    def count_wrong(self, blocks: int) -> None:
+        """Count and log copies in a tier that were corrupt."""
+        if blocks:
+            self._core.state.count("checksum_failures", blocks, "ssd")
+            _log.error("blocks.corrupt", blocks=blocks, found_by="ssd")
 
     def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
         """Write back again the blocks in memory whose copies in the tier were corrupt."""

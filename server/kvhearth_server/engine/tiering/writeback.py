@@ -12,10 +12,17 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.writeback import Portion
-from kvhearth_server.engine.tiering.naming import TierNames
+from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import Completion, Corrupt, Done, Failed, StoreBatch, Throttled
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.base import (
+    Completion,
+    Corrupt,
+    Done,
+    Failed,
+    StoreBatch,
+    Throttled,
+    Tier,
+)
 
 PATIENCE_S = 2.0
 """If the tier makes no progress for this long while room is wanted, pending writes are given up."""
@@ -50,8 +57,8 @@ class WritebackLoop:
     def __init__(
         self,
         core: Core,
-        tier: SsdTier,
-        names: TierNames,
+        tier: Tier,
+        names: BlockNaming,
         call: Callable[..., Any],
         now: Callable[[], float],
     ) -> None:
@@ -66,7 +73,7 @@ class WritebackLoop:
         self._open_at = 0.0
         self._again_at = 0.0
         # Half of the tier's write queue, or a portion would wait until the tier is idle.
-        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.settings.queue_writes // 2))
+        self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.queue_writes // 2))
         geometry = core.state.table.geometry
         smallest = min(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
         self._write_bytes = max(
@@ -103,7 +110,7 @@ class WritebackLoop:
         writeback_queue, now = self._core.state.writeback_queue, self._now()
         if writeback_queue.closed and now >= self._open_at:
             writeback_queue.closed = ""
-        left, recovering = self._slots_max, self._tier.status.recovering
+        left, recovering = self._slots_max, self._tier.recovering
         if recovering and not writeback_queue.under_pressure:
             # Queued blocks may lie in a part of the log that is not read back yet.
             self._again_at = now + _PAUSE_MAX_S
@@ -138,7 +145,7 @@ class WritebackLoop:
             self._progress, self._waited_s = self._tier.progress, 0.0
         elif writeback_queue.under_pressure:
             self._waited_s += turn_s
-        recovering = self._tier.status.recovering
+        recovering = self._tier.recovering
         if writeback_queue.under_pressure and self._waited_s > (
             READ_BACK_PATIENCE_S if recovering else PATIENCE_S
         ):
@@ -172,7 +179,7 @@ class WritebackLoop:
         given_up = state.writeback_queue.give_up()
         state.count("demotion_refused", given_up, reason)
         if given_up:
-            _log.warning("not saved to the slower tier", blocks=given_up, reason=reason)
+            _log.warning("ssd.not_saved", blocks=given_up, reason=reason)
 
     def _batch(self, portion: Portion) -> StoreBatch:
         names = self._names

@@ -1,15 +1,21 @@
-"""Every metric of the daemon, in one table: name, kind, labels, unit, meaning and use.
+"""One table of all metrics and counters of the daemon: name, kind, labels, unit, meaning and use.
 
 They are read off a snapshot at each scrape; nothing here runs beside a request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.metrics.cache import CACHE
 from kvhearth_server.observability.metrics.metric import Metric
 from kvhearth_server.observability.metrics.service import SERVICE
 from kvhearth_server.observability.metrics.ssd import SSD, TIERS
 
-__all__ = ["TABLE", "Metric"]
+__all__ = ["COUNTERS", "TABLE", "Metric"]
 
 TABLE: tuple[Metric, ...] = CACHE + TIERS + SSD + SERVICE
+
+COUNTERS: Mapping[str, Counter] = {each.name: each for row in TABLE for each in row.counters}
+"""Counters by name, as the daemon counts them and ``/v1/stats`` shows them."""

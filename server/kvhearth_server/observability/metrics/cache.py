@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from kvhearth_server.core.lookup import MissCause
+from kvhearth_server.core.removal import EVICTIONS, Cause
 from kvhearth_server.engine.snapshot import NAMESPACES_SHOWN_MAX, Snapshot
+from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.metrics.metric import (
     Metric,
     Samples,
-    by_label,
-    counted,
+    counter,
     of_namespaces,
     of_segments,
     one,
-    outcomes,
+    words,
 )
 
 
@@ -22,8 +24,8 @@ def _pages(now: Snapshot) -> Samples:
 def _lookups(now: Snapshot) -> Samples:
     yield ("dram", ""), now.count("hit_keys")
     yield ("ssd", ""), now.count("below_keys")
-    for reason in ("absent", "epoch", "not_summed"):
-        yield ("miss", reason), now.counts.get(("miss_keys", reason), 0)
+    for reason in MissCause:
+        yield ("miss", reason.value), now.counts.get(("miss_keys", reason.value), 0)
 
 
 CACHE: tuple[Metric, ...] = (
@@ -39,34 +41,32 @@ CACHE: tuple[Metric, ...] = (
         "changed; many "
         "not_summed: checksums cannot keep up.",
         _lookups,
+        ("result", "reason"),
         (
-            "result",
-            "reason",
+            *(Counter("lookup_keys"), Counter("hit_keys"), Counter("below_keys")),
+            Counter("miss_keys", "reason", words(MissCause)),
         ),
     ),
-    Metric(
+    counter(
         "kvhearth_lookups_total",
-        "counter",
         "calls",
         "Lookups answered.",
         "Keys of one lookup, on average.",
-        counted("lookups"),
+        "lookups",
     ),
-    Metric(
+    counter(
         "kvhearth_leased_blocks_total",
-        "counter",
         "blocks",
         "Blocks leased to readers.",
         "What lookups really gave out to load.",
-        counted("leased_keys"),
+        "leased_keys",
     ),
-    Metric(
+    counter(
         "kvhearth_leased_bytes_total",
-        "counter",
         "bytes",
         "Bytes leased to readers.",
         "Bandwidth of loads; bytes that nobody had to compute again.",
-        counted("leased_bytes"),
+        "leased_bytes",
     ),
     Metric(
         "kvhearth_store_blocks_total",
@@ -74,64 +74,61 @@ CACHE: tuple[Metric, ...] = (
         "blocks",
         "Committed blocks, by outcome: stored, or duplicate (somebody else's was there first).",
         "Store rate; many duplicates: engines compute the same prefix at the same time.",
-        outcomes({"stored": "stored_blocks", "duplicate": "duplicate_blocks"}),
+        lambda now: [
+            (("stored",), now.count("stored_blocks")),
+            (("duplicate",), now.count("duplicate_blocks")),
+        ],
         ("outcome",),
+        (Counter("stored_blocks"), Counter("duplicate_blocks")),
     ),
-    Metric(
+    counter(
         "kvhearth_store_bytes_total",
-        "counter",
         "bytes",
         "Bytes of blocks that became visible.",
         "Bandwidth of stores.",
-        counted("stored_bytes"),
+        "stored_bytes",
     ),
-    Metric(
+    counter(
         "kvhearth_summed_blocks_total",
-        "counter",
         "blocks",
         "Blocks that became servable because their checksum was taken or given.",
         "Falling behind the stores: more sum_threads.",
-        counted("summed_blocks"),
+        "summed_blocks",
     ),
-    Metric(
+    counter(
         "kvhearth_reserved_slots_total",
-        "counter",
         "slots",
         "Slots handed out for writing.",
         "Compare with what was stored.",
-        counted("reserved_slots"),
+        "reserved_slots",
     ),
-    Metric(
+    counter(
         "kvhearth_aborted_slots_total",
-        "counter",
         "slots",
         "Reserved slots given back unwritten.",
         "Engines that reserve more than they store.",
-        counted("aborted_slots"),
+        "aborted_slots",
     ),
-    Metric(
+    counter(
         "kvhearth_store_dropped_blocks_total",
-        "counter",
         "blocks",
         "Blocks that were written and then not kept.",
         "Alert: stores that were lost.",
-        counted("dropped_stores"),
+        "dropped_stores",
     ),
-    Metric(
+    counter(
         "kvhearth_quarantined_slots_total",
-        "counter",
         "slots",
-        "Slots set aside because somebody may still write to them or read them.",
+        "Slots in quarantine because somebody may still write to them or read them.",
         "With what came back: how much dead clients leave behind.",
-        counted("quarantined_slots"),
+        "quarantined_slots",
     ),
-    Metric(
+    counter(
         "kvhearth_quarantine_released_slots_total",
-        "counter",
         "slots",
         "Slots that came back from quarantine.",
         "Alert: falling behind kvhearth_quarantined_slots_total for good.",
-        counted("released_quarantine_slots"),
+        "released_quarantine_slots",
     ),
     Metric(
         "kvhearth_capacity_bytes",
@@ -173,7 +170,7 @@ CACHE: tuple[Metric, ...] = (
         "kvhearth_quarantined_bytes",
         "gauge",
         "bytes",
-        "Memory set aside because somebody may still write to it or read it.",
+        "Memory in quarantine because somebody may still write to it or read it.",
         "A dead client that holds memory back.",
         of_segments(lambda s: s.quarantined_bytes),
         ("tenant",),
@@ -212,10 +209,7 @@ CACHE: tuple[Metric, ...] = (
         "Page size that the segment's memory is on, by kind of page.",
         "Alert: below 2097152 the arena is not on huge pages.",
         _pages,
-        (
-            "tenant",
-            "kind",
-        ),
+        ("tenant", "kind"),
     ),
     Metric(
         "kvhearth_blocks",
@@ -259,23 +253,23 @@ CACHE: tuple[Metric, ...] = (
         of_namespaces(lambda space: space.used_bytes),
         ("namespace",),
     ),
-    Metric(
+    counter(
         "kvhearth_evictions_total",
-        "counter",
         "blocks",
         "Blocks evicted, by reason: space, slab (another slot size needed it), quota, asked.",
         "Churn; slab evictions: models of several page sizes compete.",
-        by_label("evicted_blocks"),
-        ("reason",),
+        "evicted_blocks",
+        "reason",
+        usual=words(EVICTIONS),
     ),
-    Metric(
+    counter(
         "kvhearth_removals_total",
-        "counter",
         "blocks",
         "Blocks removed for another reason than room.",
         "Blocks replaced, or found damaged.",
-        by_label("removed_blocks"),
-        ("reason",),
+        "removed_blocks",
+        "reason",
+        usual=words(frozenset(Cause) - EVICTIONS),
     ),
     Metric(
         "kvhearth_eviction_age_seconds",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
-from kvhearth_server.observability import counters
+from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.timings import Histogram
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -30,6 +31,7 @@ class Metric:
         use: the question that it answers.
         read: its samples in a snapshot.
         labels: names of its labels, each with few values.
+        counters: the daemon's own counters that it shows; ``/v1/stats`` has them by their names.
     """
 
     name: str
@@ -39,34 +41,44 @@ class Metric:
     use: str
     read: Read
     labels: tuple[str, ...] = ()
+    counters: tuple[Counter, ...] = ()
+
+
+def counter(
+    name: str,
+    unit: str,
+    help: str,
+    use: str,
+    count: str,
+    label: str = "",
+    only: Iterable[str] = (),
+    usual: Iterable[str] = (),
+) -> Metric:
+    """Return the row of one counter of the daemon and its metric.
+
+    Args:
+        count: name of the counter, in the daemon and in ``/v1/stats``.
+        label, only, usual: see ``Counter``.
+    """
+    counted = Counter(count, label, frozenset(only), frozenset(usual))
+
+    def read(now: Snapshot) -> Samples:
+        if not label:
+            return [((), now.count(count))]
+        found = {value: n for (each, value), n in now.counts.items() if each == count}
+        return [((value,), found.get(value, 0)) for value in sorted(counted.shown | found.keys())]
+
+    return Metric(name, "counter", unit, help, use, read, (label,) if label else (), (counted,))
+
+
+def words(kinds: Iterable[enum.StrEnum]) -> frozenset[str]:
+    """Return label values as plain strings."""
+    return frozenset(kind.value for kind in kinds)
 
 
 def one(get: Callable[[Snapshot], Value]) -> Read:
     """Return a reader of one sample without labels."""
     return lambda now: [((), get(now))]
-
-
-def counted(name: str) -> Read:
-    """Return a reader of a counter of the daemon, all its label values together."""
-    return lambda now: [((), now.count(name))]
-
-
-def by_label(name: str) -> Read:
-    """Return a reader of a labelled counter of the daemon; the values of its label that are known
-    show as zero.
-    """
-    shown = counters.TABLE[name].shown
-
-    def read(now: Snapshot) -> Samples:
-        found = {label: count for (each, label), count in now.counts.items() if each == name}
-        return [((label,), found.get(label, 0)) for label in sorted(shown | found.keys())]
-
-    return read
-
-
-def outcomes(names: Mapping[str, str]) -> Read:
-    """Return a reader of several counters of the daemon, each as one outcome: outcome to name."""
-    return lambda now: [((outcome,), now.count(name)) for outcome, name in names.items()]
 
 
 def of_segments(get: Callable[[SegmentNow], float]) -> Read:
@@ -89,6 +101,6 @@ def of_ssd(read: Callable[[SsdNow], Samples]) -> Read:
     return lambda now: [] if now.ssd is None else read(now.ssd)
 
 
-def if_ssd(read: Read) -> Read:
-    """Return ``read`` where there is an SSD tier; no samples elsewhere."""
-    return lambda now: [] if now.ssd is None else read(now)
+def if_ssd(metric: Metric) -> Metric:
+    """Return ``metric`` without samples where there is no SSD tier."""
+    return replace(metric, read=lambda now: [] if now.ssd is None else metric.read(now))

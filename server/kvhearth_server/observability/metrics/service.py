@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from kvhearth.errors import Reason
+from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.snapshot import Snapshot
+from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.metrics.metric import (
     Metric,
     Samples,
-    by_label,
-    counted,
+    counter,
     one,
     reported,
+    words,
 )
 
 
@@ -59,8 +61,8 @@ _CLIENT_TROUBLE = (
 
 
 def _fallbacks(now: Snapshot) -> Samples:
-    told = {name.removeprefix(_FALLBACK) for name in now.reported if name.startswith(_FALLBACK)}
-    reasons = sorted(told | {reason.value for reason in Reason})
+    reported = {name.removeprefix(_FALLBACK) for name in now.reported if name.startswith(_FALLBACK)}
+    reasons = sorted(reported | words(Reason))
     return [((reason,), now.reported.get(_FALLBACK + reason, 0)) for reason in reasons]
 
 
@@ -142,72 +144,67 @@ SERVICE: tuple[Metric, ...] = (
         "Engines beside their processes.",
         one(lambda now: now.groups),
     ),
-    Metric(
+    counter(
         "kvhearth_sessions_opened_total",
-        "counter",
         "sessions",
         "Processes that attached.",
-        "Rising without new engines: they lose their life line.",
-        counted("sessions_opened"),
+        "Rising without new engines: they lose their attach socket.",
+        "sessions_opened",
     ),
-    Metric(
+    counter(
         "kvhearth_sessions_closed_total",
-        "counter",
         "sessions",
-        "Attached processes that ended or closed their life line.",
+        "Attached processes that ended or closed their attach socket.",
         "Crashes of engines.",
-        counted("sessions_closed"),
+        "sessions_closed",
     ),
-    Metric(
+    counter(
         "kvhearth_groups_ended_total",
-        "counter",
         "groups",
         "Engines whose last process went.",
         "Restarts of engines.",
-        counted("groups_ended"),
+        "groups_ended",
     ),
-    Metric(
+    counter(
         "kvhearth_attach_bad_frames_total",
-        "counter",
         "frames",
         "Frames on the attach socket that were no valid message.",
         "Something else than a client talks to the socket.",
-        counted("attach_frames_bad"),
+        "attach_frames_bad",
     ),
-    Metric(
+    counter(
         "kvhearth_refusals_total",
-        "counter",
         "requests",
         "Requests that were refused, by reason of the error table; gRPC, attach and HTTP.",
         "What clients run into.",
-        by_label("refusals"),
-        ("reason",),
+        "refusals",
+        "reason",
+        words(Reason),
     ),
-    Metric(
+    counter(
         "kvhearth_checksum_failures_total",
-        "counter",
         "blocks",
         "Blocks whose bytes were not those of their checksum, by who found it.",
         "Alert: any one means damaged memory or a writer that is not ours.",
-        by_label("checksum_failures"),
-        ("source",),
+        "checksum_failures",
+        "source",
+        usual={"adoption", "demotion", "reader", "scrub", "ssd"},
     ),
-    Metric(
+    counter(
         "kvhearth_adopted_blocks_total",
-        "counter",
         "blocks",
         "Blocks taken over from an earlier run's arena.",
         "What a restart has saved.",
-        counted("adopted_blocks"),
+        "adopted_blocks",
     ),
-    Metric(
+    counter(
         "kvhearth_adoption_dropped_total",
-        "counter",
         "slots",
         "Slots of an earlier run's arena that were not taken over, by reason.",
         "What a restart has cost.",
-        by_label("adoption_dropped"),
-        ("reason",),
+        "adoption_dropped",
+        "reason",
+        usual=words(DropCause),
     ),
     Metric(
         "kvhearth_adoption_seconds",
@@ -225,14 +222,17 @@ SERVICE: tuple[Metric, ...] = (
         "Readers verify until this is 0.",
         one(lambda now: now.verifying_blocks),
     ),
-    Metric(
+    counter(
         "kvhearth_task_failures_total",
-        "counter",
         "failures",
         "Background tasks that failed and were restarted.",
         "Alert: any one is a bug; its traceback is in the log.",
-        by_label("task_failures"),
-        ("task",),
+        "task_failures",
+        "task",
+        usual={
+            *("attach", "attach_connection", "garbage", "pins", "recovery", "scrub", "scrub_ssd"),
+            *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
+        },
     ),
     Metric(
         "kvhearth_rpc_requests_total",
@@ -241,10 +241,8 @@ SERVICE: tuple[Metric, ...] = (
         "Calls by method and status code, over gRPC and over the calls' socket.",
         "Rates and errors.",
         _calls,
-        (
-            "method",
-            "code",
-        ),
+        ("method", "code"),
+        (Counter("reserves"), Counter("commits"), Counter("aborts")),
     ),
     Metric(
         "kvhearth_rpc_seconds",
@@ -277,7 +275,7 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_client_store_blocks_total",
         "counter",
         "blocks",
-        "Blocks that clients' pipelines were given to store, by outcome.",
+        "Blocks that clients were given to store, by outcome.",
         "Dropped or throttled stores: copies cannot keep up.",
         reported(_CLIENT_STORES),
         ("outcome",),
@@ -286,7 +284,7 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_client_load_blocks_total",
         "counter",
         "blocks",
-        "Blocks that clients' pipelines were given to load, by outcome.",
+        "Blocks that clients were given to load, by outcome.",
         "Failed loads are computed again.",
         reported(_CLIENT_LOADS),
         ("outcome",),

@@ -9,17 +9,22 @@ from kvhearth_server.observability.metrics.metric import (
     Metric,
     Read,
     Samples,
-    by_label,
-    counted,
+    counter,
     if_ssd,
     of_ssd,
 )
-from kvhearth_server.tiers.ssd.disk.probe import NAMES
-from kvhearth_server.tiers.ssd.format import Doubt
-from kvhearth_server.tiers.ssd.health import WORDS
-from kvhearth_server.tiers.ssd.stats import DirectoryFigures, SsdFigures
+from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
 
-_DROPPED = (*(doubt.value for doubt in Doubt), "namespaces")
+INTERFACES = ("io_uring", "libaio", "threads")
+PROBLEMS = (
+    *("buffered", "capped", "io", "no_descriptors", "no_space", "not_writable", "passed_over"),
+    *("read_only", "short", "slow", "stuck", "unusable"),
+)
+"""Problems that a directory can have."""
+_DROPPED = (
+    *("torn", "damaged", "version", "foreign", "misplaced", "truncated", "incomplete"),
+    *("duplicate", "outsized", "namespaces"),
+)
 _STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
 _LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}
 _REFUSED = {
@@ -35,7 +40,7 @@ _TROUBLE = (
 )
 
 
-def _gauge(get: Callable[[SsdFigures], float]) -> Read:
+def _gauge(get: Callable[[TierFigures], float]) -> Read:
     return of_ssd(lambda now: [((), get(now.tier))])
 
 
@@ -61,15 +66,17 @@ def _segments(now: SsdNow) -> Samples:
 def _degraded(now: SsdNow) -> Samples:
     for each in now.tier.directories:
         found = {word for word, _ in each.findings}
-        for word in sorted(WORDS):
+        for word in PROBLEMS:
             yield (each.path, word), word in found
 
 
 def _refused(now: SsdNow) -> Samples:
     for direction, usual in _REFUSED.items():
         prefix = f"{direction}s_refused_"
-        told = {name.removeprefix(prefix) for name in now.tier.counts if name.startswith(prefix)}
-        for reason in sorted(told.union(usual)):
+        reported = {
+            name.removeprefix(prefix) for name in now.tier.counts if name.startswith(prefix)
+        }
+        for reason in sorted(reported.union(usual)):
             yield (direction, reason), now.tier.count(prefix + reason)
 
 
@@ -85,7 +92,7 @@ SSD: tuple[Metric, ...] = (
         "1",
         "1 for the kernel interface that disk I/O goes through, 0 for the others.",
         "A daemon that had to step down from io_uring.",
-        of_ssd(lambda now: [((name,), name == now.tier.interface) for name in NAMES]),
+        of_ssd(lambda now: [((name,), name == now.tier.interface) for name in INTERFACES]),
         ("interface",),
     ),
     Metric(
@@ -367,74 +374,69 @@ def _waiting(now: SsdNow) -> list[tuple[tuple[str, ...], float]]:
     return [(("demotion",), now.demoting_blocks), (("promotion",), now.promoting_blocks)]
 
 
-TIERS: tuple[Metric, ...] = (
-    Metric(
+_BETWEEN: tuple[Metric, ...] = (
+    counter(
         "kvhearth_demoted_blocks_total",
-        "counter",
         "blocks",
         "Blocks written to SSD and acknowledged: they survive a crash of the daemon.",
         "Write rate; compare with the stores.",
-        if_ssd(counted("demoted_blocks")),
+        "demoted_blocks",
     ),
-    Metric(
+    counter(
         "kvhearth_demoted_bytes_total",
-        "counter",
         "bytes",
         "Bytes of those blocks.",
         "Bandwidth of writes that were asked for.",
-        if_ssd(counted("demoted_bytes")),
+        "demoted_bytes",
     ),
-    Metric(
+    counter(
         "kvhearth_demotions_refused_total",
-        "counter",
         "blocks",
         "Blocks that stay in memory only, by why SSD was not to take them: admission, budget, "
         "degraded, slow (it could not keep up while room was needed), too_large.",
         "Blocks that are gone once they are evicted.",
-        if_ssd(by_label("demotion_refused")),
-        ("reason",),
+        "demotion_refused",
+        "reason",
+        usual={"admission", "budget", "degraded", "slow", "too_large"},
     ),
-    Metric(
+    counter(
         "kvhearth_demotions_failed_total",
-        "counter",
         "blocks",
         "Blocks whose write to SSD failed, by reason.",
         "Alert: a drive that fails or is full.",
-        if_ssd(by_label("demotion_failed")),
-        ("reason",),
+        "demotion_failed",
+        "reason",
+        usual={"io", "no_space", "read_only", "short"},
     ),
-    Metric(
+    counter(
         "kvhearth_promoted_blocks_total",
-        "counter",
         "blocks",
         "Blocks loaded from SSD into memory, verified.",
         "What SSD has saved engines from computing again.",
-        if_ssd(counted("promoted_blocks")),
+        "promoted_blocks",
     ),
-    Metric(
+    counter(
         "kvhearth_promoted_bytes_total",
-        "counter",
         "bytes",
         "Bytes of those blocks.",
         "Bandwidth of loads from SSD.",
-        if_ssd(counted("promoted_bytes")),
+        "promoted_bytes",
     ),
-    Metric(
+    counter(
         "kvhearth_promotions_failed_total",
-        "counter",
         "blocks",
         "Blocks that were asked for and not loaded, by reason; no_room: all memory is held.",
         "Hits that became misses.",
-        if_ssd(by_label("promotion_failed")),
-        ("reason",),
+        "promotion_failed",
+        "reason",
+        usual={"cancelled", "degraded", "io", "missing", "no_room", "queue", "short", "stuck"},
     ),
-    Metric(
+    counter(
         "kvhearth_prefetch_cancelled_blocks_total",
-        "counter",
         "blocks",
         "Blocks on their way up from SSD when the request that asked for them went away.",
         "Many: requests give up before SSD answers.",
-        if_ssd(counted("prefetch_cancelled")),
+        "prefetch_cancelled",
     ),
     Metric(
         "kvhearth_tier_waiting_blocks",
@@ -445,49 +447,53 @@ TIERS: tuple[Metric, ...] = (
         of_ssd(_waiting),
         ("direction",),
     ),
-    Metric(
+    counter(
         "kvhearth_repaired_blocks_total",
-        "counter",
         "blocks",
         "Blocks found wrong on one tier that the other tier's copy brings back, by where.",
         "With the checksum failures: which of them cost nothing.",
-        if_ssd(by_label("repaired_blocks")),
-        ("tier",),
+        "repaired_blocks",
+        "tier",
+        {"dram", "ssd"},
     ),
-    Metric(
+    counter(
         "kvhearth_ssd_catalogue_failures_total",
-        "counter",
         "calls",
         "Reads and writes of the namespaces' catalogue beside the SSD tier that failed.",
         "Alert: after a cold start blocks on SSD may not be found.",
-        if_ssd(counted("ssd_catalogue_failures")),
+        "ssd_catalogue_failures",
     ),
-    Metric(
+)
+
+
+TIERS: tuple[Metric, ...] = (
+    *map(if_ssd, _BETWEEN),
+    counter(
         "kvhearth_scrubbed_blocks_total",
-        "counter",
         "blocks",
         "Blocks read and verified in the background, by tier.",
         "Whether the scrub runs.",
-        by_label("scrubbed_blocks"),
-        ("tier",),
+        "scrubbed_blocks",
+        "tier",
+        {"dram", "ssd"},
     ),
-    Metric(
+    counter(
         "kvhearth_scrubbed_bytes_total",
-        "counter",
         "bytes",
         "Bytes read and verified in the background, by tier.",
         "Its bandwidth: at most scrub_rate for each tier.",
-        by_label("scrubbed_bytes"),
-        ("tier",),
+        "scrubbed_bytes",
+        "tier",
+        {"dram", "ssd"},
     ),
-    Metric(
+    counter(
         "kvhearth_scrub_rounds_total",
-        "counter",
         "rounds",
         "Times that the scrub went through a tier from end to end.",
         "How old damage can be when it is found.",
-        by_label("scrub_rounds"),
-        ("tier",),
+        "scrub_rounds",
+        "tier",
+        {"dram", "ssd"},
     ),
     Metric(
         "kvhearth_scrub_round_ratio",

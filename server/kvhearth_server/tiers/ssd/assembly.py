@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.buffers import HeaderPages
-from kvhearth_server.tiers.ssd.directory import open_places
+from kvhearth_server.tiers.ssd.directory import open_directories
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import FileWorker, Log, LogDirectory
-from kvhearth_server.tiers.ssd.reclaimer import CARRY_PAGES, Reclaimer
-from kvhearth_server.tiers.ssd.recovery.restore import Adopter, Progress
+from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES, Reclaimer
+from kvhearth_server.tiers.ssd.recovery.restore import Progress, Restorer
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.transfers import Transfers
 
@@ -59,19 +59,19 @@ class TierComponents:
     pages: HeaderPages
     reclaimer: Reclaimer
     transfers: Transfers
-    adopter: Adopter
+    adopter: Restorer
     rate: ReadRate
 
     @property
     def header_pages(self) -> int:
         """Number of header pages in all."""
-        return self.settings.queue_writes + CARRY_PAGES
+        return self.settings.queue_writes + REINSERT_PAGES
 
     @property
-    def starved(self) -> bool:
+    def needs_reclaim(self) -> bool:
         """Whether a directory waits for the reclaimer's next turn."""
         now = self.clock()
-        return any(log_dir.starved(now) for log_dir in self.log.log_dirs)
+        return any(log_dir.needs_reclaim(now) for log_dir in self.log.log_dirs)
 
 
 def build(
@@ -79,6 +79,8 @@ def build(
     regions: Sequence[U8],
     environment: Environment,
     on_progress: Progress | None,
+    *,
+    offers: bool,
 ) -> TierComponents:
     """Open the directories, start the threads, begin to read the log back.
 
@@ -89,7 +91,7 @@ def build(
     counts, clock = Counts(), environment.clock
     failed: dict[Place, str] = {}
     files = environment.files
-    directories = open_places(settings, files, counts, failed)
+    directories = open_directories(settings, files, counts, failed)
     try:
         queue, verdicts = _open_queue(settings, environment)
     except (OSError, ValueError):
@@ -108,8 +110,8 @@ def build(
     ]
     index = SsdIndex()
     log = Log(log_dirs, driver, counts, settings=settings, clock=clock)
-    pages = HeaderPages(settings.queue_writes + CARRY_PAGES)
-    reclaimer = Reclaimer(index, log, counts, clock)
+    pages = HeaderPages(settings.queue_writes + REINSERT_PAGES)
+    reclaimer = Reclaimer(index, log, counts, clock, offers=offers)
     every_region = [*regions, reclaimer.buffer.bytes]
     parts = (index, log, driver, pages)
     transfers = Transfers(every_region, parts, settings, counts, clock)
@@ -118,7 +120,7 @@ def build(
     for segment in segments:
         segment.number = log.new_number()
     event_fd = driver.event_fd
-    adopter = Adopter(
+    adopter = Restorer(
         segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
     )
     return TierComponents(

@@ -9,17 +9,15 @@ import itertools
 import os
 import re
 import stat
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.directories import Asked, DirectoryError
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -41,7 +39,7 @@ from kvhearth_server.tiers.ssd.settings import (
     segments_max,
     segments_that_fit,
 )
-from kvhearth_server.tiers.ssd.superblock import HEAD_NAME, DirectoryError, own
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, own
 
 _SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")
 _NO_HEAD = SegmentHead(0, 0, 0, 0)
@@ -62,7 +60,7 @@ class SegmentState(enum.Enum):
     BUSY = "busy"
     """Locked by requests of a dead daemon, or not examined yet."""
     FREE = "free"
-    HEADING = "heading"
+    WRITING_HEADER = "heading"
     """Its first page is being written."""
     OPEN = "open"
     SEALING = "sealing"
@@ -183,9 +181,9 @@ class Directory:
         return self._owned.doubts
 
     @property
-    def told(self) -> list[str]:
+    def repairs(self) -> list[str]:
         """Repairs made at the start, and logs begun afresh."""
-        return self._owned.told
+        return self._owned.repairs
 
     def _fit(self, wanted: int) -> None:
         """Ensure that there is room for enough segments, if need be for smaller ones.
@@ -197,21 +195,23 @@ class Directory:
         room = segments_max(self.capacity_bytes, old)
         if room >= SEGMENTS_LEAST or not self.writable:
             return
-        told = (
+        message = (
             f"{self.path}: {_mib(self.capacity_bytes)} have room for {room} segments of "
             f"{_mib(old)}, at least {SEGMENTS_LEAST} are needed"
         )
         if segments_max(self.capacity_bytes, wanted) < SEGMENTS_LEAST:
-            raise DirectoryError(f"{told}; give it {_mib(capacity_least(wanted))} or more")
+            raise DirectoryError(f"{message}; give it {_mib(capacity_least(wanted))} or more")
         head = DirectoryHead(self._owned.head.log_id, wanted)
         try:
-            self._owned.rewrite(self.files, self.path / HEAD_NAME, head)
+            self._owned.rewrite(self.files, self.path / SUPERBLOCK_NAME, head)
         except OSError as error:
             raise DirectoryError(
-                f"{told}, and smaller ones cannot be begun ({error.strerror}); give it "
+                f"{message}, and smaller ones cannot be begun ({error.strerror}); give it "
                 f"{_mib(capacity_least(old))} or more"
             ) from error
-        self.told.append(f"{told}: begun anew with {_mib(wanted)}, all older files are removed")
+        self.repairs.append(
+            f"{message}: begun anew with {_mib(wanted)}, all older files are removed"
+        )
 
     def _note(self, found: OpenFile) -> None:
         if not found.direct:
@@ -336,54 +336,7 @@ def _mib(size: int) -> str:
     return f"{round(size / MIB, 2):g} MiB"
 
 
-T = TypeVar("T")
-
-
-class Asked(Generic[T]):
-    """A call on a thread of its own, which the caller may abandon."""
-
-    def __init__(self, what: str, ask: Callable[[], T], undo: Callable[[T], None]) -> None:
-        """``undo`` is called with a result that came too late."""
-        self._what, self._ask, self._undo = what, ask, undo
-        self._lock = threading.Lock()
-        self._answers: list[T] = []
-        self._error: DirectoryError | None = None
-        self._given_up = False
-        self._thread = threading.Thread(target=self._run, name="kvhearth-open", daemon=True)
-        self._thread.start()
-
-    def answer(self, end: float, patience_s: float) -> T:
-        """Return the result, waiting until ``end`` (monotonic), which is ``patience_s`` after the
-        start.
-
-        Raises:
-            DirectoryError: the call raised it, or there is no result.
-        """
-        self._thread.join(max(0.0, end - time.monotonic()))
-        with self._lock:
-            self._given_up = not self._answers
-        if self._answers:
-            return self._answers[0]
-        if self._error is not None:
-            raise self._error
-        hangs = f"did not answer in {patience_s:g} s; see dmesg: its drive may hang"
-        failed = "could not be opened, by a bug: see the log"
-        raise DirectoryError(f"{self._what} {hangs if self._thread.is_alive() else failed}")
-
-    def _run(self) -> None:
-        try:
-            answer = self._ask()
-        except DirectoryError as error:
-            self._error = error
-            return
-        with self._lock:
-            if not self._given_up:
-                self._answers.append(answer)
-                return
-        self._undo(answer)
-
-
-def open_places(
+def open_directories(
     settings: SsdSettings, files: Files, counts: Counts, failed: dict[Place, str]
 ) -> list[Directory]:
     """Open all usable directories and list their segments; reasons of failures go to ``failed``.

@@ -13,9 +13,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhearth_server.ownership import check_own
+from kvhearth_server.tiers.directories import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.disk.syscalls import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
-from kvhearth_server.tiers.ssd.settings import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 
 _ZEROS_BYTES = 4 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -63,11 +64,17 @@ class Files:
 
         Raises:
             Busy: it is locked already.
-            OSError: it cannot be opened.
+            OSError: it cannot be opened, or another user could read or write it.
         """
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
-        return _locked(path, self._open(path, flags))
+        file = self._open(path, flags)
+        try:
+            check_own(file.fd, path)
+        except OSError:
+            os.close(file.fd)
+            raise
+        return _locked(path, file)
 
     def lock_directory(self, path: Path) -> OpenFile:
         """Lock a directory itself, where no file can be made in it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from kvhearth_server.tiers.base import Kind
 
 _PAUSE_FIRST_S = 1.0
 _PAUSE_MAX_S = 60.0
@@ -31,21 +32,6 @@ _WORDS = {
 }
 
 
-class Kind(NamedTuple):
-    """Identity of a problem, which stays the same while the problem lasts, whatever its numbers
-    are.
-
-    Attributes:
-        directory: its path; empty for the disk interface.
-        word: one of ``WORDS``, or ``INTERFACE``.
-        about: affected activity: writes, reads, ...
-    """
-
-    directory: str
-    word: str
-    about: str = ""
-
-
 @dataclass
 class DirectoryHealth:
     """State of one directory.
@@ -66,9 +52,9 @@ class DirectoryHealth:
     _no_room_until: float = 0.0
     _notes: dict[str, str] = field(default_factory=dict)
 
-    def note(self, word: str, told: str) -> None:
+    def note(self, word: str, message: str) -> None:
         """Record a permanent condition, such as a file system without direct I/O."""
-        self._notes[word] = told
+        self._notes[word] = message
 
     def write_failed(self, reason: str, now: float) -> None:
         """Record that a write, or making room for one, failed."""
@@ -90,11 +76,11 @@ class DirectoryHealth:
         """Record that a read succeeded."""
         self._read_reason = ""
 
-    def no_room(self, until: float, word: str, told: str) -> None:
+    def no_room(self, until: float, word: str, message: str) -> None:
         """Record that no other segment can be made for now, although no write failed. The log tries
         again at ``until``.
         """
-        self._no_room, self._no_room_until = (word, told), until
+        self._no_room, self._no_room_until = (word, message), until
 
     def slow(self, took_s: float, now: float) -> None:
         """Record a request that took longer than it should."""
@@ -111,7 +97,7 @@ class DirectoryHealth:
 
     def by_kind(self, now: float) -> dict[Kind, str]:
         """Return all current problems: one sentence for people for each kind."""
-        found = {(word, ""): told for word, told in self._notes.items()}
+        found = {(word, ""): message for word, message in self._notes.items()}
         for reason, doing in ((self._write_reason, "writes"), (self._read_reason, "reads")):
             if reason:
                 word = reason if reason in WORDS else "io"
@@ -119,13 +105,15 @@ class DirectoryHealth:
         if self.stuck:
             found["stuck", "requests"] = f"its device holds on to {self.stuck} requests"
         if now < self._no_room_until:
-            word, told = self._no_room
-            found[word, "segments"] = told
+            word, message = self._no_room
+            found[word, "segments"] = message
         if now < self._slow_until:
-            told = f"its device is slow: a request took {self._slowest_s:.1f} s"
-            found["slow", "requests"] = told
-        return {Kind(self.name, *kind): f"{self.name}: {told}" for kind, told in found.items()}
+            message = f"its device is slow: a request took {self._slowest_s:.1f} s"
+            found["slow", "requests"] = message
+        return {
+            Kind(self.name, *kind): f"{self.name}: {message}" for kind, message in found.items()
+        }
 
     def findings(self, now: float) -> list[tuple[str, str]]:
         """Return all current problems as pairs of a word of ``WORDS`` and a sentence."""
-        return [(kind.word, told) for kind, told in self.by_kind(now).items()]
+        return [(kind.word, message) for kind, message in self.by_kind(now).items()]

@@ -135,13 +135,13 @@ class LogDirectory:
         return 0 if carried or self.ready else self.carry_pages
 
     @property
-    def surplus(self) -> bool:
+    def over_capacity(self) -> bool:
         """Whether there are more files than allowed, because the capacity was lowered."""
         return self.directory.writable and len(self.directory.segments) > self.count_max
 
-    def starved(self, now: float) -> bool:
+    def needs_reclaim(self, now: float) -> bool:
         """Whether too few segments are ready, and only reclaiming can provide more."""
-        if self.surplus and not self.janitor.busy:
+        if self.over_capacity and not self.janitor.busy:
             return True
         files = len(self.directory.segments)
         full = files >= self.count_max or now < self.retry_at
@@ -363,7 +363,7 @@ class Log:
         """Make a segment reusable that has no live block and no reader."""
         log_dir = self._lane_of(segment)
         self._counts.add("segments_reclaimed")
-        if segment.damaged or log_dir.surplus:
+        if segment.damaged or log_dir.over_capacity:
             self.remove(segment)
             return
         segment.state = SegmentState.FREE
@@ -389,7 +389,7 @@ class Log:
         """Take over newly made files, and ensure that every directory has its next segment."""
         for log_dir in self.log_dirs:
             log_dir.janitor.poll()
-            while log_dir.surplus and log_dir.free:
+            while log_dir.over_capacity and log_dir.free:
                 self.remove(log_dir.free.pop())
             self._prepare(log_dir)
 
@@ -454,14 +454,17 @@ class Log:
         )
         self.next_sequence += 1
         segment.restart(head)
-        segment.state = SegmentState.HEADING
+        segment.state = SegmentState.WRITING_HEADER
         log_dir.ready.append(segment)
         segment.writes += 1
         self._pages.write(
-            segment, Buffer(segment_page(head)), 0, lambda job: self._headed(log_dir, segment, job)
+            segment,
+            Buffer(segment_page(head)),
+            0,
+            lambda job: self._header_written(log_dir, segment, job),
         )
 
-    def _headed(self, log_dir: LogDirectory, segment: Segment, job: Job) -> None:
+    def _header_written(self, log_dir: LogDirectory, segment: Segment, job: Job) -> None:
         segment.writes -= 1
         self._pages.note(log_dir.directory, job)
         if job.good:

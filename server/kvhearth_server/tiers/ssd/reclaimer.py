@@ -2,20 +2,21 @@
 rest.
 
 Each directory has one victim at a time. Its hot blocks (loaded since they were written) are read to
-a buffer of the tier, which verifies them, and stored again; all others are evicted. The segment is
-reused only when nothing reads it any more.
+a buffer of the tier, which verifies them, and stored again; all others are evicted. If there is a
+tier behind this one, they are first offered to it. The segment is reused only when nothing reads it
+any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
-    PLACE_DTYPE,
+    ADDRESS_DTYPE,
     BlockSpec,
     Completion,
     Corrupt,
@@ -24,6 +25,7 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Failed,
     LoadBatch,
+    Offer,
     Outcome,
     StoreBatch,
     Throttled,
@@ -34,6 +36,7 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
 from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
 from kvhearth_server.tiers.ssd.log import Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
+from kvhearth_server.tiers.ssd.walk import gather
 
 CARRY_BYTES = 32 << 20
 """Size of the buffer through which blocks are carried; a larger block is not carried. The size
@@ -44,8 +47,11 @@ segment.
 _FORGET_BLOCKS = 2048
 """Blocks evicted in one turn of the loop, which reports each of them to the core."""
 
-CARRY_PAGES = 64
+REINSERT_PAGES = 64
 """Header pages kept for carried blocks."""
+
+OFFER_S = 2.0
+"""Time that the tier behind has to take what it was offered. New stores wait for the segment."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,19 @@ class _Portion:
 
 @dataclass(eq=False)
 class _Work:
-    """A victim, and its portions that are yet to be carried."""
+    """A victim, and its portions that are yet to be carried.
+
+    ``offers`` were made last, ``offered`` rows of the segment are behind them, and ``offers_end``
+    is the time at which the tier stops waiting for them.
+    """
 
     segment: Segment
     portions: Iterator[_Portion]
     running: bool = False
     carried: bool = False
+    offers: list[Offer] = field(default_factory=list)
+    offered: int = 0
+    offers_end: float = 0.0
 
 
 class Reclaimer:
@@ -76,7 +89,10 @@ class Reclaimer:
         log: Log,
         counts: Counts,
         clock: Callable[[], float],
+        *,
+        offers: bool,
     ) -> None:
+        """``offers``: whether a tier behind this one takes offers."""
         self.buffer = Buffer(CARRY_BYTES)
         self._index, self._log, self._counts = index, log, counts
         self._clock = clock
@@ -87,6 +103,7 @@ class Reclaimer:
         self._transfers: Transfers | None = None
         self._pages: HeaderPages | None = None
         self._region = 0
+        self._new_offers: list[Offer] | None = [] if offers else None
 
     def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
         """Set the parts to carry with. ``region``: number of the buffer in ``transfers``."""
@@ -105,7 +122,7 @@ class Reclaimer:
             if (
                 log_dir not in self._work
                 and not self._log.draining
-                and log_dir.starved(self._clock())
+                and log_dir.needs_reclaim(self._clock())
             ):
                 victim = self._victim(log_dir)
                 if victim is not None:
@@ -160,7 +177,7 @@ class Reclaimer:
             length, shards = int(name["length"]), int(name["shards"])
             family = BlockSpec(namespace, group, int(name["epoch"]), length, shards)
             fits = CARRY_BYTES // (pages_of(length) * PAGE_BYTES * shards)
-            fits = min(fits, CARRY_PAGES // shards)
+            fits = min(fits, REINSERT_PAGES // shards)
             for start in range(0, len(mine) if fits else 0, max(1, fits)):
                 chosen = mine[start : start + fits]
                 keys: list[bytes] = table.keys[chosen].tolist()
@@ -177,9 +194,11 @@ class Reclaimer:
             may_carry = self._log.wear.may_carry(log_dir.carry_pages * PAGE_BYTES)
             portion = next(work.portions, None) if may_carry else None
             if portion is not None:
-                self._carry(work, portion)
+                self._reinsert(work, portion)
                 return False
             work.carried = True
+        if self._new_offers is not None and not self._offered(work, self._new_offers):
+            return False
         number = work.segment.number
         if number in self._index.segments:
             if self._forgot:
@@ -195,7 +214,41 @@ class Reclaimer:
             self._log.release(work.segment)
         return False
 
-    def _carry(self, work: _Work, portion: _Portion) -> None:
+    def take_offers(self) -> list[Offer]:
+        """Return the offers made since the last call."""
+        if not self._new_offers:
+            return []
+        new, self._new_offers = self._new_offers, []
+        return new
+
+    def _offered(self, work: _Work, new: list[Offer]) -> bool:
+        """Offer the victim's next blocks, as many as are carried at once; true once none is left to
+        wait for.
+
+        A tier that drains drops nothing: the next run finds the blocks in the segment.
+        """
+        if self._log.draining:
+            return False
+        now = self._clock()
+        if any(not each.settled for each in work.offers):
+            return now >= work.offers_end
+        table = self._index.segments.get(work.segment.number)
+        while table is not None and work.offered < len(table):
+            end = work.offered + _FORGET_BLOCKS
+            heads = table.live_heads(work.offered, end)
+            size = np.cumsum(disk_pages(table.rows[heads])) * PAGE_BYTES
+            fit = max(1, int(np.count_nonzero(size <= CARRY_BYTES)))
+            work.offered = int(heads[fit]) if fit < len(heads) else end
+            found: dict[BlockSpec, list[bytes]] = {}
+            gather(self._index, table, heads[:fit], found)
+            work.offers = [Offer(family, keys) for family, keys in found.items()]
+            if work.offers:
+                work.offers_end = now + OFFER_S
+                new += work.offers
+                return False
+        return True
+
+    def _reinsert(self, work: _Work, portion: _Portion) -> None:
         transfers = self._transfers
         if transfers is None:
             return
@@ -207,7 +260,7 @@ class Reclaimer:
             return
         keys = [portion.keys[row] for row in same.tolist()]
         padded = pages_of(family.length) * PAGE_BYTES
-        places = np.zeros((len(keys), family.shards), PLACE_DTYPE)
+        places = np.zeros((len(keys), family.shards), ADDRESS_DTYPE)
         places["region"] = self._region
         places["offset"] = (np.arange(places.size) * padded).reshape(places.shape)
         work.running, self._carrying = True, work

@@ -16,9 +16,6 @@ SEGMENTS_LEAST = 4
 made.
 """
 
-NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces.json", "namespaces.new"
-"""Files that are not the tier's. Their writer keeps room for them beside each place's capacity."""
-
 _SEGMENT_BYTES_USUAL = 256 * MIB
 _SEGMENT_BYTES_LEAST = 64 * MIB
 _SEGMENTS_WANTED = 32

@@ -2,91 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
-from kvhearth_server.tiers.base import BlockSpec, Health
+from kvhearth_server.tiers.base import BlockSpec, DirectoryFigures, Kind, TierFigures
 from kvhearth_server.tiers.ssd.assembly import TierComponents
 from kvhearth_server.tiers.ssd.directory import SegmentState
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
-from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE, Kind
+from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE
 from kvhearth_server.tiers.ssd.log import LogDirectory
 from kvhearth_server.tiers.ssd.walk import places
 from kvhearth_server.tiers.ssd.write_limits import WriteBudget
-
-
-@dataclass(frozen=True)
-class DirectoryFigures:
-    """Figures of one directory.
-
-    Attributes:
-        capacity_bytes: most bytes that it may use.
-        file_bytes: length of its segment files, which are allocated in whole.
-        segments: number of files by state.
-        findings: current problems: a word of ``health.WORDS``, and a sentence.
-    """
-
-    path: str
-    capacity_bytes: int
-    file_bytes: int
-    segments: Mapping[str, int]
-    findings: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class SsdFigures:
-    """Figures of the tier at one moment.
-
-    Attributes:
-        interface_broken: problem of the disk interface; empty for none.
-        directories: all of them; those that could not be opened have no files.
-        blocks, live_bytes: loadable blocks and their payload.
-        files_found, files_recovered: segment files at the start; those read back so far.
-        locked_files: files that requests of a dead daemon may still hold.
-        queued_reads, queued_writes: requests that wait or run.
-        running_requests: requests in the kernel.
-        read_latency_s, read_bytes_per_s: moving averages.
-        budget_left_bytes: bytes that may be written now; None without a budget.
-        counts: the tier's counters since the start, by name.
-    """
-
-    interface: str
-    interface_broken: str
-    directories: list[DirectoryFigures]
-    blocks: int
-    live_bytes: int
-    recovering: bool
-    files_found: int
-    files_recovered: int
-    locked_files: int
-    queued_reads: int
-    queued_writes: int
-    running_requests: int
-    read_latency_s: float
-    read_bytes_per_s: float
-    budget_left_bytes: int | None
-    counts: Mapping[str, int]
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Capacity of all directories together."""
-        return sum(each.capacity_bytes for each in self.directories)
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of all directories' segment files."""
-        return sum(each.file_bytes for each in self.directories)
-
-    @property
-    def reasons(self) -> list[str]:
-        """All current problems, for people."""
-        told = [sentence for each in self.directories for _, sentence in each.findings]
-        return [*told, *filter(None, [self.interface_broken])]
-
-    def count(self, name: str) -> int:
-        """Return a counter of the tier; 0 where nothing was counted."""
-        return self.counts.get(name, 0)
 
 
 class SsdStatus:
@@ -109,9 +35,11 @@ class SsdStatus:
         return self._parts.verdicts
 
     @property
-    def mended(self) -> list[str]:
+    def repairs(self) -> list[str]:
         """Repairs made when the directories were opened, and logs begun afresh, for people."""
-        return [told for log_dir in self._parts.log.log_dirs for told in log_dir.directory.told]
+        return [
+            message for log_dir in self._parts.log.log_dirs for message in log_dir.directory.repairs
+        ]
 
     @property
     def recovering(self) -> bool:
@@ -183,16 +111,16 @@ class SsdStatus:
         directories = [log_dir.directory for log_dir in self._parts.log.log_dirs]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
-    def figures(self) -> SsdFigures:
+    def figures(self) -> TierFigures:
         """Return the tier's current figures. The cost does not depend on its content; never
         waits.
         """
         parts, now = self._parts, self._parts.clock()
         unusable = [
-            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, told),))
-            for place, told in parts.failed_places.items()
+            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, reason),))
+            for place, reason in parts.failed_places.items()
         ]
-        return SsdFigures(
+        return TierFigures(
             interface=parts.interface,
             interface_broken=self.interface_broken,
             directories=[
@@ -231,17 +159,12 @@ class SsdStatus:
         """Return all current problems: one sentence for people for each kind."""
         now = self._parts.clock()
         failed = self._parts.failed_places
-        found = {Kind(str(place.path), UNUSABLE): told for place, told in failed.items()}
+        found = {Kind(str(place.path), UNUSABLE): reason for place, reason in failed.items()}
         for log_dir in self._parts.log.log_dirs:
             found |= log_dir.directory.health.by_kind(now)
         if broken := self.interface_broken:
             found[Kind("", INTERFACE)] = broken
         return found
-
-    def health(self) -> Health:
-        """Return all current problems, for people."""
-        reasons = tuple(self.by_kind().values())
-        return Health(bool(reasons), reasons)
 
     def check(self, *, idle: bool) -> None:
         """Raise ValueError unless index, segments and requests in flight agree.

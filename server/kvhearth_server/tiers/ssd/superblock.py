@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from kvhearth.failpoints import hit
+from kvhearth_server.ownership import foreign
+from kvhearth_server.tiers.directories import DirectoryError
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -30,13 +32,9 @@ from kvhearth_server.tiers.ssd.format import (
     parse_segment_page,
 )
 
-HEAD_NAME = "kvhearth.log"
+SUPERBLOCK_NAME = "kvhearth.log"
 _WITNESSES = 64
 """Number of segment files that suffice to decide."""
-
-
-class DirectoryError(Exception):
-    """The directory cannot be used at all; the text gives the reason and a remedy."""
 
 
 @dataclass
@@ -48,14 +46,14 @@ class Ownership:
         older: replaced files. Their locks are kept, because another daemon may have opened one
             just before.
         doubts: reasons for not believing the file.
-        told: repairs that were made, for people.
+        repairs: repairs that were made, for people.
     """
 
     lock: OpenFile
     head: DirectoryHead
     older: list[OpenFile] = field(default_factory=list)
     doubts: Counter[Doubt] = field(default_factory=Counter)
-    told: list[str] = field(default_factory=list)
+    repairs: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Release the directory."""
@@ -83,11 +81,13 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
         segment_bytes: segment size of a log that begins here.
 
     Raises:
-        DirectoryError: another version wrote it.
+        DirectoryError: another version wrote it, or it is not the daemon's alone.
         Busy: another daemon has it.
         OSError: it cannot be read, or it is empty and cannot be written to.
     """
-    path = folder / HEAD_NAME
+    if repairs := foreign(folder):
+        raise DirectoryError(f"cannot use {folder}: {repairs}")
+    path = folder / SUPERBLOCK_NAME
     try:
         lock = files.open(path)
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
             raise error
         new = said or DirectoryHead(_new_id(), segment_bytes)
         found = Ownership(lock, new, doubts=Counter([head]))
-        found.told.append(_story(path, f"cannot be believed ({head.value})", said))
+        found.repairs.append(_story(path, f"cannot be believed ({head.value})", said))
     except (OSError, DirectoryError):
         os.close(lock.fd)
         raise
@@ -112,7 +112,7 @@ def own(files: Files, folder: Path, segments: list[Path], segment_bytes: int) ->
             found.rewrite(files, path, new)
         except OSError as error:
             # The segments will supply it again at the next start.
-            found.told.append(f"{path} cannot be written anew ({error.strerror})")
+            found.repairs.append(f"{path} cannot be written anew ({error.strerror})")
     return found
 
 
@@ -143,7 +143,7 @@ def _make(files: Files, path: Path, segments: list[Path], segment_bytes: int) ->
         found = Ownership(files.lock_directory(path.parent), head)
     if segments:
         found.doubts[Doubt.TRUNCATED] += 1
-        found.told.append(_story(path, "is missing", said))
+        found.repairs.append(_story(path, "is missing", said))
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -23,11 +24,14 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Facts,
     Failed,
-    Health,
+    Kind,
     LoadBatch,
     Missing,
+    Offer,
     StoreBatch,
     Throttled,
+    Tier,
+    TierFigures,
     check_places,
 )
 from kvhearth_server.tiers.ssd.assembly import Environment, build
@@ -36,7 +40,7 @@ from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
 from kvhearth_server.tiers.ssd.log import Log
-from kvhearth_server.tiers.ssd.reclaimer import CARRY_PAGES
+from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES
 from kvhearth_server.tiers.ssd.recovery.restore import Progress
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.stats import SsdStatus
@@ -77,9 +81,9 @@ class Watch:
                 directory = self._directory_of(job) if hangs else None
                 if directory is not None:
                     stuck[directory] = stuck.get(directory, 0) + 1
-            if any(not job.told_stuck for job in late):
+            if any(not job.reported_stuck for job in late):
                 for job in task.jobs:
-                    job.told_stuck = True
+                    job.reported_stuck = True
                 self._counts.add("stuck_batches")
                 notices.append(Completion(task.ticket, [(Failed("stuck"), task.out)], final=False))
         for log_dir in self._log.log_dirs:
@@ -95,7 +99,7 @@ _abandoned: list[object] = []
 """Tiers whose memory a hanging device may still write to; never freed."""
 
 
-class SsdTier:
+class SsdTier(Tier):
     """Blocks on one or more drives.
 
     Args:
@@ -104,6 +108,7 @@ class SsdTier:
         admission: policy that selects the blocks worth a write; all blocks by default.
         on_progress: called while the log is read back.
         environment: files, clock and disk queue; the machine's own by default.
+        offers: offer blocks to a tier behind this one before they are dropped to make room.
 
     Raises:
         DirectoryError: no directory can be used.
@@ -120,9 +125,10 @@ class SsdTier:
         admission: Admission | None = None,
         on_progress: Progress | None = None,
         environment: Environment | None = None,
+        offers: bool = False,
     ) -> None:
         environment = environment or Environment()
-        self._parts = build(settings, regions, environment, on_progress)
+        self._parts = build(settings, regions, environment, on_progress, offers=offers)
         self.settings = settings
         self.counts = self._parts.counts
         self.event_fd = self._parts.driver.event_fd
@@ -144,6 +150,14 @@ class SsdTier:
     def batch_blocks_max(self) -> int:
         return self.settings.batch_blocks_max
 
+    @property
+    def queue_reads(self) -> int:
+        return self.settings.queue_reads
+
+    @property
+    def queue_writes(self) -> int:
+        return self.settings.queue_writes
+
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
         self._check(batch)
         refusal = self._refusal()
@@ -153,7 +167,7 @@ class SsdTier:
         present, _ = self._parts.index.present(family, batch.keys)
         absent = np.flatnonzero(~present)
         if len(absent) * family.shards > min(
-            self._parts.pages.free - CARRY_PAGES,
+            self._parts.pages.free - REINSERT_PAGES,
             self.settings.queue_writes - self._parts.transfers.writes,
         ):
             refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.writes))
@@ -169,7 +183,7 @@ class SsdTier:
                 task.settle(left.tolist(), refusal)
                 self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
-        if self._completions or self._parts.starved:
+        if self._completions or self._parts.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -192,7 +206,7 @@ class SsdTier:
                 self._parts.index.used(entries[rows])
             self._parts.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
-        if self._completions or self._parts.starved:
+        if self._completions or self._parts.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -308,25 +322,11 @@ class SsdTier:
         return self._parts.index.unbind(namespace, group, keys)
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
-        """Stop serving up to ``count`` blocks of a namespace, all of one KV group, and return them.
-        None if there are none left.
-        """
         return self._parts.index.forget_of(namespace, count)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one step through all stored blocks, in disk order.
-
-        A complete round returns every block that is present all the time, except blocks in a
-        segment that is overwritten meanwhile. A step takes well below a millisecond and reads
-        nothing from the drive.
-
-        Args:
-            cursor: 0 to begin, then the cursor that the last step returned.
-            count: most blocks of this step; there may be fewer, or none.
-
-        Returns:
-            The next cursor, 0 at the end of a round, and keys by family. The blocks may be gone by
-            the time they are loaded (``Missing``).
+        """Take one step through all stored blocks, in disk order: see ``Tier.walk``. A step takes
+        well below a millisecond.
         """
         return walk(self._parts.index, cursor, count)
 
@@ -334,8 +334,37 @@ class SsdTier:
         gone, self._parts.reclaimer.evicted = self._parts.reclaimer.evicted, []
         return gone
 
-    def health(self) -> Health:
-        return self.status.health()
+    def take_offers(self) -> list[Offer]:
+        return self._parts.reclaimer.take_offers()
+
+    @property
+    def blocks(self) -> int:
+        return self.status.blocks
+
+    @property
+    def recovering(self) -> bool:
+        return self.status.recovering
+
+    @property
+    def loads_of_the_dead(self) -> bool:
+        return bool(self.status.locked_files or self.status.unusable_places)
+
+    @property
+    def broken(self) -> str:
+        return self.status.interface_broken
+
+    @property
+    def directories(self) -> list[Path]:
+        return [place.path for place in self.settings.places]
+
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
+        return self.status.estimate_s(loads, waiting)
+
+    def problems(self) -> dict[Kind, str]:
+        return self.status.by_kind()
+
+    def figures(self) -> TierFigures:
+        return self.status.figures()
 
     def check(self) -> None:
         """Raise ValueError unless all parts agree (tests, ``/debug/books``)."""

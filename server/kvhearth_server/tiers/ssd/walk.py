@@ -39,14 +39,14 @@ def walk(
                 return number * SEGMENT_ENTRIES + row, list(found.items())
             end = min(len(table), row + _ROWS_A_STEP - looked)
             heads = table.live_heads(row, end)[:count]
-            _gather(index, table, heads, found)
+            gather(index, table, heads, found)
             looked += end - row
             count -= len(heads)
             row = int(heads[-1]) + 1 if count <= 0 else end
     return 0, list(found.items())
 
 
-def _gather(
+def gather(
     index: SsdIndex, table: SegmentRows, heads: I64, found: dict[BlockSpec, list[bytes]]
 ) -> None:
     """Add the keys of blocks that begin at ``heads`` to the lists of their families."""

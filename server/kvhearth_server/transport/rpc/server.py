@@ -11,23 +11,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
-from kvhearth.wire.frames import METHODS
+from kvhearth.wire.frames import METHODS, SERVICE
+from kvhearth.wire.status import TOKEN_KEY
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
-from kvhearth_server.transport.dispatch import Decisions
+from kvhearth_server.ownership import open_to_all
+from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.errors import Context, MessageGuard, guarded, metadata_value
 
-SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
-TOKEN_KEY = "kvhearth-token"
-
 
 class CacheService:
-    """Serves ``Decisions`` over gRPC."""
+    """Serves ``Dispatcher`` over gRPC."""
 
-    def __init__(self, engine: Engine, decisions: Decisions) -> None:
+    def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
         self._engine = engine
-        self._decisions = decisions
+        self._dispatcher = dispatcher
 
     def admit(self, context: Context) -> Session:
         """Return the session of the caller's token.
@@ -35,7 +34,7 @@ class CacheService:
         Raises:
             KVHearthError: ``unknown_token``.
         """
-        return self._decisions.admit(metadata_value(context, TOKEN_KEY))
+        return self._dispatcher.admit(metadata_value(context, TOKEN_KEY))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve every method of the schema on ``server``."""
@@ -45,7 +44,7 @@ class CacheService:
     def _handler(self, name: str) -> Any:
         async def handle(request: Any, context: Context) -> Any:
             def work() -> Any:
-                return self._decisions.decide(name, request, self.admit(context))
+                return self._dispatcher.decide(name, request, self.admit(context))
 
             return await guarded(self._engine, context, work)
 
@@ -68,16 +67,16 @@ way.
 class RpcServer:
     """The gRPC server. Start it on the loop; ``stop`` lets calls in flight end within a grace."""
 
-    def __init__(self, engine: Engine, decisions: Decisions, admin_token: str) -> None:
+    def __init__(self, engine: Engine, dispatcher: Dispatcher, admin_token: str) -> None:
         self._health = health.aio.HealthServicer()
         self._telling: asyncio.Task[None] | None = None
-        engine.on_drain = self._tell_draining
+        self._drain_begun = engine.drain_begun
         options = [
             ("grpc.max_receive_message_length", engine.shell.message_bytes_max),
             ("grpc.max_send_message_length", engine.shell.message_bytes_max),
             ("grpc.so_reuseport", 0),
         ]
-        cache = CacheService(engine, decisions)
+        cache = CacheService(engine, dispatcher)
         admin = AdminService(engine, admin_token)
         guard = MessageGuard(engine, {SERVICE: cache.admit, _ADMIN: admin.admit})
         self._server = grpc.aio.server(
@@ -96,14 +95,16 @@ class RpcServer:
         Every user may connect who can reach its directory, as at the attach socket: a tenant's
         engines run as other users than the daemon. The token decides.
         """
-        self._server.add_insecure_port(f"unix:{path}")
+        with open_to_all():
+            self._server.add_insecure_port(f"unix:{path}")
         await self._server.start()
-        path.chmod(0o666)
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._telling = asyncio.create_task(self._tell_draining())
 
-    def _tell_draining(self) -> None:
-        self._telling = asyncio.get_running_loop().create_task(self.not_serving())
+    async def _tell_draining(self) -> None:
+        await self._drain_begun.wait()
+        await self.not_serving()
 
     async def not_serving(self) -> None:
         """Report to probes and load balancers that we no longer serve, before the end."""
@@ -111,4 +112,6 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Stop; calls in flight have ``grace_s``."""
+        if self._telling is not None:
+            self._telling.cancel()
         await self._server.stop(grace_s)

@@ -64,20 +64,20 @@ def install(app: FastAPI, engine: Engine) -> None:
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        told = "; ".join(
+        message = "; ".join(
             f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
             for one in error.errors()[:8]
         )
-        return refuse(KVHearthError(Reason.BAD_MESSAGE, told))
+        return refuse(KVHearthError(Reason.BAD_MESSAGE, message))
 
     async def plain_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         where = plain_text(f"{request.method} {request.url.path}", 200)
-        told = KVHearthError(Reason.BAD_MESSAGE, f"{where}: {str(error.detail).lower()}")
-        return refuse(told, status=error.status_code, headers=dict(error.headers or {}))
+        refusal = KVHearthError(Reason.BAD_MESSAGE, f"{where}: {str(error.detail).lower()}")
+        return refuse(refusal, status=error.status_code, headers=dict(error.headers or {}))
 
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        _log.error("a request failed", exc_info=error)
+        _log.error("http.failed", exc_info=error)
         return refuse(KVHearthError(Reason.INTERNAL, "the request failed; see the daemon's log"))
 
     app.add_exception_handler(KVHearthError, domain)

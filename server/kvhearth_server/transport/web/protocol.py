@@ -101,10 +101,10 @@ class BoundedProtocol(H11Protocol):
             self._refused(Reason.DEADLINE)
             self.transport.abort()
             return
-        told = (
+        message = (
             f"the request's headers were not here within {HEAD_S:.0f} s, or others needed a place"
         )
-        self._refuse(KVHearthError(Reason.DEADLINE, told), HTTPStatus.REQUEST_TIMEOUT)
+        self._refuse(KVHearthError(Reason.DEADLINE, message), HTTPStatus.REQUEST_TIMEOUT)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP."""
@@ -135,8 +135,8 @@ class BoundedProtocol(H11Protocol):
         if waiting:
             min(waiting, key=lambda one: one.waiting_since).give_up()
             return
-        told = f"all {CONNECTIONS_MAX} connections have a request under way; try again"
-        self._refuse(KVHearthError(Reason.DAEMON_AWAY, told), HTTPStatus.SERVICE_UNAVAILABLE)
+        message = f"all {CONNECTIONS_MAX} connections have a request under way; try again"
+        self._refuse(KVHearthError(Reason.DAEMON_AWAY, message), HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _open(self) -> list[BoundedProtocol]:
         return [

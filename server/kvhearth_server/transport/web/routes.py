@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import Annotated, Any
+import re
+import sys
+import traceback
+from asyncio import all_tasks
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvhearth.errors import KVHearthError, Reason
@@ -20,9 +25,9 @@ from kvhearth_server.engine import snapshot as portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
-from kvhearth_server.transport.audit import audited, refused
-from kvhearth_server.transport.web import documents as models
-from kvhearth_server.transport.web import documents as views
+from kvhearth_server.transport import reports
+from kvhearth_server.transport.audit import refused
+from kvhearth_server.transport.reports import Actions
 from kvhearth_server.transport.web import problems
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
 from kvhearth_server.transport.web.protocol import REFUSED
@@ -67,8 +72,10 @@ class Bounds:
                 self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
             return
         if len(body) > BODY_BYTES_MAX:
-            told = f"the body has more than {BODY_BYTES_MAX} bytes"
-            await self._refuse(scope, receive, send, KVHearthError(Reason.BAD_MESSAGE, told), 413)
+            message = f"the body has more than {BODY_BYTES_MAX} bytes"
+            await self._refuse(
+                scope, receive, send, KVHearthError(Reason.BAD_MESSAGE, message), 413
+            )
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -120,7 +127,7 @@ def _caller(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
-Caller = Annotated[str, Depends(_caller)]
+CallContext = Annotated[str, Depends(_caller)]
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -129,29 +136,87 @@ def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused.", "content": content} for status in statuses}
 
 
+class Config(BaseModel):
+    """The settings in effect; secrets are masked."""
+
+    boot_id: str
+    settings: dict[str, Any]
+
+
+class EvictRequest(BaseModel, extra="forbid"):
+    """Size to keep, and where to evict."""
+
+    keep_bytes: int = Field(0, ge=0, le=2**63 - 1, description="Keep this many bytes at most.")
+    tier: Literal["memory", "ssd", "all"] | None = Field(
+        None,
+        description="Where; ssd and all need keep_bytes 0. Default: all if that is 0, else memory.",
+    )
+
+
+class BumpRequest(BaseModel, extra="forbid"):
+    """The weights epoch that is expected."""
+
+    expected_epoch: int | None = Field(
+        None, ge=1, le=2**63 - 1, description="Refuse unless this is the current one."
+    )
+
+
+class Books(BaseModel):
+    """Whether a recount of everything agrees with the books."""
+
+    boot_id: str
+    balanced: bool
+    error: str = Field(description="What disagrees, with both numbers; empty if nothing does.")
+
+
+_SECRET = re.compile(r"token|secret|password|credential|(^|_)key$")
+_MASK = "***"
+
+
+def masked(settings: Settings) -> dict[str, Any]:
+    """Return the settings as JSON, with values of secret-like names left out."""
+    values = settings.model_dump(mode="json")
+    return {
+        name: _MASK if value and _SECRET.search(name) else value for name, value in values.items()
+    }
+
+
+def all_stacks() -> str:
+    """Return the current stack of every thread and of every task of the loop."""
+    parts = []
+    for number, frame in sys._current_frames().items():
+        parts.append(f"thread {number}\n" + "".join(traceback.format_stack(frame)))
+    for task in sorted(all_tasks(), key=lambda task: task.get_name()):
+        frames = "".join(
+            "".join(traceback.format_stack(frame, limit=1)) for frame in task.get_stack()
+        )
+        parts.append(f"task {task.get_name()}\n{frames}")
+    return "\n".join(parts)
+
+
 def state_routes(engine: Engine) -> APIRouter:
     """Build the routes for state that any client may read who reaches the address."""
     router = APIRouter(prefix="/v1", tags=["state"])
 
     @router.get("/stats")
-    async def stats() -> models.Stats:
+    async def stats() -> reports.Stats:
         """Statistics of the daemon."""
-        return views.stats(engine)
+        return reports.stats(engine)
 
     @router.get("/sessions")
-    async def sessions() -> models.Sessions:
+    async def sessions() -> reports.Sessions:
         """Processes that are attached, or left and may still be writing."""
-        return views.sessions(engine)
+        return reports.sessions(engine)
 
     @router.get("/namespaces")
-    async def namespaces() -> models.Namespaces:
+    async def namespaces() -> reports.Namespaces:
         """Tenants' contracts, and the blocks stored under them."""
-        return views.namespaces(engine)
+        return reports.namespaces(engine)
 
     @router.get("/leases")
-    async def leases() -> models.Leases:
+    async def leases() -> reports.Leases:
         """Leases of readers, by group."""
-        return views.leases(engine)
+        return reports.leases(engine)
 
     return router
 
@@ -159,7 +224,7 @@ def state_routes(engine: Engine) -> APIRouter:
 def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRouter:
     """Build the routes that need the admin token: actions, settings, debugging."""
 
-    async def admitted(given: Credentials, caller: Caller) -> None:
+    async def admitted(given: Credentials, caller: CallContext) -> None:
         token = given.credentials if given else ""
         if not hmac.compare_digest(token.encode(), admin_token.encode()):
             refused("http", caller)
@@ -171,54 +236,43 @@ def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRou
     router = APIRouter(
         tags=["admin"], dependencies=[Depends(admitted)], responses=problem_responses(403)
     )
-    boot_id = engine.boot_id
+    boot_id, actions = engine.boot_id, Actions(engine, "http")
 
     @router.get("/v1/config")
-    async def config() -> models.Config:
+    async def config() -> Config:
         """The settings in effect."""
-        return models.Config(boot_id=boot_id, settings=views.masked(settings))
+        return Config(boot_id=boot_id, settings=masked(settings))
 
     @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 409))
     async def evict(
-        ns: Digest, caller: Caller, request: models.EvictRequest | None = None
-    ) -> models.Evicted:
+        ns: Digest, caller: CallContext, request: EvictRequest | None = None
+    ) -> reports.Evicted:
         """Remove blocks of a namespace, coldest first: all that are not held, or down to a size."""
         keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
-        asked = {"namespace": ns, "keep_bytes": keep_bytes, "tier": tier}
-        with audited("evict", "http", caller, **asked) as told:
-            removed = await portions.evict(engine, bytes.fromhex(ns), keep_bytes, tier)
-            told |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
-        return models.Evicted(
-            boot_id=boot_id, evicted_blocks=removed.memory, ssd_blocks=removed.ssd
-        )
+        return await actions.evict(caller, ns, keep_bytes, tier)
 
     @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
     async def bump_epoch(
-        ns: Digest, caller: Caller, request: models.BumpRequest | None = None
-    ) -> models.Bumped:
+        ns: Digest, caller: CallContext, request: BumpRequest | None = None
+    ) -> reports.Bumped:
         """Make all blocks of a namespace invalid at once because its weights have changed."""
-        expected = request.expected_epoch if request else None
-        with audited("forget", "http", caller, namespace=ns) as told:
-            epoch = told["epoch"] = await portions.forget(engine, bytes.fromhex(ns), expected)
-        return models.Bumped(boot_id=boot_id, epoch=epoch)
+        return await actions.forget(caller, ns, request.expected_epoch if request else None)
 
     @router.post("/v1/admin:drain")
-    async def drain(caller: Caller) -> models.Drained:
+    async def drain(caller: CallContext) -> reports.Drained:
         """Accept no more stores and attaches, as before a shutdown."""
-        with audited("drain", "http", caller):
-            engine.drain()
-        return models.Drained(boot_id=boot_id, draining=True)
+        return actions.drain(caller)
 
     @router.get("/debug/books")
-    async def books() -> models.Books:
+    async def books() -> Books:
         """Recount everything in portions: the daemon serves other requests in between."""
         error = await portions.check_books(engine)
-        return models.Books(boot_id=boot_id, balanced=not error, error=error)
+        return Books(boot_id=boot_id, balanced=not error, error=error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)
     async def stacks() -> str:
         """Current stack of every thread and task."""
-        return views.stacks()
+        return all_stacks()
 
     return router
 
@@ -243,9 +297,9 @@ def probe_routes(engine: Engine) -> APIRouter:
         checks = readiness(engine)
         good = all(checks.values())
         lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
-        told = "ok" if good else "not ready"
+        verdict = "ok" if good else "not ready"
         more = [] if verbose is None else [*memory_lines(engine), *ssd_lines(engine)]
-        shown = [*lines, *more, told] if verbose is not None or not good else [told]
+        shown = [*lines, *more, verdict] if verbose is not None or not good else [verdict]
         return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
 
     for path in ("/readyz", "/healthz"):
@@ -268,9 +322,9 @@ def probe_routes(engine: Engine) -> APIRouter:
         return Response(body, headers={"content-type": content_type})
 
     @router.get("/version")
-    async def version() -> models.Version:
+    async def version() -> reports.Version:
         """Versions of the distribution and of the protocol."""
-        return views.version(engine)
+        return reports.version(engine)
 
     return router
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import xxhash
-
+from kvhearth.checksum import checksum_of
 from kvhearth.failpoints import hit
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
 from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
@@ -60,7 +59,7 @@ class Job:
         begun_at: by the driver's clock, 0 while it waits for its turn.
         error: errno, 0 for none.
         short: fewer bytes were moved than requested.
-        told_stuck: the loop has reported that it is stuck.
+        reported_stuck: the loop has reported that it is stuck.
         group: jobs it was submitted with; set by the driver.
     """
 
@@ -80,7 +79,7 @@ class Job:
     ended_at: float = 0.0
     error: int = 0
     short: bool = False
-    told_stuck: bool = False
+    reported_stuck: bool = False
     group: Group | None = None
     wrong: list[int] = field(default_factory=list)
 
@@ -165,7 +164,7 @@ class ChecksumPool:
         while self._calls.get():
             while (job := self._next()) is not None:
                 for index, (view, wanted) in enumerate(job.checks):
-                    if xxhash.xxh3_128_digest(view) != wanted:
+                    if checksum_of(view) != wanted:
                         job.wrong.append(index)
                 self._then(job)
 

@@ -135,7 +135,7 @@ def _sequence(segment: Segment, reader: Reader) -> int | None:
         head = parse_segment_page(page) if len(page) == PAGE_BYTES else Doubt.TRUNCATED
         if isinstance(head, SegmentHead):
             return head.sequence if head.log_id == segment.directory.log_id else 0
-        return 0 if not page.any() and _never_written(segment) else None
+        return 0 if not page.any() and _unused(segment, reader) else None
     except (Busy, OSError):
         return 0
 

@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 """Callback with (segments read, segments in all)."""
 
 
-class Adopter:
+class Restorer:
     """Turns the list of segment files into an index of all believed blocks."""
 
     def __init__(
@@ -170,8 +170,10 @@ class Adopter:
         segment.head = found.head
         if found.locked:
             if found.failed is not None:
-                told = "the daemon has no descriptor left to read a segment file back with"
-                segment.directory.health.no_room(self._now + 4 * _RETRY_S, "no_descriptors", told)
+                message = "the daemon has no descriptor left to read a segment file back with"
+                segment.directory.health.no_room(
+                    self._now + 4 * _RETRY_S, "no_descriptors", message
+                )
             self._locked.append(segment)
             return
         if found.failed is not None:

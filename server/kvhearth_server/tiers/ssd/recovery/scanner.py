@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
+from kvhearth.checksum import RunningChecksum, checksum_of
 from kvhearth.model import I64, U8, Records
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.files import Files
@@ -232,7 +232,7 @@ class _Window:
         """Whether the payload of a header has its checksum; it must lie in the window."""
         begin = (index + 1) * PAGE_BYTES
         payload = self._bytes[begin : begin + self.lengths[index]]
-        return xxhash.xxh3_128_digest(payload) == self._checksums[index]
+        return checksum_of(payload) == self._checksums[index]
 
 
 def scan(
@@ -328,7 +328,7 @@ class _Scan:
     def _long_payload_good(self, row: Records) -> bool:
         """Whether a payload that is longer than a window has its checksum."""
         left, at = int(row["length"]), (int(row["position"]) + 1) * PAGE_BYTES
-        digest = xxhash.xxh3_128()
+        digest = RunningChecksum()
         while left:
             step = min(left, SCAN_BYTES)
             data = self._reader.lend(self._segment.fd, at, pages_of(step) * PAGE_BYTES)

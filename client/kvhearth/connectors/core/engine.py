@@ -1,0 +1,156 @@
+"""Description of an engine for the core: its facts, its pages, its requests and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvhearth.client import KVClient
+from kvhearth.connectors.core.counters import Counters
+from kvhearth.connectors.core.groups import EngineGroups
+from kvhearth.connectors.core.load_policy import LoadPolicy
+from kvhearth.connectors.core.settings import Settings
+from kvhearth.connectors.core.step_metadata import Geometry
+
+NULL_PAGE = 0
+"""Page in a block table whose block the engine does not keep, such as one behind a window."""
+
+_NOTHING: Mapping[str, Any] = {}
+
+BlockTable = Sequence[Sequence[int]]
+"""Pages of a request's blocks in order, by the engine's group."""
+
+
+class PagePool(Protocol):
+    """The engine's KV pages and their references. Used by the scheduler's thread only."""
+
+    @property
+    def page_count(self) -> int:
+        """Number of pages."""
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page, which keeps it from reuse."""
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference of each page. Pages without one may be reused, the first one first."""
+
+    def has_one_reference(self, page: int) -> bool:
+        """Whether the page becomes free when one reference is dropped."""
+
+
+class Request(Protocol):
+    """A live request. Its numbers and its list of hashes are read in place and grow as it runs.
+
+    vLLM's requests fit as they are, so that no step pays for a translation.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Name, unique among live requests."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of known tokens: the prompt's and those generated."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of the prompt's tokens."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens whose KV the engine counts as computed, or as being loaded."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes, one for each ``EngineFacts.hash_tokens`` known tokens."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """A request's own demands; 0 is no bound.
+
+    Attributes:
+        skips: nothing is looked up or loaded.
+        handover_tokens: tokens that another engine has prefilled for it.
+        load_tokens_max: most tokens that are loaded at a time.
+        store_tokens_max: tokens after which nothing is stored.
+        find_key_salt: finds the digest of what its hashes do not cover, such as an adapter's
+            weights; None if they cover all. Runs on a thread of its own and may read files. It
+            returns None if there is no digest: then nothing is loaded or stored.
+    """
+
+    skips: bool = False
+    handover_tokens: int = 0
+    load_tokens_max: int = 0
+    store_tokens_max: int = 0
+    find_key_salt: Callable[[], bytes | None] | None = None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts about an engine that no contract has.
+
+    Attributes:
+        engine_id: name of the engine, equal in its scheduler and its ranks.
+        hash_tokens: tokens that one block hash covers.
+        step_tokens_max: most tokens that one step computes.
+        options_of: reads a request's demands, once.
+        stores, loads: whether it stores its blocks, and whether it loads blocks. If it only
+            stores, other engines continue its requests; if it only loads, it loads every hit.
+        drops_block: a draft model recomputes the last block of a hit.
+        live_weights: its weights may be replaced while it runs.
+        stepped: it steps without requests while stores need that. Otherwise no block is held after
+            the last request.
+    """
+
+    engine_id: str
+    hash_tokens: int
+    step_tokens_max: int
+    options_of: Callable[[Request], RequestOptions] = lambda _: RequestOptions()
+    stores: bool = True
+    loads: bool = True
+    drops_block: bool = False
+    live_weights: bool = False
+    stepped: bool = True
+
+
+class Step(NamedTuple):
+    """A step that the engine is about to run.
+
+    Attributes:
+        tokens: number of tokens that it computes.
+        scheduled: of these, the number of each request.
+        find_table: returns a request's block table. It may be slow, so it is called only where a
+            block is to be stored.
+        states: recurrent states at a block's end that the engine hands off, by request: (the
+            engine's group, page, tokens).
+    """
+
+    tokens: int = 0
+    scheduled: Mapping[str, int] = _NOTHING
+    find_table: Callable[[str], BlockTable] = lambda _: ()
+    states: Mapping[str, Sequence[tuple[int, int, int]]] = _NOTHING
+
+
+@dataclass(frozen=True)
+class Context:
+    """Objects shared by the parts of the scheduler's half.
+
+    Attributes:
+        settings: the user's options.
+        facts: facts about the engine.
+        client: the scheduler's client.
+        groups: groups of the engine's contract.
+        geometry: layout of blocks over the ranks.
+        policy: decides which hits are worth a load.
+        counters: the counters.
+    """
+
+    settings: Settings
+    facts: EngineFacts
+    client: KVClient
+    groups: EngineGroups
+    geometry: Geometry
+    policy: LoadPolicy
+    counters: Counters

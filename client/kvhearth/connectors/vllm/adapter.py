@@ -1,0 +1,248 @@
+"""Translates vLLM's configuration, requests, pages and steps for ``connectors/core``.
+
+Importing it does not require vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvhearth.connectors.core.engine import EngineFacts, RequestOptions, Step
+from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
+from kvhearth.connectors.core.settings import Settings, one_of
+from kvhearth.connectors.core.step_metadata import Geometry, Handshake
+from kvhearth.connectors.core.worker import WorkerConnector
+from kvhearth.connectors.vllm.identity import Adapters, engine_contract, weights_change
+from kvhearth.connectors.vllm.kv_pages import engine_pages
+from kvhearth.counters import LOGGER
+from kvhearth.errors import KVHearthError
+from kvhearth.page_layout import PagedKV
+
+HANDOVER = "kvhearth_tokens"
+"""Name in ``kv_transfer_params`` of the number of tokens that another engine has prefilled."""
+
+
+@dataclass(frozen=True)
+class VllmSettings(Settings):
+    """Options accepted in ``kv_connector_extra_config``.
+
+    Attributes:
+        layout: order of the dimensions of vLLM's KV cache that the connector demands: ``BLHNC``,
+            ``none``, or ``auto``: ``BLHNC`` on CUDA unless another connector runs beside it.
+    """
+
+    PLACE: ClassVar[str] = "kv_connector_extra_config"
+
+    layout: str = one_of("auto", "BLHNC", "none")
+
+
+class VllmPages:
+    """vLLM's block pool as a ``PagePool``.
+
+    Args:
+        pool: vLLM's block pool; ``blocks``, ``touch`` and ``free_blocks`` are used.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    @property
+    def page_count(self) -> int:
+        """Number of pages."""
+        return len(self._pool.blocks)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page, which keeps it from reuse."""
+        self._pool.touch([self._pool.blocks[page] for page in pages])
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference of each page. Pages without one may be reused, the first one first."""
+        self._pool.free_blocks([self._pool.blocks[page] for page in pages])
+
+    def has_one_reference(self, page: int) -> bool:
+        """Whether the page becomes free when one reference is dropped."""
+        return bool(self._pool.blocks[page].ref_cnt == 1)
+
+
+class RequestReader:
+    """Reads the demands of vLLM's requests."""
+
+    def __init__(self) -> None:
+        self._adapters = Adapters()
+
+    def options_of(self, request: Any) -> RequestOptions:
+        """Return a request's demands from its ``kv_transfer_params`` and its adapter."""
+        params, lora = request.kv_transfer_params or {}, request.lora_request
+        return RequestOptions(
+            skips=bool(request.skip_reading_prefix_cache),
+            handover_tokens=_count(params.get(HANDOVER)),
+            load_tokens_max=_count(params.get("max_load_tokens")),
+            store_tokens_max=_count(params.get("max_offload_tokens")),
+            find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
+        )
+
+
+def _count(value: Any) -> int:
+    """Return a count from outside: a positive integer, or 0."""
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
+def step_of(output: Any) -> Step:
+    """Return the step of vLLM's scheduler output."""
+    tables, tokens = output.kv_connector_block_state, int(output.total_num_scheduled_tokens)
+    if tables is None:
+        return Step(tokens)
+    return Step(
+        tokens, output.num_scheduled_tokens, tables.get_block_ids, tables.boundary_state_offloads
+    )
+
+
+def make_scheduler(
+    settings: VllmSettings,
+    vllm_config: Any,
+    hash_tokens: int,
+    handshakes: Sequence[Handshake],
+    block_pool: Any,
+    *,
+    stepped: bool = True,
+    worker: WorkerConnector | None = None,
+) -> SchedulerConnector | None:
+    """Build the half that fits the workers' handshakes; None, with an error in the log, if this
+    engine cannot be served.
+
+    Args:
+        settings: the user's options.
+        vllm_config: vLLM's configuration.
+        hash_tokens: tokens that one block hash covers.
+        handshakes: handshakes of all ranks.
+        block_pool: vLLM's block pool.
+        stepped: whether a loop of vLLM steps the engine while it has no request.
+        worker: the only rank, if it is in this process.
+    """
+    offer = agreed(handshakes, _cannot_continue(vllm_config))
+    if offer is None:
+        return None
+    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    facts = EngineFacts(
+        str(transfer.engine_id),
+        hash_tokens,
+        int(vllm_config.scheduler_config.max_num_batched_tokens),
+        RequestReader().options_of,
+        stores=transfer.is_kv_producer,
+        loads=transfer.is_kv_consumer,
+        drops_block=speculative is not None and speculative.use_eagle_block_drop(),
+        live_weights=weights_change(vllm_config, settings.on_reset),
+        stepped=stepped,
+    )
+    return SchedulerConnector(settings, facts, offer, VllmPages(block_pool), worker)
+
+
+def _cannot_continue(vllm_config: Any) -> str:
+    """Return why this engine must not continue a prefill from KV that it did not compute, or empty.
+
+    vLLM disables chunks and prefix caching for such models and backends, yet still asks a
+    connector. It would ignore the loaded KV, and the answer would be wrong.
+    """
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        return (
+            "chunked prefill is off, as vLLM has it where an attention backend cannot go on from "
+            "cached KV (MLA on most CPUs, attention that is not causal)"
+        )
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        return "vLLM supports no prefix caching for this model"
+    return ""
+
+
+def make_worker(
+    settings: VllmSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    rank: int,
+) -> WorkerConnector:
+    """Build the half of the rank that holds these tensors.
+
+    Args:
+        settings: the user's options.
+        vllm_config, kv_cache_config: vLLM's configuration of this rank.
+        kv_caches: the rank's tensors by layer; empty before vLLM has registered them.
+        rank: index among tensor x pipeline parallel ranks.
+    """
+    offer, pages = Handshake("", problem="the worker registered no KV cache"), list[PagedKV]()
+    if kv_caches:
+        try:
+            offer, pages = describe(settings, vllm_config, kv_cache_config, kv_caches)
+        except KVHearthError as error:
+            LOGGER.error("this engine runs without KVHearth: %s", error)
+            offer = Handshake("", problem=str(error))
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    return WorkerConnector(settings, offer, pages, engine_id=engine_id, rank=rank)
+
+
+def describe(
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+) -> tuple[Handshake, list[PagedKV]]:
+    """Return a rank's description, and its pages by the contract's group.
+
+    Raises:
+        KVHearthError: ``bad_contract`` naming the part of this engine that cannot be cached.
+    """
+    parallel = vllm_config.parallel_config
+    context = int(getattr(parallel, "decode_context_parallel_size", 1))
+    groups, pages = engine_pages(kv_cache_config, kv_caches, context)
+    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
+    contract, private = engine_contract(
+        vllm_config,
+        groups,
+        geometry=Geometry(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, replicas),
+        hash_tokens=hash_tokens_of(vllm_config, kv_cache_config),
+        packing=packing_of(vllm_config, kv_cache_config),
+        given_revision=settings.revision,
+        live=weights_change(vllm_config, settings.on_reset),
+    )
+    kv_groups = tuple(group.kv_group for group in groups)
+    return Handshake(contract.to_json(), replicas, kv_groups, private=private), pages
+
+
+def hash_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens that one of vLLM's block hashes covers."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    given = getattr(kv_cache_config, "hash_block_size", None)
+    return int(given or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def packing_of(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Describe how bytes lie inside a page: layout, attention backends, instruction set, vLLM's
+    version.
+    """
+    import torch
+    import vllm
+
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for number in kv_cache_config.prefix_cacheable_group_ids:
+        for name in kv_cache_config.kv_cache_groups[number].layer_names:
+            layer = layers.get(name)
+            backend = getattr(layer, "attn_backend", None)
+            if backend is None and hasattr(layer, "get_attn_backend"):
+                backend = layer.get_attn_backend()
+            word = backend.get_name() if backend is not None else type(layer).__name__
+            names.add(f"{word}/{getattr(layer, 'isa', '')}")
+    device = str(vllm_config.device_config.device_type)
+    if device == "cpu":
+        device += "/" + str(torch.backends.cpu.get_cpu_capability())
+    version = ".".join(str(vllm.__version__).split(".")[:2])
+    parts = [
+        str(kv_cache_config.kv_cache_layout or "default"),
+        "+".join(sorted(names)),
+        f"kv={vllm_config.cache_config.cache_dtype}",
+        device,
+        f"vllm-{version}",
+    ]
+    parallel = vllm_config.parallel_config
+    if int(getattr(parallel, "decode_context_parallel_size", 1)) > 1:
+        parts.append(f"interleave={getattr(parallel, 'cp_kv_cache_interleave_size', 1)}")
+    return ";".join(parts)[:1000]

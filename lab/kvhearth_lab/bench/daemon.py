@@ -1,0 +1,177 @@
+"""Daemons of a benchmark's own, and clients of them, to measure."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvhearth.checksum import checksum_of
+from kvhearth.client import KVClient, connect
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
+from kvhearth.results import CommitGroup
+from kvhearth.session.link import open_link
+from kvhearth.transports.base import HEARTBEAT, CacheTransport
+from kvhearth.url import parse_url
+from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire.handshake import Hello
+from kvhearth_lab.harness.daemon import SERVE, Daemon, Metadata, Starter
+from kvhearth_lab.harness.engine import contract_of
+
+QUIET_S = 60.0
+ATTACH_S = 60.0
+DEADLINE_S = 60.0
+URL_OPTIONS = "lookup_ms=5000&call_ms=20000"
+CHAIN_KEYS = 8192
+"""Number of keys in one chain, as of a long prompt."""
+
+
+def broken(problem: str) -> KVHearthError:
+    """Return the error of a run whose figures would mean nothing."""
+    return KVHearthError(Reason.INTERNAL, f"bench: {problem}")
+
+
+def contract(page_bytes: int) -> Contract:
+    """Return a contract of one full-attention group whose shards have ``page_bytes``."""
+    return contract_of(page_bytes, model="bench")
+
+
+def keys_of(seed: bytes, start: int, count: int) -> list[bytes]:
+    """Return keys ``start`` to ``start + count`` of a run, which any of its processes can derive;
+    neighbours are neighbours in a chain.
+    """
+    return [
+        hashlib.sha256(seed + number.to_bytes(8, "big")).digest()
+        for number in range(start, start + count)
+    ]
+
+
+class Served(Daemon):
+    """A daemon to measure."""
+
+    @property
+    def client_url(self) -> str:
+        """URL for clients, with deadlines that a run keeps."""
+        return self.url(URL_OPTIONS)
+
+    def book_errors(self) -> list[str]:
+        """Return what does not balance in the books."""
+        return [error for error in [self.stats(deadline_s=DEADLINE_S).books_error] if error]
+
+    def wait_quiet(self) -> None:
+        """Wait until all committed blocks are checksummed and all leases released, so that the next
+        measurement has the machine to itself.
+
+        Raises:
+            KVHearthError: the daemon did not become quiet in time.
+        """
+        self.admin(_wait_quiet)
+
+
+def _wait_quiet(stub: admin_pb2_grpc.AdminServiceStub, token: Metadata) -> None:
+    end = time.monotonic() + QUIET_S
+    while True:
+        found = stub.Stats(admin_pb2.StatsRequest(), metadata=token, timeout=DEADLINE_S)
+        unsummed = found.counters["stored_blocks"] - found.counters["summed_blocks"]
+        if not found.leases and not unsummed:
+            return
+        if time.monotonic() > end:
+            raise broken(f"not quiet: {found.leases} leases, {unsummed} blocks not summed")
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def served(starter: Starter = SERVE, **settings: object) -> Iterator[Served]:
+    """Run a daemon during the block; ``ready`` waits until it can be used."""
+    with tempfile.TemporaryDirectory(prefix="kvh-") as name:
+        daemon = Served(Path(name), None, settings, starter)
+        try:
+            daemon.launch()
+            yield daemon
+        finally:
+            daemon.kill()
+
+
+@contextlib.contextmanager
+def attached(
+    url: str, made: Contract, engine_id: str = "bench", *, map_arena: bool = True
+) -> Iterator[KVClient]:
+    """Provide a client that is ready.
+
+    Raises:
+        KVHearthError: it cannot attach.
+    """
+    client = connect(url, made, engine_id=engine_id, map_arena=map_arena)
+    try:
+        if not client.wait_ready(ATTACH_S):
+            raise broken(f"cannot attach: {client.refusal or 'no daemon'}")
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTransport]:
+    """Provide a bare transport with its own session, for empty calls."""
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        engine_id=f"bench-wire-{calls}",
+        contract=made.to_json(),
+        rank=0,
+        map_arena=False,
+        pid=os.getpid(),
+    )
+    link = open_link(replace(parse_url(url), calls=calls), hello)
+    try:
+        yield link.transport
+    finally:
+        link.close()
+
+
+def empty_call(calls: CacheTransport) -> float:
+    """Return the seconds of an empty heartbeat."""
+    request = cache_pb2.HeartbeatRequest()
+    start = time.perf_counter()
+    calls.call(HEARTBEAT, request, DEADLINE_S)
+    return time.perf_counter() - start
+
+
+def store_zeros(client: KVClient, page_bytes: int, seed: bytes, start: int, count: int) -> None:
+    """Commit a part of a chain whose bytes are zeros, as a new arena's are.
+
+    Raises:
+        KVHearthError: not all of them were kept.
+    """
+    keys = keys_of(seed, start, count)
+    parent = keys_of(seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
+    slots = client.reserve({0: count})
+    granted = len(slots.groups[0])
+    # The scrub removes blocks stored with another checksum.
+    digest = np.frombuffer(checksum_of(bytes(page_bytes)), np.uint8)
+    sums = np.tile(digest, (granted, 1, 1))
+    group = CommitGroup(keys[:granted], slots.groups[0], sums, parent)
+    answer = client.commit({0: group}, boot_id=slots.boot_id)
+    if np.count_nonzero(answer.stored[0]) < count:
+        raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
+
+
+def end_child(child: subprocess.Popen[str]) -> None:
+    """End a process that ends with its standard input."""
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    try:
+        child.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,65 @@
+"""Checks of whose a directory or file is: who owns one can read and write all KV in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def foreign(place: Path | int) -> str:
+    """Return the reason why a path or an open file is not the daemon's alone, or "" if it is.
+
+    Its owner must be the daemon's user or root, and nobody else may write to it.
+
+    Raises:
+        OSError: it cannot be examined.
+    """
+    facts = os.stat(place)
+    if facts.st_uid not in (os.geteuid(), 0):
+        return f"user {facts.st_uid} owns it"
+    if facts.st_mode & _OTHERS_WRITE:
+        return f"its mode {stat.S_IMODE(facts.st_mode):04o} lets others write to it (chmod go-w)"
+    return ""
+
+
+@contextlib.contextmanager
+def open_to_all() -> Iterator[None]:
+    """Let every user connect to a socket that is bound here; a later chmod would follow links.
+
+    The mask is the process's: files made meanwhile need a mode of their own, as all have.
+    """
+    mask = os.umask(0o111)
+    try:
+        yield
+    finally:
+        os.umask(mask)
+
+
+def check_own(descriptor: int, path: Path) -> None:
+    """Refuse an open file that another user could read or write.
+
+    Raises:
+        PermissionError: its ``strerror`` tells why.
+    """
+    if message := foreign(descriptor):
+        raise PermissionError(errno.EPERM, message, str(path))
+
+
+def read_own(path: Path, bytes_max: int | None = None) -> bytes:
+    """Read a file of the daemon's own; no symbolic link is followed.
+
+    Raises:
+        OSError: it cannot be read, is another user's, or has more than ``bytes_max`` bytes.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        check_own(file.fileno(), path)
+        if bytes_max is not None and os.fstat(file.fileno()).st_size > bytes_max:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read()

@@ -1,0 +1,306 @@
+"""Opens the tiers at the daemon's start, from their settings to the SSD tier's open directories."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import U8
+from kvhearth_server.config.load import Settings
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+from kvhearth_server.memory.arena import Arena
+from kvhearth_server.observability.logs import StartBar, get_logger
+from kvhearth_server.ownership import foreign
+from kvhearth_server.tiers.base import Tier
+from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.directories import Asked, DirectoryError
+from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
+from kvhearth_server.tiers.ssd.files import Busy, Files
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
+from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
+from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
+
+Probe = Callable[[str, int], Verdict]
+"""Function that tries an interface for disk I/O at a queue depth."""
+
+_LOOK_S = 0.1
+_TELL_S = 5.0
+_log = get_logger("kvhearth.ssd")
+
+
+@dataclass(frozen=True)
+class TierKind:
+    """A kind of tier.
+
+    Attributes:
+        is_on: whether the settings ask for one.
+        open: opens it over regions, the bytes of each arena segment first; the last argument tells
+            whether another tier is behind it, to which it offers what it drops.
+    """
+
+    is_on: Callable[[Settings], bool]
+    open: Callable[[Settings, Sequence[U8], bool], Tier]
+
+
+def open_tiers(
+    settings: Settings, arena: Arena, kinds: Sequence[TierKind] | None = None
+) -> list[Tier]:
+    """Open the tiers of these settings, cheapest first.
+
+    Args:
+        kinds: kinds of tiers, cheapest first; ``TIERS`` by default.
+
+    Raises:
+        KVHearthError: a tier cannot be opened.
+    """
+    wanted = [kind for kind in (TIERS if kinds is None else kinds) if kind.is_on(settings)]
+    regions = [segment.view for segment in arena.segments]
+    if len(wanted) > 1:
+        regions.append(demotion_region())
+    opened: list[Tier] = []
+    with contextlib.ExitStack() as undo:
+        for number, kind in enumerate(wanted, 1):
+            opened.append(kind.open(settings, regions, number < len(wanted)))
+            undo.callback(opened[-1].close)
+        undo.pop_all()
+    return opened
+
+
+def _open_ssd(
+    settings: Settings, regions: Sequence[U8], offers: bool, environment: Environment | None
+) -> SsdTier:
+    """Open the SSD tier of these settings.
+
+    It makes directories where their parent exists. A directory that cannot be used makes the tier
+    degraded. The log is read back from now on, at each ``poll``; ``follow_recovery`` reports its
+    progress.
+
+    Raises:
+        KVHearthError: ``ssd_unusable`` if no directory or no kind of disk I/O can be used,
+            ``config_invalid`` if two names stand for one directory.
+    """
+    unmade = _ask_all([each.path for each in settings.ssd_dirs], _make)
+    for message in unmade.values():
+        _log.warning("ssd.directory_not_made", reason=message)
+    if len(unmade) == len(settings.ssd_dirs):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unmade.values()))
+    try:
+        tier = SsdTier(
+            tier_settings(settings),
+            regions,
+            admission=admission(settings),
+            environment=environment,
+            offers=offers,
+        )
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+    except DirectoryError as error:
+        raise KVHearthError(Reason.SSD_UNUSABLE, str(error)) from None
+    except OSError as error:
+        raise _no_interface(settings, error) from None
+    _log.info(
+        "ssd.opened",
+        directories=[str(each) for each in settings.ssd_dirs],
+        interface=tier.status.interface,
+        not_working={each.name: each.reason for each in tier.status.verdicts if each.reason},
+        segment_files=tier.status.files_found,
+    )
+    for message in tier.status.repairs:
+        _log.warning("ssd.directory_mended", what=message)
+    return tier
+
+
+def ssd_kind(environment: Environment | None = None) -> TierKind:
+    """Return the kind of the SSD tier; ``environment`` as for ``SsdTier``."""
+    return TierKind(
+        lambda settings: bool(settings.ssd_dirs), partial(_open_ssd, environment=environment)
+    )
+
+
+TIERS = (ssd_kind(),)
+"""Kinds of the tiers that the settings may ask for, cheapest first."""
+
+
+def tier_settings(settings: Settings) -> SsdSettings:
+    """Return the tier's own settings.
+
+    Raises:
+        ValueError: two names stand for one directory.
+    """
+    return SsdSettings(
+        places=tuple(Place(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs),
+        segment_bytes=settings.ssd_segment_bytes,
+        interface=settings.ssd_interface,
+        depth=settings.ssd_depth,
+        flush=settings.ssd_flush,
+        sum_threads=settings.sum_threads,
+        prewrite=settings.ssd_prewrite,
+        bytes_per_day=settings.ssd_bytes_per_day,
+    )
+
+
+def admission(settings: Settings) -> Admission:
+    """Return the rule that decides which blocks are worth a write."""
+    return SeenTwice() if settings.ssd_admission == "seen_twice" else AdmitAll()
+
+
+async def follow_recovery(tier: SsdTier) -> None:
+    """Report the progress of reading back the log until it is done: a bar on a terminal, and a line
+    in the log now and then.
+    """
+    status = tier.status
+    began = reported_at = time.monotonic()
+    with StartBar("reading back") as bar:
+        while status.recovering:
+            bar.note("SSD log files", status.files_recovered, max(1, status.files_found))
+            if time.monotonic() - reported_at >= _TELL_S:
+                reported_at = time.monotonic()
+                _log.info("ssd.reading_back", **_progress(tier))
+            await asyncio.sleep(_LOOK_S)
+    took = round(time.monotonic() - began, 3)
+    dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
+    _log.info("ssd.read_back", seconds=took, **_progress(tier), **dropped)
+    missing = status.files_found - status.files_recovered - status.locked_files
+    if missing > 0:
+        _log.error("ssd.files_not_read", files=missing, message="their blocks are lost")
+
+
+def _progress(tier: SsdTier) -> dict[str, int]:
+    status = tier.status
+    blocks = tier.counts["recovered_blocks"]
+    return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
+
+
+def check_ssd_dirs(settings: Settings) -> None:
+    """Refuse directories of which none can be used; make nothing.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``, ``config_invalid``.
+    """
+    paths = [each.path for each in settings.ssd_dirs]
+    if not paths:
+        return
+    unusable = _ask_all(paths, unusable_ssd_dir)
+    if len(unusable) == len(paths):
+        raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unusable.values()))
+    try:
+        tier_settings(settings)
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+
+
+def check_ssd_interface(settings: Settings, tried: Probe) -> None:
+    """Refuse an interface for disk I/O that does not work here.
+
+    Raises:
+        KVHearthError: ``ssd_unusable``.
+    """
+    if not settings.ssd_dirs:
+        return
+    try:
+        choose(settings.ssd_interface, settings.ssd_depth, tried)
+    except OSError as error:
+        raise _no_interface(settings, error) from None
+
+
+def unusable_ssd_dir(path: Path) -> str:
+    """Return the reason why a directory of the SSD tier cannot be used; empty if there is none."""
+    if not os.path.isdir(path):
+        return _unmakeable(path)
+    head = path / SUPERBLOCK_NAME
+    try:
+        if message := foreign(path):
+            return f"cannot use {path} ({message}); name a directory of the daemon's own"
+        lock = Files().open(head)
+    except FileNotFoundError:
+        if os.access(path, os.W_OK | os.X_OK) or any(path.glob("*.segment")):
+            return ""
+        return f"cannot use {path} ({os.strerror(errno.EACCES)}); name a directory for the daemon"
+    except Busy:
+        return f"{path} is used by another daemon; stop it, or give this one another"
+    except OSError as error:
+        return f"cannot use {path} ({error.strerror}); name a directory for the daemon"
+    try:
+        page = head.read_bytes()[:PAGE_BYTES]
+    except OSError:
+        page = b""  # the tier makes the file again
+    finally:
+        os.close(lock.fd)
+    if parse_directory_page(page) is Doubt.VERSION:
+        return other_version(head)
+    return ""
+
+
+def _unmakeable(path: Path) -> str:
+    """Return the reason why the directory cannot be made; empty if there is none."""
+    try:
+        path.stat()
+        return f"--ssd-dir {path} is a file; name a directory"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return _not_made(path, error.strerror)
+    if not path.parent.is_dir():
+        return (
+            f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return _not_made(path, os.strerror(errno.EACCES))
+    return ""
+
+
+def _not_made(path: Path, why: str | None) -> str:
+    return f"--ssd-dir {path} cannot be made ({why}); name a directory where the daemon may write"
+
+
+def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
+    return KVHearthError(
+        Reason.SSD_UNUSABLE,
+        f"no disk I/O with --ssd-interface {settings.ssd_interface} ({error.strerror}); use "
+        "auto, and see kvhearth doctor",
+    )
+
+
+def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
+    """Return the answers of ``ask`` that are not empty; a drive that hangs delays the others only
+    briefly.
+    """
+    patience_s = SsdSettings.open_s
+    end = time.monotonic() + patience_s
+    asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}
+    found = dict[Path, str]()
+    for path, each in asked.items():
+        try:
+            message = each.answer(end, patience_s)
+        except DirectoryError as error:
+            message = f"--ssd-dir {error}"
+        if message:
+            found[path] = message
+    return found
+
+
+def _make(path: Path) -> str:
+    """Make a directory if it is missing; return the reason why it cannot be made, or "" if it
+    exists now.
+
+    A drive that is frozen for writing blocks every attempt to make something, even if it exists.
+    """
+    try:
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+    except (FileNotFoundError, FileExistsError):
+        return _unmakeable(path)
+    except OSError as error:
+        return _not_made(path, error.strerror)
+    return ""

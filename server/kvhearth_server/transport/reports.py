@@ -1,0 +1,412 @@
+"""Reports for operators and their actions: plain dataclasses, answered as JSON and as messages.
+
+HTTP answers a report as JSON, and its docstring and descriptions are OpenAPI's. ``message_of``
+makes AdminService's message of it, which the CLI prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from google.protobuf.message import Message
+from pydantic import Field
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth_server.core.inspection import held_by_groups
+from kvhearth_server.core.state import require
+from kvhearth_server.engine import snapshot as portions
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.snapshot import SegmentNow, SsdNow, Where, take_snapshot
+from kvhearth_server.transport.audit import audited
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+@dataclass(frozen=True)
+class Version:
+    """Versions of the running daemon."""
+
+    version: str
+    protocol: int
+    boot_id: Annotated[str, Field(description="A new one for each start of the daemon.")]
+
+
+@dataclass(frozen=True)
+class SegmentStats(SegmentNow):
+    """The memory of one tenant, in bytes."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the capacity under its name in the message."""
+        return self.capacity_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of blocks with a lease or pin."""
+        return self.committed_bytes - self.evictable_bytes
+
+
+@dataclass(frozen=True)
+class SsdDirectory:
+    """One directory of the SSD tier."""
+
+    path: str
+    capacity_bytes: int
+    file_bytes: Annotated[int, Field(description="Size of its segment files.")]
+    segments: Annotated[dict[str, int], Field(description="Segment files by state.")]
+    reasons: Annotated[list[str], Field(description="What is not as it should be.")]
+
+
+@dataclass(frozen=True)
+class SsdStats:
+    """The SSD tier; counters since the start, by name."""
+
+    interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
+    interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
+    directories: list[SsdDirectory]
+    blocks: Annotated[int, Field(description="What can be loaded.")]
+    live_bytes: Annotated[int, Field(description="Payload of it.")]
+    recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
+    files_found: int
+    files_recovered: int
+    demoting_blocks: Annotated[
+        int, Field(description="They wait to be written, or are being written.")
+    ]
+    promoting_blocks: Annotated[int, Field(description="They are being loaded.")]
+    queued_reads: int
+    queued_writes: int
+    read_latency_s: float
+    read_bytes_per_s: float
+    budget_left_bytes: Annotated[
+        int | None, Field(description="Of the daily budget; null without one.")
+    ]
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of the daemon; counters since its start, by name."""
+
+    version: str
+    boot_id: str
+    uptime_s: float
+    draining: bool
+    blocks: int
+    leases: int
+    oldest_lease_s: float
+    pins: int
+    sessions: int
+    sessions_leaving: int
+    groups: int
+    namespaces: int
+    adopt_s: float
+    segments: list[SegmentStats]
+    ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
+    counters: dict[str, int]
+    client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process that is attached, or left and may still be writing."""
+
+    session: int
+    tenant: str
+    engine_id: str
+    incarnation: int
+    scheduler: bool
+    rank: Annotated[int, Field(description="-1 for a process that moves no bytes.")]
+    world_size: int
+    pid: Annotated[int, Field(description="0 where the kernel does not tell.")]
+    namespace: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """All sessions."""
+
+    boot_id: str
+    sessions: list[Session]
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One tenant's contract, and the blocks stored under it."""
+
+    namespace: Annotated[str, Field(description="Digest, 64 hex digits.")]
+    tenant: str
+    contract: dict[str, Any]
+    epoch: int
+    blocks: int
+    used_bytes: int
+    quota_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Return the used bytes under their name in the message."""
+        return self.used_bytes
+
+    @property
+    def contract_json(self) -> str:
+        """Return the contract's canonical JSON."""
+        return json.dumps(self.contract, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """All namespaces."""
+
+    boot_id: str
+    namespaces: list[Namespace]
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """Leases of one group's readers; slots and bytes count once for each lease on them."""
+
+    tenant: str
+    engine_id: str
+    incarnation: int
+    namespace: str
+    leases: int
+    slots: int
+    bytes: int
+    oldest_s: float
+
+
+@dataclass(frozen=True)
+class Leases:
+    """Groups that hold leases, the one with the oldest first."""
+
+    boot_id: str
+    groups: list[LeaseHolder]
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """Blocks that were removed."""
+
+    boot_id: str
+    evicted_blocks: Annotated[int, Field(description="From memory.")]
+    ssd_blocks: Annotated[int, Field(description="From SSD.")]
+
+
+@dataclass(frozen=True)
+class Bumped:
+    """The weights epoch from now on."""
+
+    boot_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """The daemon accepts no more stores and attaches."""
+
+    boot_id: str
+    draining: bool
+
+
+def message_of(kind: type[MessageT], report: object, **more: object) -> MessageT:
+    """Return a report as a message: each field from the attribute of its name, or from ``more``."""
+    return kind(**{**_values(kind.DESCRIPTOR, report, more), **more})
+
+
+def _values(descriptor: Any, report: object, more: Any = ()) -> dict[str, Any]:
+    """Return the values of a message's fields; nested reports become dicts of their values."""
+    found = {}
+    for each in descriptor.fields:
+        if each.name in more:
+            continue
+        value = getattr(report, each.name)
+        if isinstance(value, list):
+            value = [_nested(each, part) for part in value]
+        found[each.name] = _nested(each, value)
+    return found
+
+
+def _nested(described: Any, value: Any) -> Any:
+    is_report = dataclasses.is_dataclass(value)
+    return _values(described.message_type, value) if is_report else value
+
+
+def version(engine: Engine) -> Version:
+    """Return the versions of the running daemon."""
+    return Version(__version__, PROTOCOL_VERSION, engine.boot_id)
+
+
+def stats(engine: Engine) -> Stats:
+    """Return statistics of the daemon."""
+    now = take_snapshot(engine)
+    return Stats(
+        version=now.version,
+        boot_id=now.boot_id,
+        uptime_s=now.uptime_s,
+        draining=now.draining,
+        blocks=now.blocks,
+        leases=now.leases,
+        oldest_lease_s=now.oldest_lease_s,
+        pins=now.pins,
+        sessions=now.sessions,
+        sessions_leaving=now.sessions_leaving,
+        groups=now.groups,
+        namespaces=now.namespace_count,
+        adopt_s=now.adopt_s,
+        segments=[SegmentStats(**dataclasses.asdict(each)) for each in now.segments],
+        ssd=_ssd(now.ssd),
+        counters=engine.counters.snapshot(),
+        client_counters=dict(now.reported),
+    )
+
+
+def _ssd(now: SsdNow | None) -> SsdStats | None:
+    if now is None:
+        return None
+    directories = [
+        SsdDirectory(
+            each.path,
+            each.capacity_bytes,
+            each.file_bytes,
+            dict(each.segments),
+            [reason for _, reason in each.findings],
+        )
+        for each in now.tier.directories
+    ]
+    own: dict[str, Any] = {
+        "directories": directories,
+        "demoting_blocks": now.demoting_blocks,
+        "promoting_blocks": now.promoting_blocks,
+        "counters": dict(now.tier.counts),
+    }
+    names = {each.name for each in dataclasses.fields(SsdStats)} - own.keys()
+    return SsdStats(**own, **{name: getattr(now.tier, name) for name in names})
+
+
+def sessions(engine: Engine) -> Sessions:
+    """Return every member of every group."""
+    digests = _digests(engine)
+    found = []
+    for group in engine.core.state.groups:
+        for member in group.members.values():
+            record = engine.sessions.find(member.session)
+            found.append(
+                Session(
+                    session=member.session,
+                    tenant=group.tenant,
+                    engine_id=group.engine_id,
+                    incarnation=group.incarnation,
+                    scheduler=member.scheduler,
+                    rank=member.rank,
+                    world_size=group.world_size,
+                    pid=record.peer.pid if record else 0,
+                    namespace=digests.get(group.namespace, ""),
+                    state=str(member.state),
+                )
+            )
+    return Sessions(engine.boot_id, found)
+
+
+def namespaces(engine: Engine) -> Namespaces:
+    """Return every namespace with its contract."""
+    found = [
+        Namespace(
+            namespace=space.digest.hex(),
+            tenant=space.tenant,
+            contract=json.loads(space.contract.to_json()),
+            epoch=space.epoch,
+            blocks=space.blocks,
+            used_bytes=space.used_bytes,
+            quota_bytes=space.quota_bytes,
+        )
+        for space in engine.core.state.namespaces
+    ]
+    return Namespaces(engine.boot_id, found)
+
+
+def leases(engine: Engine) -> Leases:
+    """Return the leases that each group's readers hold."""
+    digests = _digests(engine)
+    found = [
+        LeaseHolder(
+            tenant=held.group.tenant,
+            engine_id=held.group.engine_id,
+            incarnation=held.group.incarnation,
+            namespace=digests.get(held.group.namespace, ""),
+            leases=held.leases,
+            slots=held.slots,
+            bytes=held.bytes,
+            oldest_s=held.oldest_s,
+        )
+        for held in held_by_groups(engine.core.state, engine.now())
+    ]
+    return Leases(engine.boot_id, found)
+
+
+def _digests(engine: Engine) -> dict[int, str]:
+    """Return the namespaces' digests. An ended group may outlive its namespace, which was empty and
+    made place for another one.
+    """
+    return {space.number: space.digest.hex() for space in engine.core.state.namespaces}
+
+
+_TIERS: Mapping[str | None, Where | None] = {
+    None: None,
+    "memory": "memory",
+    "ssd": "ssd",
+    "all": "all",
+}
+
+
+def _digest(namespace: str) -> bytes:
+    """Return the digest that an operator wrote.
+
+    Raises:
+        KVHearthError: ``unknown_namespace``.
+    """
+    try:
+        return bytes.fromhex(namespace)
+    except ValueError:
+        raise KVHearthError(
+            Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Operators' actions through one door (grpc or http), each with its line in the audit log.
+
+    Raises:
+        KVHearthError: as the functions of ``engine.snapshot``.
+    """
+
+    engine: Engine
+    door: str
+
+    async def evict(self, peer: str, namespace: str, keep_bytes: int, tier: str | None) -> Evicted:
+        """Remove blocks of a namespace, coldest first, down to ``keep_bytes``."""
+        asked = {"namespace": namespace, "keep_bytes": keep_bytes, "tier": tier}
+        with audited("evict", self.door, peer, **asked) as details:
+            require(tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {tier}")
+            digest, where = _digest(namespace), _TIERS[tier]
+            removed = await portions.evict(self.engine, digest, keep_bytes, where)
+            details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
+        return Evicted(self.engine.boot_id, removed.memory, removed.ssd)
+
+    async def forget(self, peer: str, namespace: str, expected_epoch: int | None) -> Bumped:
+        """Make all blocks of a namespace invalid at once because its weights have changed."""
+        with audited("forget", self.door, peer, namespace=namespace) as details:
+            digest = _digest(namespace)
+            epoch = details["epoch"] = await portions.forget(self.engine, digest, expected_epoch)
+        return Bumped(self.engine.boot_id, epoch)
+
+    def drain(self, peer: str) -> Drained:
+        """Accept no more stores and attaches, as before a shutdown."""
+        with audited("drain", self.door, peer):
+            self.engine.drain()
+        return Drained(self.engine.boot_id, True)

@@ -1,0 +1,312 @@
+"""The scheduler's half with blocks on SSD, against a scripted daemon: which requests wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attached import url_of
+from support.fake_daemon import FakeDaemon, running, until
+from support.scripted_engine import (
+    BLOCK_TOKENS,
+    ScriptedPool,
+    ScriptedRequest,
+    facts_of,
+    hashes_of,
+)
+from support.tower import CONTRACT, Tower, ended
+
+from kvhearth.connectors.core import requests as asking
+from kvhearth.connectors.core.load_policy import CostLine
+from kvhearth.connectors.core.scheduler import SchedulerConnector
+from kvhearth.connectors.core.settings import Settings
+from kvhearth.connectors.core.step_metadata import Handshake
+
+TOKENS = 64
+FAST, SLOW = 1e-7, 1.0
+"""Seconds per token."""
+
+MakeHalf = Callable[..., SchedulerConnector]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with running(tmp_path, CONTRACT) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
+    """Makes an engine's scheduler half; with seconds per token, one that knows its rates."""
+    made: list[SchedulerConnector] = []
+
+    def make(
+        *,
+        loads: bool = True,
+        load: float = 0,
+        promotion: float = 0,
+        prefill: float = 0,
+        **given: Any,
+    ) -> SchedulerConnector:
+        settings = Settings(url=url_of(tmp_path), lookup_wait_ms=8000, **given)
+        offer = Handshake(CONTRACT.to_json(), 1, (0,))
+        half = SchedulerConnector(settings, facts_of("e", loads=loads), offer, ScriptedPool(64))
+        made.append(half)
+        _teach(half._policy.load, load)
+        _teach(half._policy.promotion, promotion)
+        _teach(half._policy.prefill, prefill)
+        assert half._client.wait_ready(20)
+        return half
+
+    yield make
+    for half in made:
+        half.shutdown()
+
+
+def _teach(line: CostLine, rate: float, fixed_s: float = 0.0) -> None:
+    for tokens in (100, 1000, 4000) * 2 if rate else ():
+        line.observe(tokens, fixed_s + rate * tokens)
+
+
+def new(half: SchedulerConnector, name: str = "a") -> ScriptedRequest:
+    """A request that has arrived."""
+    request = ScriptedRequest(name, TOKENS, hashes_of(name, TOKENS))
+    half.new_request(request)
+    return request
+
+
+def answer(half: SchedulerConnector, request: ScriptedRequest, computed: int = 0) -> int:
+    """Returns the number of offered tokens once the lookup has been answered."""
+    end = time.monotonic() + 20
+    while True:
+        tokens = half.matched(request, computed)
+        if tokens is not None:
+            return tokens
+        assert time.monotonic() < end, "no answer"
+        time.sleep(0.001)
+
+
+def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> dict[str, float]:
+    """Admits a request; returns the counts until then."""
+    table = ([*range(1, 1 + TOKENS // BLOCK_TOKENS)],)
+    half.allocated(request, table, tokens)
+    return half.take_counts()
+
+
+def test_what_climbs_is_waited_for_and_counted_by_its_source(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1)
+    half = make_half()
+    request = new(half)
+    assert answer(half, request) == TOKENS
+    assert all(asked.prefetch for asked in tower.asked)
+    counts = admit(half, request, TOKENS)
+    assert (counts["hit_dram_tokens"], counts["hit_ssd_tokens"]) == (16, 48)
+    assert counts["climb_waits"] == 1
+    assert 0 < counts["climb_seconds"] < 20
+    assert "climb_late" not in counts
+    assert half.sources("a", 60) == (12, 48)
+    assert half._policy.promotion.count == 1
+    ids = [asked.lease_id for asked in tower.asked]
+    # The load uses the last lookup's lease.
+    until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
+    half._loads.finish("a", failed=False)
+    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
+    half.finished(request, ([],))
+
+
+def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=4)
+    half = make_half()
+    request = new(half)
+    assert answer(half, request, 16) == 48
+    counts = admit(half, request, 48)
+    assert (counts["hit_engine_tokens"], counts["hit_dram_tokens"]) == (16, 48)
+    assert not {"hit_ssd_tokens", "climb_waits"} & counts.keys()
+    assert half._policy.promotion.count == 0
+
+
+def test_where_computing_is_faster_nobody_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1, eta_us=2_000_000)
+    half = make_half(load=FAST, promotion=FAST, prefill=1e-3)
+    request = new(half)
+    assert answer(half, request) == 16
+    counts = admit(half, request, 16)
+    assert "climb_waits" not in counts
+    # Promotions may continue: the next request with this prompt benefits from them.
+    half._loads.finish("a", failed=False)
+    until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
+    half.finished(request, ([],))
+
+
+def test_a_slow_tier_is_not_asked_to_bring_anything_up(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1, eta_us=2_000_000)
+    half = make_half(load=FAST, promotion=SLOW, prefill=1e-3)
+    request = new(half)
+    assert answer(half, request) == 16
+    assert [asked.prefetch for asked in tower.asked] == [False]
+    state = half._requests.find("a")
+    assert state is not None
+    # The block is computed and stored again: in memory it serves the next request.
+    assert state.progress.present[0].tolist() == [True, False, False, False]
+
+
+def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Computing has a fixed price, however few tokens are computed."""
+    tower = Tower(daemon, dram=3, eta_us=1000)
+    half = make_half(load=FAST, promotion=2e-3)
+    _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
+    request = new(half)
+    assert answer(half, request) == TOKENS
+    assert [asked.prefetch for asked in tower.asked] == [False, True, True]
+
+
+def test_the_wait_is_bounded(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1, step=0)
+    half = make_half(promotion_wait_ms=100)
+    request = new(half)
+    began = time.monotonic()
+    assert answer(half, request) == 16
+    assert 0.1 <= time.monotonic() - began < 10
+    counts = admit(half, request, 16)
+    assert counts["climb_late"] == 1
+    assert counts["climb_seconds"] >= 0.1
+    assert len(tower.asked) < 20
+    assert half._policy.promotion.count == 1
+
+
+def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=2)
+    half = make_half(promotion_wait_ms=0)
+    request = new(half)
+    assert answer(half, request) == 32
+
+
+def test_requests_that_go_away_call_their_climbs_off(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    half = make_half()
+    requests = [new(half, str(number)) for number in range(8)]
+    until(lambda: len(tower.asked) == 8)
+    for request in requests[:4]:
+        until(lambda request=request: half._requests.find(request.request_id).lookup.result)
+        assert half.matched(request, 0) is None
+    for request in requests:
+        half.finished(request, ([],))
+    ids = sorted(asked.lease_id for asked in tower.asked)
+    until(lambda: ended(daemon) == (ids, ids))
+
+
+def test_a_request_that_waits_in_the_queue_is_asked_for_again(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Its blocks have been promoted when its turn comes."""
+    tower = Tower(daemon, dram=0)
+    half = make_half()
+    request = new(half)
+    until(lambda: len(tower.asked) == 5)
+    state = half._requests.find("a")
+    assert state is not None
+    assert state.lookup is not None
+    until(lambda: not state.lookup.promotions)  # type: ignore[union-attr]
+    assert half.matched(request, 0) == TOKENS
+    assert "climb_waits" not in admit(half, request, TOKENS)
+    assert half._policy.promotion.count == 1
+
+
+def test_an_offer_stays_what_it_was(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    """A later answer must not replace the lease behind the offer."""
+    tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
+    half = make_half(load=FAST, promotion=FAST, prefill=1e-4)
+    request = new(half)
+    until(lambda: len(tower.asked) == 1)
+    assert answer(half, request) == 32
+    time.sleep(0.2)
+    assert half.matched(request, 0) == 32
+    state = half._requests.find("a")
+    assert state is not None
+    assert state.lookup is not None
+    assert state.lookup.result is not None
+    assert state.lookup.result.id == tower.asked[0].lease_id
+    assert ended(daemon) == ([], [])
+
+
+def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    Tower(daemon, dram=2, step=0, eta_us=60_000_000)
+    half = make_half(max_load_tokens=32)
+    assert answer(half, new(half)) == 32
+
+
+def test_a_long_climb_does_not_make_its_question_old(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    """Otherwise the lookup would be repeated, and the bound on the wait would restart."""
+    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
+    half = make_half(lease_s=1)
+    request = new(half)
+    until(lambda: len(tower.asked) == 1)
+    state = half._requests.find("a")
+    assert state is not None
+    lookup = state.lookup
+    assert lookup is not None
+    until(lambda: lookup.promotions)
+    lookup.answered_at -= 5
+    half._requests._aged_at = 0.0
+    half._requests.begin_step()
+    assert half.matched(request, 0) is None
+    assert state.lookup is lookup
+    assert len(tower.asked) == 1
+
+
+def test_who_only_stores_lets_nothing_climb(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1)
+    half = make_half(loads=False)
+    request = new(half)
+    until(lambda: tower.asked)
+    assert half.matched(request, 0) == 0
+    assert [asked.prefetch for asked in tower.asked] == [False]
+
+
+def test_a_daemon_that_goes_while_a_request_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    Tower(daemon, dram=1, step=0, eta_us=20_000)
+    half = make_half(promotion_wait_ms=20_000)
+    request = new(half)
+    until(lambda: half._requests.find("a").lookup.result)  # type: ignore[union-attr]
+    assert half.matched(request, 0) is None
+    daemon.stop()
+    assert answer(half, request) == 0
+
+
+def test_a_step_waits_for_an_answer_only_while_nothing_runs(
+    daemon: FakeDaemon, make_half: MakeHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "IDLE_SPIN_S", 10.0)
+    Tower(daemon, dram=4)
+    half = make_half()
+    first = new(half)
+    assert half.matched(first, 0) == TOKENS, "it was waited for"
+    admit(half, first, TOKENS)
+    daemon.answers["Lookup"].clear()
+    answered = threading.Event()
+    daemon.hold_next("Lookup", answered)
+    second = new(half, "b")
+    began = time.monotonic()
+    assert half.matched(second, 0) is None
+    assert time.monotonic() - began < 5
+    answered.set()
+    half._loads.finish("a", failed=False)
+    for request in (first, second):
+        half.finished(request, ([],))
+    assert half._requests._admitted_count == 0

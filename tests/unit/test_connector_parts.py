@@ -1,0 +1,233 @@
+"""Pure parts of the connectors' core: settings, geometry, reports, keys, needs, counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.arena_fake import FakeArena
+from support.cuda_fake import FakeDevice
+
+from kvhearth.connectors.core import counters as stats
+from kvhearth.connectors.core.counters import Counters
+from kvhearth.connectors.core.fail_open import guarded, nothing
+from kvhearth.connectors.core.groups import EngineGroups, rows
+from kvhearth.connectors.core.settings import URL_ENV, Settings, parse_settings
+from kvhearth.connectors.core.step_metadata import (
+    Geometry,
+    Handshake,
+    RankLoaded,
+    RankStored,
+    WorkerReport,
+)
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError
+from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED
+from kvhearth.page_layout import PagedKV
+from kvhearth.results import GroupResult, Lease, LookupResult
+from kvhearth.transfer.copier_pool import default_copier
+
+FULL = GroupSpec(GroupKind.FULL, 32, 1024)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, 1024, window_tokens=40)
+STATE = GroupSpec(GroupKind.MAMBA, 64, 1024)
+
+
+def groups(*specs: GroupSpec) -> EngineGroups:
+    contract = Contract("m", "r", "uint8", specs)
+    return EngineGroups(contract, tuple(range(len(specs))), 16)
+
+
+def test_settings_say_what_is_wrong() -> None:
+    assert parse_settings(Settings, {}) == Settings()
+    former = parse_settings(Settings, {"climb_wait_ms": 7, "stock_tokens": 9})
+    assert (former.promotion_wait_ms, former.pool_tokens) == (7, 9)
+    with pytest.raises(KVHearthError, match="former name of promotion_wait_ms"):
+        parse_settings(Settings, {"climb_wait_ms": 7, "promotion_wait_ms": 7})
+    wrong: dict[str, Any] = {
+        "ulr": "x",
+        "lookup_wait_ms": "5",
+        "policy": "sometimes",
+        "held_percent": 0,
+        "offload_prompt_only": 1,
+        "lease_s": True,
+        "url": "http://x",
+        "verify_fraction": 1.01,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(KVHearthError, match=name if name != "url" else "http"):
+            parse_settings(Settings, {name: value})
+
+
+def test_the_url_is_the_options_else_the_environments_else_the_default() -> None:
+    ours, theirs = "kvhearth+unix:///run/ours", "kvhearth+unix:///run/theirs"
+    assert parse_settings(Settings, {"url": ours}, {URL_ENV: theirs}).url == ours
+    assert parse_settings(Settings, {}, {URL_ENV: theirs}).url == theirs
+    assert (
+        parse_settings(Settings, {}, {URL_ENV: ""})
+        == parse_settings(Settings, {}, {})
+        == Settings()
+    )
+    with pytest.raises(KVHearthError, match=f"{URL_ENV}: 'unix:/run'"):
+        parse_settings(Settings, {}, {URL_ENV: "unix:/run"})
+    with pytest.raises(KVHearthError, match="'' is not"):
+        parse_settings(Settings, {"url": ""}, {URL_ENV: theirs})
+
+
+@pytest.mark.parametrize("value", [-0.1, 2, float("nan"), True, "0.5"])
+def test_a_fraction_is_between_0_and_1(value: Any) -> None:
+    with pytest.raises(KVHearthError, match="verify_fraction"):
+        parse_settings(Settings, {"verify_fraction": value})
+
+
+@pytest.mark.parametrize(("fraction", "compared"), [(0, 0), (0.5, None), (1, 64)])
+def test_so_many_loaded_blocks_are_compared(fraction: float, compared: int | None) -> None:
+    torch = pytest.importorskip("torch")
+    settings = parse_settings(Settings, {"verify_fraction": fraction})
+    arena, kv = FakeArena(32, slot_count=64), PagedKV([torch.zeros(64, 32, dtype=torch.uint8)])
+    make = default_copier(verify_fraction=settings.verify_fraction, device=FakeDevice())
+    copier = make(kv, arena)
+    extents = arena.extents(range(64))
+    extents["flags"] = FLAG_SUMMED  # with checksums that no block here has
+    ticket = copier.load(arena.boot_id, extents, np.arange(64))
+    assert ticket is not None
+    done = copier.wait(ticket, 10.0)
+    assert done is not None
+    wrong = done.reasons.get("checksum_mismatch", 0)
+    assert wrong == compared if compared is not None else 0 < wrong < 64
+    assert copier.close(10.0)
+
+
+def test_geometry() -> None:
+    plain = Geometry(2, 2)
+    assert (plain.ranks, plain.shards) == (4, 4)
+    assert [plain.shard_of(rank) for rank in range(4)] == [0, 1, 2, 3]
+    shared = Geometry(4, 2, replicas=2)
+    assert [shared.shard_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    parts = [shared.written_by(rank, 5).tolist() for rank in (0, 1)]
+    assert sorted(parts[0] + parts[1]) == [0, 1, 2, 3, 4]
+    assert plain.written_by(3, 3).tolist() == [0, 1, 2]
+
+
+def test_reports_of_ranks_add_up() -> None:
+    at = np.arange(2)
+    one = WorkerReport([1], {5: [(0, RankStored(0, at, at == 0))]}, {5: 1}, {"a": [RankLoaded(10)]})
+    two = WorkerReport([1], {5: [(0, RankStored(1, at, at == 1))]}, {5: 1}, {"a": [RankLoaded(20)]})
+    one.handshakes, two.handshakes = [Handshake("{}")], [Handshake("", problem="no pages")]
+    both = one.aggregate(two)
+    assert both.steps == [1]
+    assert both.stored_ranks == {5: 2}
+    assert [outcome.rank for _, outcome in both.stores[5]] == [0, 1]
+    assert [outcome.bytes for outcome in both.loads["a"]] == [10, 20]
+    assert both.handshakes == one.handshakes + two.handshakes
+    assert WorkerReport().empty
+    assert not WorkerReport(handshakes=one.handshakes).empty
+
+
+def test_keys_of_coarser_groups_are_the_last_of_their_hashes() -> None:
+    hashes = [bytes([at]) * 32 for at in range(7)]
+    found = groups(FULL, WINDOW, STATE).keys(hashes)
+    assert found[0] == [hashes[1], hashes[3], hashes[5]]
+    assert found[1] == hashes
+    assert found[2] == [hashes[3]]
+    folded = groups(FULL).keys(hashes, b"adapter")
+    assert not set(folded[0]) & set(found[0])
+    assert groups(FULL).key(0, hashes, 1, b"adapter") == folded[0][1]
+    assert groups(FULL).full_blocks(0, hashes, 95) == 2
+    assert groups(FULL).full_blocks(0, hashes, 1000) == 3
+
+
+def test_hashes_must_divide_blocks() -> None:
+    with pytest.raises(ValueError, match="24"):
+        EngineGroups(Contract("m", "r", "uint8", (FULL,)), (0,), 24)
+
+
+def test_what_a_load_needs() -> None:
+    all_three = groups(FULL, WINDOW, STATE)
+    assert (all_three.step_tokens, all_three.whole) == (64, False)
+    assert all_three.needed(0, 0, 128) == range(4)
+    assert all_three.needed(0, 64, 128) == range(2, 4)
+    assert all_three.needed(1, 0, 128) == range(5, 8)
+    assert all_three.needed(1, 112, 128) == range(7, 8)
+    assert all_three.needed(2, 64, 128) == range(1, 2)
+
+
+def found(leased: dict[int, list[int]], hit: int) -> LookupResult:
+    results = {}
+    for group, flags in leased.items():
+        own = np.asarray(flags, np.bool_)
+        extents = np.zeros(int(own.sum()), EXTENT_DTYPE)
+        results[group] = GroupResult(own, own, own, own.astype(np.uint8), extents)
+    return LookupResult(hit, Lease(1, "boot"), results)
+
+
+def test_a_shorter_hit_is_no_hit_where_windows_are_not_leased() -> None:
+    answer = found({0: [1, 1, 1, 1], 1: [0, 0, 0, 0, 0, 1, 1, 1]}, 128)
+    pair = groups(FULL, WINDOW)
+    assert pair.reach(answer, 1000) == 128
+    assert pair.reach(answer, 127) == 0
+    only = groups(FULL)
+    assert only.reach(found({0: [1, 1, 1, 1]}, 128), 127) == 96
+    assert only.reach(LookupResult(128, None, {}), 128) == 0
+
+
+def test_how_far_a_hit_would_reach_if_all_had_climbed() -> None:
+    tiers = np.asarray([1, 1, 2, 2, 0, 2], np.uint8)
+    ready = tiers == 1
+    own = GroupResult(tiers > 0, ready, ready, tiers, np.zeros(2, EXTENT_DTYPE))
+    answer = LookupResult(64, Lease(1, "boot"), {0: own}, eta_us=5)
+    only = groups(FULL)
+    assert [only.ceiling(answer, limit) for limit in (1000, 128, 127, 31)] == [128, 128, 96, 0]
+    assert only.end(100, step_back=False) == 100
+    assert only.end(100, step_back=True) == 99
+    assert groups(FULL, WINDOW).end(100, step_back=False) == 99
+
+
+def test_where_blocks_stand_among_leased_extents() -> None:
+    leased = np.asarray([0, 1, 1, 0, 1], np.bool_)
+    assert rows(leased, range(1, 3)).tolist() == [0, 1]  # type: ignore[union-attr]
+    assert rows(leased, range(4, 5)).tolist() == [2]  # type: ignore[union-attr]
+    assert rows(leased, range(2, 2)).tolist() == []  # type: ignore[union-attr]
+    assert rows(leased, range(2, 4)) is None
+    assert rows(leased, range(4, 6)) is None
+
+
+def test_counts() -> None:
+    counters = Counters()
+    assert counters.take() == {}
+    counters.add("lookups")
+    counters.add("load_bytes", 5)
+    counters.add("load_bytes", 6)
+    counters.add("load_failed", 0)
+    assert counters.take() == {"lookups": 1, "load_bytes": 11}
+    assert counters.take() == {}
+    merged = stats.merged({"lookups": 1, "held_blocks": 7}, {"lookups": 2, "held_blocks": 3})
+    assert merged == {"lookups": 3, "held_blocks": 7}
+    line = stats.summary({"load_tokens": 9, "load_bytes": 4e9, "load_seconds": 2.0})
+    assert line == {"load_tokens": 9, "load_GB_per_s": 2.0}
+
+
+class _Half:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def record_failure(self, name: str) -> None:
+        self.troubles.append(name)
+
+    @guarded(lambda: (0, False))
+    def answers(self, fails: bool) -> tuple[int, bool]:
+        if fails:
+            raise ZeroDivisionError("a bug of ours")
+        return 5, True
+
+    @guarded(nothing)
+    def says_nothing(self) -> None:
+        raise KeyError("another")
+
+
+def test_no_exception_reaches_the_engine() -> None:
+    half = _Half()
+    assert half.answers(False) == (5, True)
+    assert half.answers(True) == (0, False)
+    half.says_nothing()
+    assert half.troubles == ["answers", "says_nothing"]

@@ -1,0 +1,86 @@
+"""Files and directories of other users are refused, and no symbolic link is followed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
+from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.ownership import foreign, open_to_all, read_own
+from kvhearth_server.tiers.directories import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
+from kvhearth_server.tiers.ssd.files import Files
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1755])
+def test_a_directory_of_ones_own(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    assert foreign(tmp_path) == ""
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_a_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    assert f"mode {mode:04o}" in foreign(tmp_path)
+
+
+def test_another_users_file(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a file to another user")
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    os.chown(path, 65534, 65534)
+    assert foreign(path) == "user 65534 owns it"
+    with pytest.raises(PermissionError, match="user 65534 owns it"):
+        read_own(path)
+    with pytest.raises(PermissionError, match="user 65534 owns it"):
+        Files().open(path)
+
+
+def test_reading_follows_no_link_and_has_a_bound(tmp_path: Path) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_bytes(b"12345")
+    link.symlink_to(path)
+    assert read_own(path, 5) == b"12345"
+    with pytest.raises(OSError, match="too large"):
+        read_own(path, 4)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_own(link)
+    os.mkdir(tmp_path / "folder")
+    with pytest.raises(OSError, match="directory"):
+        read_own(tmp_path / "folder")
+
+
+def test_a_socket_is_open_to_all_without_a_chmod(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with open_to_all():
+            os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o777)
+        (tmp_path / "file").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("socket", "file")]
+    assert modes == [0o666, 0o600]
+
+
+def test_the_namespaces_do_not_follow_a_planted_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"theirs")
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    (folder / NAMESPACES_FRESH_NAME).symlink_to(target)
+    catalogue = EpochStore([folder], Counters(COUNTERS), 5.0)
+    catalogue.write({"lineage": "a", "next_session": 1, "epoch_floor": 0, "namespaces": []})
+    asyncio.run(catalogue.confirm())
+    assert target.read_bytes() == b"theirs"
+
+
+def test_huge_namespaces_are_not_read(tmp_path: Path) -> None:
+    with (tmp_path / NAMESPACES_NAME).open("wb") as file:
+        file.truncate(RESERVE_BYTES + 1)
+    assert EpochStore([tmp_path], Counters(COUNTERS), 5.0).read() is None

@@ -1,0 +1,461 @@
+"""The simple API and its parts with a scripted daemon: lack of room, and sessions that end."""
+
+from __future__ import annotations
+
+import os
+import pydoc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.attached import url_of
+from support.cuda_fake import FakeDevice
+from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running, until
+from support.threads import left_since, own_threads
+
+import kvhearth
+from kvhearth.cache import QUEUE_FULL, Cache, LoadResult, StoreResult
+from kvhearth.client import KVClient, connect
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.copiers.cuda import CudaCopier
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import pack_bits
+from kvhearth.page_layout import PagedKV
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.proto.v1 import types_pb2
+from kvhearth.transfer import CopierPool, ReservationPool
+from kvhearth.transfer.hit import usable_tokens
+from kvhearth.transfer.lanes import Transfer
+from kvhearth.transfer.memory import Pages
+from kvhearth.worker_thread import SupervisedThread
+from kvhearth_server.core.lookup import hit_boundaries
+
+FULL = GroupSpec(GroupKind.FULL, 16, PAGE_BYTES)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, PAGE_BYTES, window_tokens=32)
+CONTRACT = Contract("m", "r", "uint8", (FULL,))
+TWO_GROUPS = Contract("m", "r", "uint8", (FULL, WINDOW))
+DONE_S = 20.0
+MADE: list[Any] = []
+"""Objects of the running test that must be closed."""
+
+
+class SessionManager:
+    """The scripted daemon's slots: grants free ones, ``room`` of them at most."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self.daemon = daemon
+        self.room = SLOTS
+        self.short = Reason.NO_SPACE
+        self.free = list(range(SLOTS))
+        self.commits: list[Any] = []
+        daemon.generations[:] = np.ones(SLOTS, np.uint32).tobytes()
+        self._always("Reserve", self._reserve)
+        self._always("Commit", self._commit)
+        self._always("Abort", self._abort)
+
+    def _always(self, rpc: str, function: Any) -> None:
+        def answer(request: Any) -> Any:
+            self.daemon.answer(rpc, answer)
+            return function(request)
+
+        self.daemon.answer(rpc, answer)
+
+    def _reserve(self, request: Any) -> Any:
+        reply = pb.ReserveResponse()
+        for group in request.groups:
+            count = min(group.count, self.room, len(self.free))
+            slots, self.free = self.free[:count], self.free[count:]
+            self.room -= count
+            records = np.concatenate([extents(0), *(extents(1, slot) for slot in slots)])
+            reply.groups.append(
+                types_pb2.GroupExtents(group=group.group, count=count, extents=records.tobytes())
+            )
+            if count < group.count:
+                reply.short_reason = str(self.short)
+        return reply
+
+    def _commit(self, request: Any) -> Any:
+        self.commits.append(request)
+        reply = pb.CommitResponse()
+        for group in request.groups:
+            self._take_back(group.slots)
+            count = len(group.keys) // 32
+            bits = pack_bits(np.ones(count, np.bool_))
+            reply.stored.append(types_pb2.GroupBitmap(group=group.group, bits=bits))
+        return reply
+
+    def _abort(self, request: Any) -> Any:
+        for group in request.groups:
+            self._take_back(group.slots)
+            self.room += len(group.slots) // 4
+        return pb.AbortResponse()
+
+    def _take_back(self, slots: bytes) -> None:
+        self.free += np.frombuffer(slots, np.uint32).tolist()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with running(tmp_path, CONTRACT) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def session_manager(daemon: FakeDaemon) -> SessionManager:
+    return SessionManager(daemon)
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
+    others = own_threads()
+    client = connect(url_of(tmp_path), CONTRACT, engine_id="e")
+    assert client.wait_ready(DONE_S)
+    MADE.clear()
+    yield client
+    while MADE:
+        assert MADE.pop().close(DONE_S)
+    assert client.close(DONE_S)
+    assert left_since(others) == []
+
+
+def pages() -> PagedKV:
+    """Some pages."""
+    return PagedKV([np.zeros((64, PAGE_BYTES), np.uint8)])
+
+
+def made(each: Any) -> Any:
+    """Registers ``each`` to be closed before its client."""
+    MADE.append(each)
+    return each
+
+
+def cache_of(client: KVClient, **options: Any) -> Cache:
+    """A cache that copies two blocks at once."""
+    cache: Cache = made(Cache(client, **{"batch_bytes": 2 * PAGE_BYTES, **options}))
+    return cache
+
+
+def begin_store(cache: Cache, first: int, count: int, pages: Any = None) -> Transfer[StoreResult]:
+    """Begin to store ``count`` blocks from key ``first`` on."""
+    keys = [key(first + index) for index in range(count)]
+    return cache.store(keys, np.zeros((count, PAGE_BYTES), np.uint8) if pages is None else pages)
+
+
+def begin_load(cache: Cache, first: int, count: int) -> Transfer[LoadResult]:
+    """Begin to load ``count`` blocks from key ``first`` on."""
+    keys = [key(first + index) for index in range(count)]
+    return cache.load(keys, np.zeros((count, PAGE_BYTES), np.uint8))
+
+
+# -- lack of room ------------------------------------------------------------------------------
+
+
+def test_a_store_waits_for_room_and_is_not_dropped_at_once(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    session_manager.room = 6
+    future = begin_store(cache_of(client, store_wait_s=15.0), 0, 12)
+    with pytest.raises(TimeoutError):
+        future.result(0.4)
+    assert (future.blocks_done, future.blocks_total) == (6, 12)
+    session_manager.room = 64
+    done = future.result(DONE_S)
+    assert (done.stored, done.reason) == (12, "")
+    assert client.counters().get("store_dropped", 0) == 0
+
+
+def test_a_store_that_gets_no_room_keeps_its_beginning(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    session_manager.room = 8
+    cache = cache_of(client, store_wait_s=1.5)
+    assert begin_store(cache, 20, 2).result(DONE_S).stored == 2
+    started = time.monotonic()
+    done = begin_store(cache, 0, 12).result(DONE_S)
+    assert time.monotonic() - started >= 1.5
+    assert (done.stored, done.failed, done.reason) == (6, 6, Reason.NO_SPACE)
+    assert client.counters()["store_dropped"] == 6
+    commits = [group for request in session_manager.commits[1:] for group in request.groups]
+    assert [group.keys for group in commits] == [key(i) + key(i + 1) for i in (0, 2, 4)]
+    assert [group.parent for group in commits] == [b"", key(1), key(3)], "one chain"
+    session_manager.room = 64
+    again = begin_store(cache, 6, 6).result(DONE_S)
+    assert (again.stored, again.reason) == (6, "")
+
+
+def test_pages_are_let_go_after_their_transfer(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    cache, pages = cache_of(client), np.zeros((4, PAGE_BYTES), np.uint8)
+    gone = weakref.ref(pages)
+    assert begin_store(cache, 0, 4, pages).result(DONE_S).stored == 4
+    del pages
+    until(lambda: gone() is None)
+
+
+def test_a_refusal_is_a_reason_too(client: KVClient, daemon: FakeDaemon) -> None:
+    for _ in range(200):
+        daemon.refuse_next("Reserve", Reason.HELD_CAP)
+    done = begin_store(cache_of(client, store_wait_s=1.0), 0, 3).result(DONE_S)
+    assert (done.failed, done.reason) == (3, Reason.HELD_CAP)
+    assert len(daemon.requests["Reserve"]) < 40, "it backs off"
+
+
+def test_a_store_that_waits_for_room_keeps_its_place_and_can_be_cancelled(
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
+) -> None:
+    session_manager.room = 0
+    cache = cache_of(client, store_wait_s=60.0)
+    first, second = begin_store(cache, 0, 4), begin_store(cache, 4, 1)
+    until(lambda: len(daemon.requests["Reserve"]) > 3)
+    assert {request.groups[0].count for request in daemon.requests["Reserve"]} == {2}
+    assert first.cancel()
+    session_manager.room = 4
+    assert second.result(DONE_S).stored == 1
+    assert len(session_manager.free) == SLOTS
+
+
+def test_a_store_that_is_cancelled_while_it_gets_slots_gives_them_back(
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
+) -> None:
+    cache, answered = cache_of(client), threading.Event()
+
+    def held(request: Any) -> Any:
+        assert answered.wait(DONE_S)
+        return session_manager._reserve(request)
+
+    daemon.answers["Reserve"].appendleft(held)
+    future = begin_store(cache, 0, 2)
+    until(lambda: daemon.requests["Reserve"])
+    assert future.cancel()
+    answered.set()
+    assert begin_store(cache, 2, 2).result(DONE_S).stored == 2
+    assert [group.keys[:32] for each in session_manager.commits for group in each.groups] == [
+        key(2)
+    ]
+    until(lambda: len(session_manager.free) == SLOTS)
+
+
+def test_a_store_whose_copier_cannot_be_made_is_given_up(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    def make(*_: Any) -> Any:
+        raise MemoryError("scripted")
+
+    done = begin_store(cache_of(client, copiers=make, store_wait_s=0.3), 0, 4).result(DONE_S)
+    assert (done.failed, done.reason) == (4, "copy_failed")
+    until(lambda: len(session_manager.free) == SLOTS)
+
+
+def test_idle_stock_of_one_group_feeds_another(
+    session_manager: SessionManager, tmp_path: Path
+) -> None:
+    client = connect(url_of(tmp_path), TWO_GROUPS, engine_id="e")
+    assert client.wait_ready(DONE_S)
+    session_manager.room = 4
+    slot_pool = ReservationPool(client, {0: 4, 1: 4})
+    until(lambda: slot_pool.held(0) == 4)
+    assert slot_pool.held(1) == 0
+    taken = slot_pool.take(1, 2, wait_s=DONE_S)
+    assert len(taken) == 2
+    assert slot_pool.held(0) == 0
+    slot_pool.give_back(1, taken)
+    assert slot_pool.close(DONE_S)
+    until(lambda: len(session_manager.free) == SLOTS)
+    assert client.close(DONE_S)
+
+
+# -- sessions that end -------------------------------------------------------------------------
+
+
+def test_a_stock_is_dropped_with_its_session_even_within_a_boot(
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
+) -> None:
+    slot_pool = made(ReservationPool(client, {0: 4}))
+    until(lambda: slot_pool.held(0) == 4)
+    first = client.session_id
+    daemon.drop_lines()
+    until(lambda: client.session_id not in ("", first))
+    assert client.boot_id == daemon.boot_id
+    taken = slot_pool.take(0, 2, wait_s=DONE_S)
+    assert taken.session_id == client.session_id
+    # The old session's slots are the daemon's business: no client aborts them.
+    assert set(taken.extents["slot"].ravel().tolist()) == {4, 5}
+    assert not daemon.requests["Abort"]
+
+
+def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
+) -> None:
+    cache, pages = cache_of(client), np.zeros((8, PAGE_BYTES), np.uint8)
+    pool = Pages(PagedKV([pages]), range(4))  # its copier is kept from store to store
+    assert begin_store(cache, 0, 4, pool).result(DONE_S).stored == 4
+    first = client.session_id
+    daemon.drop_lines()
+    until(lambda: client.session_id not in ("", first))
+    done = begin_store(cache, 4, 4, pool).result(DONE_S)
+    assert (done.stored, done.reason) == (4, "")
+    inode = os.fstat(daemon._memory[0]).st_ino  # other tests may have mapped other segments
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    segments = [line for line in maps if "memfd:segment" in line and str(inode) in line.split()]
+    # Only the test's daemon and the client's new session map it.
+    assert len(segments) == 2
+
+
+def test_an_unfinished_copy_holds_up_the_next_session(
+    client: KVClient, daemon: FakeDaemon, session_manager: SessionManager
+) -> None:
+    torch = pytest.importorskip("torch")
+    device = FakeDevice()
+    copiers: list[CudaCopier] = []
+
+    def make(kv: PagedKV, arena: Any) -> CudaCopier:
+        copiers.append(CudaCopier(kv, arena, device=device))
+        return copiers[-1]
+
+    cache = cache_of(client, copiers=make)
+    device.held = True
+    future = begin_store(cache, 0, 1, torch.zeros((1, PAGE_BYTES), dtype=torch.uint8))
+    until(lambda: copiers and copiers[0]._flights)
+    attaches = client.counters()["attaches"]
+    daemon.drop_lines()
+    until(lambda: client.counters().get("drains_unfinished"))
+    assert client.counters()["attaches"] == attaches
+    assert not future.done(), "its page is still being read"
+    assert not cache.close(0.1)
+    device.held = False
+    done = future.result(DONE_S)
+    assert (done.failed, done.reason) == (1, Reason.STALE_BOOT)
+    until(lambda: client.counters()["attaches"] > attaches)
+
+
+def test_sums_are_the_daemons_where_the_copier_takes_none(
+    client: KVClient, session_manager: SessionManager
+) -> None:
+    torch = pytest.importorskip("torch")
+    cache = cache_of(client, copiers=lambda kv, arena: CudaCopier(kv, arena, device=FakeDevice()))
+    done = begin_store(cache, 0, 4, torch.ones((4, PAGE_BYTES), dtype=torch.uint8)).result(DONE_S)
+    assert done.stored == 4
+    assert session_manager.commits[0].groups[0].checksums == b""
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+def test_a_caller_may_give_up_at_its_own_deadline(client: KVClient, daemon: FakeDaemon) -> None:
+    cache = cache_of(client)
+    daemon.slow_next("Lookup", 0.2)
+    future = begin_load(cache, 0, 1)
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    assert future.cancel()
+    assert begin_load(cache, 0, 1).result(DONE_S).reason == ""
+
+
+def test_loads_are_bounded(client: KVClient, daemon: FakeDaemon) -> None:
+    cache = cache_of(client, queue_blocks_max=4)
+    answered = threading.Event()
+    daemon.hold_next("Lookup", answered)
+    first = begin_load(cache, 0, 3)
+    started = time.monotonic()
+    assert begin_load(cache, 0, 2).result(0).reason == QUEUE_FULL
+    second = begin_load(cache, 0, 1)
+    assert time.monotonic() - started < DONE_S
+    assert client.counters()["load_throttled"] == 2
+    answered.set()
+    assert [future.result(DONE_S).usable_blocks for future in (first, second)] == [0, 0]
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def test_help_leads_with_the_api_which_is_typed() -> None:
+    text = pydoc.render_doc(kvhearth, renderer=pydoc.plaintext)
+    places = [text.index(name) for name in ("kvhearth.open(", ".store(", ".load(", "PACKAGE CON")]
+    assert places == sorted(places)
+    assert places[-1] < 2500
+    assert [name for name in kvhearth.__all__ if not hasattr(kvhearth, name)] == []
+    assert (Path(kvhearth.__file__).parent / "py.typed").exists()
+    with pytest.raises(AttributeError):
+        kvhearth.no_such_name  # noqa: B018
+
+
+def test_a_copier_that_cannot_be_made_is_none(
+    client: KVClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(*_: Any) -> Any:
+        raise MemoryError("scripted")
+
+    copier_pool = CopierPool(client, {0: pages()}, make)
+    assert [copier_pool.copier(0, client.boot_id) for _ in range(3)] == [None] * 3
+    assert len([each for each in caplog.records if "no copier" in each.getMessage()]) == 1
+    assert copier_pool.close(1.0)
+
+
+def test_what_does_not_fit_the_contract_is_refused(client: KVClient, tmp_path: Path) -> None:
+    narrow = PagedKV([np.zeros((4, 64), np.uint8)])
+    for kv in ({0: narrow}, {1: pages()}, {}):
+        with pytest.raises(KVHearthError, match="bad_contract"):
+            CopierPool(client, kv)
+    with pytest.raises(KVHearthError, match="bad_contract"):
+        ReservationPool(client, {0: 0})
+    with pytest.raises(KVHearthError, match="config_invalid"):
+        Cache(client, batch_bytes=0)
+    wide = GroupSpec(GroupKind.FULL, 16, PAGE_BYTES, shards=2)
+    for contract, text in (
+        (Contract("m", "r", "uint8", (wide,), tensor_parallel=2), "2 ranks"),
+        (TWO_GROUPS, "one KV group"),
+    ):
+        other = connect(url_of(tmp_path), contract, engine_id="e2")
+        with pytest.raises(KVHearthError, match=text):
+            Cache(other)
+        assert other.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reach_is_what_the_daemon_would_say_of_the_loaded_blocks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = [
+        GroupSpec(GroupKind.FULL, 16, 4096),
+        GroupSpec(GroupKind.SLIDING_WINDOW, 32, 4096, window_tokens=int(rng.integers(2, 200))),
+        GroupSpec(GroupKind.MAMBA, 48, 4096),
+    ]
+    for _ in range(50):
+        chosen = [kind for kind in kinds if rng.random() < 0.6] or kinds[:1]
+        tokens = int(rng.integers(0, 600))
+        groups = [
+            (spec, rng.random(tokens // spec.block_tokens) < rng.choice([0.5, 0.95, 1.0]))
+            for spec in chosen
+        ]
+        longest = [int(tokens) for tokens in hit_boundaries(groups)]
+        for hit_tokens in [0, *longest[:3]]:
+            expected = next((each for each in longest if each <= hit_tokens), 0)
+            assert usable_tokens(groups, hit_tokens) == expected
+
+
+def test_a_worker_goes_on_after_a_step_and_a_recovery_that_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str] = []
+
+    def step() -> None:
+        seen.append("step")
+        if len(seen) < 4:
+            raise RuntimeError("scripted")
+        time.sleep(0.001)
+
+    def recover() -> None:
+        seen.append("recover")
+        raise ValueError("scripted")
+
+    worker = SupervisedThread("kvhearth-test", step, recover)
+    worker.start()
+    until(lambda: len(seen) > 6)
+    assert worker.stop(DONE_S)
+    assert seen[:6] == ["step", "recover", "step", "recover", "step", "step"]
+    assert "going on" in caplog.text

@@ -1,0 +1,162 @@
+"""Translation of vLLM's configuration, requests, pages and steps, without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhearth.connectors.core.engine import RequestOptions, Step
+from kvhearth.connectors.core.settings import parse_settings
+from kvhearth.connectors.core.step_metadata import Handshake
+from kvhearth.connectors.vllm.adapter import (
+    HANDOVER,
+    RequestReader,
+    VllmPages,
+    VllmSettings,
+    make_scheduler,
+    make_worker,
+    step_of,
+)
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.errors import KVHearthError
+
+NOWHERE = VllmSettings("kvhearth+unix:///nowhere/kvhearth")
+CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, 1024),))
+OFFER = Handshake(CONTRACT.to_json(), 1, (0,))
+
+
+class Pool:
+    """vLLM's block pool, as far as the adapter uses it."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [SimpleNamespace(block_id=at, ref_cnt=0) for at in range(count)]
+        self.freed: list[int] = []
+
+    def touch(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            self.freed.append(block.block_id)
+
+
+def config(role: str = "kv_both", **over: Any) -> Any:
+    """The part of vLLM's configuration that the scheduler's half needs."""
+    transfer = SimpleNamespace(
+        kv_role=role,
+        is_kv_producer=role in ("kv_producer", "kv_both"),
+        is_kv_consumer=role in ("kv_consumer", "kv_both"),
+        engine_id="e",
+    )
+    scheduler = {"max_num_batched_tokens": 512, "enable_chunked_prefill": True}
+    values = {
+        "kv_transfer_config": transfer,
+        "speculative_config": None,
+        "scheduler_config": SimpleNamespace(**scheduler),
+        "model_config": SimpleNamespace(is_prefix_caching_supported=True),
+        "weight_transfer_config": None,
+    }
+    return SimpleNamespace(**{**values, **over})
+
+
+def request(**over: Any) -> Any:
+    values = {"kv_transfer_params": None, "lora_request": None, "skip_reading_prefix_cache": False}
+    return SimpleNamespace(**{**values, **over})
+
+
+def test_options() -> None:
+    assert parse_settings(VllmSettings, {"layout": "none"}).layout == "none"
+    with pytest.raises(KVHearthError, match=r"kv_connector_extra_config: layout='LBHNC'.*BLHNC"):
+        parse_settings(VllmSettings, {"layout": "LBHNC"})
+
+
+def test_demands_of_requests(tmp_path: Path) -> None:
+    reader = RequestReader()
+    assert reader.options_of(request()) == RequestOptions()
+    assert reader.options_of(request(skip_reading_prefix_cache=True)).skips
+    params = {HANDOVER: 160, "max_load_tokens": 33, "max_offload_tokens": 64}
+    assert reader.options_of(request(kv_transfer_params=params)) == RequestOptions(
+        handover_tokens=160, load_tokens_max=33, store_tokens_max=64
+    )
+    wrong = {HANDOVER: "160", "max_load_tokens": -1, "max_offload_tokens": 1 << 31}
+    assert reader.options_of(request(kv_transfer_params=wrong)) == RequestOptions()
+    (tmp_path / "adapter.bin").write_bytes(b"first")
+    lora = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=False)
+    find = reader.options_of(request(lora_request=lora)).find_key_salt
+    assert find is not None
+    assert find()
+
+
+def test_references_to_blocks() -> None:
+    pool = Pool(4)
+    pages = VllmPages(pool)
+    assert pages.page_count == 4
+    pages.hold([1, 3])
+    pages.hold([3])
+    assert [pages.has_one_reference(page) for page in (1, 2, 3)] == [True, False, False]
+    pages.release([3, 1])
+    assert pool.freed == [3, 1]
+
+
+def test_steps() -> None:
+    tables = SimpleNamespace(get_block_ids={"a": ([1, 2],)}.get, boundary_state_offloads={"a": []})
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=7, num_scheduled_tokens={"a": 7}, kv_connector_block_state=tables
+    )
+    step = step_of(output)
+    assert (step.tokens, step.scheduled, step.states) == (7, {"a": 7}, {"a": []})
+    assert step.find_table("a") == ([1, 2],)
+    output.kv_connector_block_state = None
+    assert (step_of(output).tokens, step_of(output).scheduled) == (7, Step().scheduled)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_an_engine_of_each_role(role: str) -> None:
+    half = make_scheduler(NOWHERE, config(role), 16, [OFFER], Pool(4))
+    assert half is not None
+    assert half._facts.stores == (role != "kv_consumer")
+    assert half._facts.loads == (role != "kv_producer")
+    half.shutdown()
+
+
+@pytest.mark.parametrize("lacks", ["chunks", "prefixes"])
+def test_an_engine_that_cannot_go_on_from_cached_kv_is_not_served(
+    lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM asks connectors even if its backend ignores the blocks that they load."""
+    given = config()
+    given.scheduler_config.enable_chunked_prefill = lacks != "chunks"
+    given.model_config.is_prefix_caching_supported = lacks != "prefixes"
+    assert make_scheduler(NOWHERE, given, 16, [OFFER], Pool(4)) is None
+    assert "without KVHearth" in caplog.text
+
+
+def test_a_worker_without_pages_says_so() -> None:
+    worker = make_worker(NOWHERE, config(), None, {}, 0)
+    assert "no KV cache" in worker.handshake().problem
+    worker.shutdown()
+
+
+def test_the_package_imports_without_vllm_torch_or_a_daemon() -> None:
+    words = (
+        "import sys; sys.modules['vllm'] = sys.modules['torch'] = None;"
+        "import kvhearth.connectors.vllm as c, kvhearth.connectors.vllm.plugin,"
+        "kvhearth.connectors.vllm.adapter;"
+        "assert 'KVHearthConnector' in c.__all__"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
