@@ -16,9 +16,8 @@ from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as portions
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport import reports
-from kvhearth_server.transport.audit import refused
 from kvhearth_server.transport.messages import plain_text
-from kvhearth_server.transport.reports import Actions, message_of
+from kvhearth_server.transport.reports import Actions, message_of, refused
 from kvhearth_server.transport.rpc.errors import Context, guarded, metadata_value
 
 _SSD_ONLY = "it is on SSD only: a lookup with prefetch, or a prefetch, loads it first"

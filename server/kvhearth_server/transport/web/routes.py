@@ -26,8 +26,7 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.transport import reports
-from kvhearth_server.transport.audit import refused
-from kvhearth_server.transport.reports import Actions
+from kvhearth_server.transport.reports import Actions, refused
 from kvhearth_server.transport.web import problems
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
 from kvhearth_server.transport.web.protocol import REFUSED
