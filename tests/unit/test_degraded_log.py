@@ -11,7 +11,7 @@ from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 from kvhearth_server.engine.tiering.manager import LOOK_S, OVER_S, DegradedLog
 from kvhearth_server.tiers.base import Kind
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.health import WORDS, DirectoryHealth
+from kvhearth_server.tiers.ssd.directory import WORDS, DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 

@@ -24,9 +24,9 @@ from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.observability.metrics import COUNTERS, TABLE
 from kvhearth_server.observability.timings import AGE_BOUNDS, SECONDS_BOUNDS, CallTimings, Histogram
 from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
+from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
-from kvhearth_server.tiers.ssd.health import WORDS
 
 SERVER = Path(kvhearth_server.__file__).resolve().parent
 OPEN = "application/openmetrics-text; version=1.0.0"

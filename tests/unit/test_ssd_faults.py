@@ -31,12 +31,11 @@ from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Corrupt, Counts, Done, Failed, Missing, StoreBatch, Throttled
 from kvhearth_server.tiers.directories import DirectoryError
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.directory import Directory, DirectoryHealth
 from kvhearth_server.tiers.ssd.disk.base import Op, Request
 from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.health import DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice

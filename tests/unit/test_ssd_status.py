@@ -16,8 +16,8 @@ from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, 
 from kvhearth_server.tiers.base import Done, Throttled
 from kvhearth_server.tiers.ssd import files
 from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.health import WORDS
 from kvhearth_server.tiers.ssd.settings import (
     Place,
     SsdSettings,

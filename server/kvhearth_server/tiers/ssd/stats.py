@@ -7,9 +7,8 @@ from functools import partial
 
 from kvhearth_server.tiers.base import BlockSpec, DirectoryFigures, Kind, TierFigures
 from kvhearth_server.tiers.ssd.assembly import TierComponents
-from kvhearth_server.tiers.ssd.directory import SegmentState
+from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, SegmentState
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
-from kvhearth_server.tiers.ssd.health import INTERFACE, UNUSABLE
 from kvhearth_server.tiers.ssd.log import LogDirectory
 from kvhearth_server.tiers.ssd.walk import places
 from kvhearth_server.tiers.ssd.write_limits import WriteBudget
