@@ -38,7 +38,7 @@ from kvhearth_server.tiers.ssd.format import (
     parse_segment_page,
     seal,
 )
-from kvhearth_server.tiers.ssd.recovery.recover import read_segment
+from kvhearth_server.tiers.ssd.recovery.restore import read_segment
 from kvhearth_server.tiers.ssd.recovery.scanner import SCAN_BYTES, Reader
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME

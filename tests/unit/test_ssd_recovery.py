@@ -29,8 +29,8 @@ from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Missing, Thrott
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
-from kvhearth_server.tiers.ssd.recovery import recover as recovery
-from kvhearth_server.tiers.ssd.recovery.recover import Reader, Recovered, read_segment
+from kvhearth_server.tiers.ssd.recovery import restore as recovery
+from kvhearth_server.tiers.ssd.recovery.restore import Reader, Recovered, read_segment
 
 SECTOR = 512
 RECORD_PAGES = 4
