@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.memory_places import Child
 
-from kvhearth_server.tiers.ssd.buffers import Buffer
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, choose, open_queue, probe, probe_all
+from kvhearth_server.tiers.ssd.log import Buffer
 
 DEPTH = 4
 PAGE = 4096

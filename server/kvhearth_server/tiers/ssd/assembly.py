@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
-from kvhearth_server.tiers.ssd.buffers import HeaderPages
 from kvhearth_server.tiers.ssd.directory import open_directories
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
-from kvhearth_server.tiers.ssd.log import FileWorker, Log, LogDirectory
+from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory
 from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES, Reclaimer
 from kvhearth_server.tiers.ssd.recovery.restore import Progress, Restorer
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import queue
 import threading
 import time
@@ -11,9 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvhearth.model import Records
+import numpy as np
+
+from kvhearth.model import U8, Records
 from kvhearth_server.tiers.base import Counts
-from kvhearth_server.tiers.ssd.buffers import Buffer
 from kvhearth_server.tiers.ssd.directory import CapacityReached, Directory, Segment, SegmentState
 from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job
@@ -21,6 +23,7 @@ from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
 from kvhearth_server.tiers.ssd.files import Busy
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
+    RECORD_BYTES,
     SegmentHead,
     footer_pages,
     segment_page,
@@ -28,6 +31,57 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.write_limits import Wear, WriteBudget
+
+
+class HeaderPages:
+    """A fixed number of pages, each for the header of a record in flight."""
+
+    def __init__(self, count: int) -> None:
+        self._mapping = mmap.mmap(-1, count * PAGE_BYTES)
+        self._bytes: U8 = np.frombuffer(self._mapping, np.uint8).reshape(count, PAGE_BYTES)
+        self._address = int(self._bytes.ctypes.data)
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Number of pages that can be taken."""
+        return len(self._free)
+
+    def take(self, records: Records) -> list[int]:
+        """Write headers to as many pages and return the pages' numbers. There must be enough."""
+        count = len(records)
+        pages = self.lend(count)
+        self._bytes[pages, :RECORD_BYTES] = records.view(np.uint8).reshape(count, RECORD_BYTES)
+        return pages
+
+    def lend(self, count: int) -> list[int]:
+        """Take ``count`` pages without writing to them. There must be enough."""
+        pages = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return pages
+
+    def address(self, page: int) -> int:
+        """Return the address of a page."""
+        return self._address + page * PAGE_BYTES
+
+    def give(self, pages: list[int]) -> None:
+        """Give back pages that the device no longer uses."""
+        self._free.extend(pages)
+
+
+class Buffer:
+    """A piece of aligned memory for one request; it lives as long as something refers to it."""
+
+    def __init__(self, content: bytes | int) -> None:
+        size = content if isinstance(content, int) else len(content)
+        self.bytes: U8 = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        if not isinstance(content, int):
+            self.bytes[:] = np.frombuffer(content, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
 
 Result = Segment | OSError | None
 _Task = tuple[Callable[[], Result], Callable[[Result], None]]

@@ -30,11 +30,10 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
 )
-from kvhearth_server.tiers.ssd.buffers import Buffer, HeaderPages
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
 from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
-from kvhearth_server.tiers.ssd.log import Log, LogDirectory
+from kvhearth_server.tiers.ssd.log import Buffer, HeaderPages, Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
 from kvhearth_server.tiers.ssd.walk import gather
 

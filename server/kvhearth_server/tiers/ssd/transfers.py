@@ -23,7 +23,6 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     gather,
 )
-from kvhearth_server.tiers.ssd.buffers import HeaderPages
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op
 from kvhearth_server.tiers.ssd.disk.executor import Check, IoExecutor, Job
@@ -37,7 +36,7 @@ from kvhearth_server.tiers.ssd.format import (
     seal,
 )
 from kvhearth_server.tiers.ssd.index import SsdIndex, rows_of
-from kvhearth_server.tiers.ssd.log import Log, Run
+from kvhearth_server.tiers.ssd.log import HeaderPages, Log, Run
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 
 
