@@ -1,4 +1,4 @@
-"""The log: gives out places in open segments, seals full ones, and makes files ahead of need."""
+"""The log: places in open segments, seals, files made ahead of need, pages for headers."""
 
 from __future__ import annotations
 

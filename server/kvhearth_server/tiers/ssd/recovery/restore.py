@@ -1,4 +1,4 @@
-"""Adopts recovered segments into the index and the log, a little at each turn of the loop."""
+"""Recovers the log after a start: reads segments and adopts them, a little at each turn."""
 
 from __future__ import annotations
 
