@@ -19,9 +19,8 @@ from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign
-from kvhearth_server.tiers.base import Tier
+from kvhearth_server.tiers.base import Asked, DirectoryError, Tier
 from kvhearth_server.tiers.chain import demotion_region
-from kvhearth_server.tiers.directories import Asked, DirectoryError
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files

@@ -13,7 +13,7 @@ from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import foreign, open_to_all, read_own
-from kvhearth_server.tiers.directories import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
+from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.files import Files
 
 

@@ -27,8 +27,7 @@ from support.tiers import (
 )
 
 from kvhearth.model import U8
-from kvhearth_server.tiers.base import Corrupt, Done
-from kvhearth_server.tiers.directories import DirectoryError
+from kvhearth_server.tiers.base import Corrupt, DirectoryError, Done
 from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (

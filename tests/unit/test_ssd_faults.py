@@ -28,8 +28,16 @@ from support.tiers import (
 )
 
 from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
-from kvhearth_server.tiers.base import Corrupt, Counts, Done, Failed, Missing, StoreBatch, Throttled
-from kvhearth_server.tiers.directories import DirectoryError
+from kvhearth_server.tiers.base import (
+    Corrupt,
+    Counts,
+    DirectoryError,
+    Done,
+    Failed,
+    Missing,
+    StoreBatch,
+    Throttled,
+)
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import Directory, DirectoryHealth
 from kvhearth_server.tiers.ssd.disk.base import Op, Request

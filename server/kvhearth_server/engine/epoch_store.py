@@ -23,12 +23,7 @@ from kvhearth_server.memory.durable_file import sync_directory
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.ownership import read_own
-from kvhearth_server.tiers.directories import (
-    NAMESPACES_FRESH_NAME,
-    NAMESPACES_NAME,
-    Asked,
-    DirectoryError,
-)
+from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME, Asked, DirectoryError
 
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import Counts, Kind
-from kvhearth_server.tiers.directories import Asked, DirectoryError
+from kvhearth_server.tiers.base import Asked, Counts, DirectoryError, Kind
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvhearth.failpoints import hit
 from kvhearth_server.ownership import foreign
-from kvhearth_server.tiers.directories import DirectoryError
+from kvhearth_server.tiers.base import DirectoryError
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
