@@ -26,8 +26,7 @@ from kvhearth_server.memory.page_kinds import (
     KernelMemory,
     filesystem_kind,
 )
-from kvhearth_server.memory.plan import CATALOGUE_NAME
-from kvhearth_server.memory.room import room_of
+from kvhearth_server.memory.plan import CATALOGUE_NAME, room_of
 from kvhearth_server.preflight import arena_plan
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 

@@ -19,8 +19,7 @@ from kvhearth_server.memory.page_kinds import (
     KernelMemory,
     filesystem_kind,
 )
-from kvhearth_server.memory.plan import ArenaPlan, Step
-from kvhearth_server.memory.room import check_room, room_of
+from kvhearth_server.memory.plan import ArenaPlan, Step, check_room, room_of
 
 POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
 GEOMETRY = Geometry.of([("a", 16 * MIB), ("b", 8 * MIB)], 2 * MIB, 16 << 10)

@@ -30,11 +30,12 @@ from kvhearth_server.memory.plan import (
     ArenaPlan,
     Found,
     Step,
+    check_room,
     describe,
+    room_of,
     segment_path,
 )
 from kvhearth_server.memory.resize import resize, settle
-from kvhearth_server.memory.room import check_room, room_of
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 _F_ADD_SEALS = 1033

@@ -30,8 +30,7 @@ from kvhearth_server.memory.journal import (
 )
 from kvhearth_server.memory.mapping import Progress
 from kvhearth_server.memory.page_kinds import HugepagePolicy, filesystem_kind
-from kvhearth_server.memory.plan import RESIZED_NAME, ArenaPlan, describe, segment_path
-from kvhearth_server.memory.room import room_of
+from kvhearth_server.memory.plan import RESIZED_NAME, ArenaPlan, describe, room_of, segment_path
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 _FREE = STATE_WORDS[State.FREE]

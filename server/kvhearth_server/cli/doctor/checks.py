@@ -21,7 +21,7 @@ from kvhearth_server.memory.page_kinds import (
     FilesystemKind,
     filesystem_kind,
 )
-from kvhearth_server.memory.room import room_of
+from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan, problems
 
 HUGE = 2 * MIB
