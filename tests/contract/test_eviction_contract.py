@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.eviction_model import nothing_leased
 
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
-from kvhearth_server.core.eviction.ring import I64, U32
+from kvhearth_server.core.eviction.base import I64, U32
 
 SLOT_COUNT = 6000
 

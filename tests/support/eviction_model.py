@@ -9,7 +9,7 @@ from collections import OrderedDict
 import numpy as np
 
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
-from kvhearth_server.core.eviction.ring import I64
+from kvhearth_server.core.eviction.base import I64
 
 
 def nothing_leased(_slot: int) -> bool:

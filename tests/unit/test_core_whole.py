@@ -14,7 +14,7 @@ from support.core_pair import Pair
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY, unpack_bits
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth_server.core import holds as holding
-from kvhearth_server.core.eviction.ring import FREQ_MAX, PolicyArrays
+from kvhearth_server.core.eviction.base import FREQ_MAX, PolicyArrays
 from kvhearth_server.core.fast_path import Whole, Wholes
 from kvhearth_server.core.lookup import Presence
 from kvhearth_server.core.slot_table import Pick, ascending, numbers

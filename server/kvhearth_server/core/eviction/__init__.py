@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvhearth_server.core.eviction.base import EvictionPolicy
-from kvhearth_server.core.eviction.ring import PolicyArrays
+from kvhearth_server.core.eviction.base import EvictionPolicy, PolicyArrays
 from kvhearth_server.core.eviction.s3fifo import S3FifoPolicy
 from kvhearth_server.core.eviction.sieve import SievePolicy
 

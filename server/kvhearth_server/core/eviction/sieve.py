@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvhearth_server.core.eviction.base import nothing_passed
-from kvhearth_server.core.eviction.ring import (
+from kvhearth_server.core.eviction.base import (
     FREQ_MAX,
     I64,
     U32,
     FifoRing,
     PolicyArrays,
+    nothing_passed,
     remove_slots,
 )
 
