@@ -13,8 +13,7 @@ from support.core_kit import SLAB_BYTES, Rig, contract, full, key, keys, no_dead
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64
-from kvhearth_server.core.slabs import SlabPool
-from kvhearth_server.core.slot_table import Geometry, SlotTable, State
+from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
 
 SMALL, ODD, LARGE = 4096, 12288, 16384
 

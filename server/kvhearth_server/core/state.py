@@ -21,8 +21,7 @@ from kvhearth_server.core.ledger import Ledger
 from kvhearth_server.core.lower_tier import LowerTier
 from kvhearth_server.core.namespaces import Namespace, Namespaces
 from kvhearth_server.core.policies import PolicySet
-from kvhearth_server.core.slabs import SlabPool
-from kvhearth_server.core.slot_table import Geometry, SlotTable, State
+from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
 from kvhearth_server.core.writeback_queue import WritebackQueue
 
 Scalar = TypeVar("Scalar", bound=np.generic)
