@@ -1,14 +1,22 @@
-"""Interface of a slower tier to the core, which answers from memory without waiting."""
+"""Slower tiers, as the core sees them: what they have, and queues of blocks to copy to them.
+
+Every block that becomes servable is offered once. Eviction takes only saved or refused blocks: a
+block that still waits keeps its room, and a reservation that needs the room is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvhearth.contract import GroupSpec
-from kvhearth.model import Bools
+from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.slot_table import CopyState, SlotTable, State
 
 
 class LowerTier(Protocol):
@@ -30,3 +38,108 @@ class PromotionRequest:
     spec: GroupSpec
     keys: list[bytes]
     parents: list[bytes]
+
+
+_SUMMED = int(State.SUMMED)
+_SAVED = int(CopyState.SAVED)
+_RUN = 1024
+"""Blocks in one entry of the queue: each look at an entry costs its length."""
+
+
+class WritebackQueue:
+    """The write-back queues, one per arena segment; off while there is no slower tier."""
+
+    def __init__(self, table: SlotTable, add: Callable[[str, int, str], None]) -> None:
+        """Make empty queues; ``add`` counts: the name of a counter, an amount, a label."""
+        self._table, self._add = table, add
+        count = len(table.geometry.segments)
+        self._queues: list[deque[tuple[I64, U32]]] = [deque() for _ in range(count)]
+        self._last = 0
+        self.on = False
+        """Whether there is a slower tier."""
+        self.closed = ""
+        """Reason why the tier accepts nothing now, so that offered blocks are refused at once; or
+        empty.
+        """
+        self.under_pressure = False
+        """Whether room was missing because blocks wait here; reset by the writer of the blocks."""
+        self.waiting = 0
+        """Number of blocks in the queue; blocks removed meanwhile count until it is their turn."""
+
+    def offer(self, heads: I64) -> None:
+        """Queue blocks of one segment for saving, oldest first, except waiting and saved ones."""
+        if not self.on:
+            return
+        table = self._table
+        copy_state = table.copy_state[heads]
+        fit = ((copy_state == CopyState.NOT) | (copy_state == CopyState.REFUSED)) & (
+            table.state[heads] == _SUMMED
+        )
+        if not fit.all():
+            heads = heads[fit]
+        if not len(heads):
+            return
+        if self.closed:
+            table.copy_state[heads] = CopyState.REFUSED
+            self._add("demotion_refused", len(heads), self.closed)
+        else:
+            table.copy_state[heads] = CopyState.QUEUED
+            for start in range(0, len(heads), _RUN):
+                run = heads[start : start + _RUN]
+                self._queue_of(run).append((run, table.generation[run].copy()))
+            self.waiting += len(heads)
+
+    def used(self, heads: I64) -> None:
+        """Offer refused blocks once more, because they were used."""
+        if not self.on or self.closed:
+            return
+        refused = heads[self._table.copy_state[heads] == CopyState.REFUSED]
+        if len(refused):
+            self.offer(np.unique(refused))
+
+    def evictable(self, head: int) -> bool:
+        """Whether evicting the block loses nothing that was to be kept."""
+        return not self.on or self._table.copy_state.item(head) >= _SAVED
+
+    def segments(self) -> Iterator[int]:
+        """Yield segments with waiting blocks; the one that was served last comes last."""
+        count = len(self._queues)
+        for step in range(1, count + 1):
+            if self._queues[(self._last + step) % count]:
+                yield (self._last + step) % count
+
+    def served(self, segment: int) -> None:
+        """Note that a segment was served; the others take their turn."""
+        self._last = segment
+
+    def take(self, segment: int) -> tuple[I64, U32] | None:
+        """Take the oldest entry of a segment that still waits: heads and generations; or None."""
+        queue = self._queues[segment]
+        while queue:
+            heads, generations = queue.popleft()
+            self.waiting -= len(heads)
+            live = self._table.generation[heads] == generations
+            live &= self._table.copy_state[heads] == CopyState.QUEUED
+            if live.any():
+                return heads[live], generations[live]
+        return None
+
+    def put_back(self, heads: I64, generations: U32) -> None:
+        """Return heads to the front of their queue."""
+        if len(heads):
+            self._table.copy_state[heads] = CopyState.QUEUED
+            self._queue_of(heads).appendleft((heads, generations))
+            self.waiting += len(heads)
+
+    def give_up(self) -> int:
+        """Refuse all waiting blocks, so that their room can be taken; returns their number."""
+        refused = 0
+        for segment in list(self.segments()):
+            while (taken := self.take(segment)) is not None:
+                self._table.copy_state[taken[0]] = CopyState.REFUSED
+                refused += len(taken[0])
+        return refused
+
+    def _queue_of(self, heads: I64) -> deque[tuple[I64, U32]]:
+        table = self._table
+        return self._queues[int(table.slab_segment[heads[0] // table.geometry.stride])]

@@ -18,11 +18,10 @@ from kvhearth_server.core.events import EventLog
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Index
 from kvhearth_server.core.ledger import Ledger
-from kvhearth_server.core.lower_tier import LowerTier
+from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
 from kvhearth_server.core.namespaces import Namespace, Namespaces
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
-from kvhearth_server.core.writeback_queue import WritebackQueue
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
