@@ -24,9 +24,8 @@ from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits
-from kvhearth_server.engine.garbage import collect_when_idle, spare_survivors
 from kvhearth_server.engine.scrub import Scrub
-from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan

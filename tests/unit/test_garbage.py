@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvhearth_server.engine.garbage import collect_when_idle, spare_survivors
+from kvhearth_server.engine.supervisor import collect_when_idle, spare_survivors
 
 
 @pytest.fixture
