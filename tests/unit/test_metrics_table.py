@@ -18,8 +18,13 @@ from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
 from kvhearth_server.engine.tick_clock import TickClock
-from kvhearth_server.observability.client_counters import NAMES_MAX, Reported
-from kvhearth_server.observability.counters import LABEL_VALUES_MAX, OTHER, Counters
+from kvhearth_server.observability.counters import (
+    LABEL_VALUES_MAX,
+    NAMES_MAX,
+    OTHER,
+    Counters,
+    Reported,
+)
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.observability.metrics import COUNTERS, TABLE
 from kvhearth_server.observability.timings import AGE_BOUNDS, SECONDS_BOUNDS, CallTimings, Histogram

@@ -44,8 +44,7 @@ from kvhearth_server.engine.tick_clock import TickClock
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
-from kvhearth_server.observability.client_counters import Reported
-from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.counters import Counters, Reported
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
 from kvhearth_server.tiers.base import Tier
 
