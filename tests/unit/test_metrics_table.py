@@ -17,7 +17,6 @@ import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
-from kvhearth_server.engine.tick_clock import TickClock
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -27,7 +26,13 @@ from kvhearth_server.observability.counters import (
 )
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.observability.metrics import COUNTERS, TABLE
-from kvhearth_server.observability.timings import AGE_BOUNDS, SECONDS_BOUNDS, CallTimings, Histogram
+from kvhearth_server.observability.timings import (
+    AGE_BOUNDS,
+    SECONDS_BOUNDS,
+    CallTimings,
+    Histogram,
+    TickClock,
+)
 from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES

@@ -40,12 +40,11 @@ from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.recovery import catalogue_content, loading_from, safe_after, take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
-from kvhearth_server.engine.tick_clock import TickClock
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.counters import Counters, Reported
-from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram
+from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram, TickClock
 from kvhearth_server.tiers.base import Tier
 
 _MESSAGE_FRAME_BYTES = 4096
