@@ -11,14 +11,13 @@ from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of, setti
 from kvhearth_server.tiers.base import BlockSpec, Done, LoadBatch
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
 from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.tiers.ssd.walk import walk
 
 
 def whole_round(index: SsdIndex, count: int) -> list[tuple[BlockSpec, bytes]]:
     """Returns all blocks that one round visits."""
     cursor, found = 0, []
     for _ in range(100_000):
-        cursor, step = walk(index, cursor, count)
+        cursor, step = index.walk(cursor, count)
         assert sum(len(keys) for _, keys in step) <= count
         found += [(of, key) for of, keys in step for key in keys]
         if not cursor:
@@ -54,7 +53,7 @@ def test_a_round_comes_to_everything_once_and_in_place() -> None:
 
 
 def test_an_empty_tier_is_gone_through_at_once() -> None:
-    assert walk(SsdIndex(), 0, 10) == (0, [])
+    assert SsdIndex().walk(0, 10) == (0, [])
 
 
 def test_dead_rows_are_passed_over_a_bounded_number_at_a_time() -> None:
@@ -62,10 +61,10 @@ def test_dead_rows_are_passed_over_a_bounded_number_at_a_time() -> None:
     numbers = list(range(40_000))
     bind(index, 1, numbers, family())
     index.unbind(NAMESPACE, 0, keys_of(numbers[:-1]))
-    cursor, found = walk(index, 0, 10)
+    cursor, found = index.walk(0, 10)
     assert cursor
     assert not found
-    assert walk(index, cursor, 10) == (0, [(family(), [key_of(39_999)])])
+    assert index.walk(cursor, 10) == (0, [(family(), [key_of(39_999)])])
 
 
 def test_what_stays_comes_in_a_round_whatever_comes_and_goes() -> None:
@@ -76,7 +75,7 @@ def test_what_stays_comes_in_a_round_whatever_comes_and_goes() -> None:
     stays = {key_of(number) for number in range(100, 1100, 3)}
     cursor, found, fresh = 0, set[bytes](), 5000
     for _ in range(1000):
-        cursor, step = walk(index, cursor, 7)
+        cursor, step = index.walk(cursor, 7)
         found |= {key for _, keys in step for key in keys}
         if not cursor:
             break

@@ -35,7 +35,6 @@ from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
 from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
 from kvhearth_server.tiers.ssd.log import Buffer, HeaderPages, Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
-from kvhearth_server.tiers.ssd.walk import gather
 
 CARRY_BYTES = 32 << 20
 """Size of the buffer through which blocks are carried; a larger block is not carried. The size
@@ -239,7 +238,7 @@ class Reclaimer:
             fit = max(1, int(np.count_nonzero(size <= CARRY_BYTES)))
             work.offered = int(heads[fit]) if fit < len(heads) else end
             found: dict[BlockSpec, list[bytes]] = {}
-            gather(self._index, table, heads[:fit], found)
+            self._index.gather(table, heads[:fit], found)
             work.offers = [Offer(family, keys) for family, keys in found.items()]
             if work.offers:
                 work.offers_end = now + OFFER_S

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
+
+import numpy as np
 
 from kvhearth_server.tiers.base import BlockSpec, DirectoryFigures, Kind, TierFigures
 from kvhearth_server.tiers.ssd.assembly import TierComponents
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, SegmentState
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
+from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.log import LogDirectory
-from kvhearth_server.tiers.ssd.walk import places
 from kvhearth_server.tiers.ssd.write_limits import WriteBudget
 
 
@@ -19,7 +21,6 @@ class SsdStatus:
 
     def __init__(self, parts: TierComponents, budget: WriteBudget) -> None:
         self._parts, self._budget = parts, budget
-        self.places = partial(places, parts.index, parts.log)
         self.files_found = sum(len(log_dir.directory.segments) for log_dir in parts.log.log_dirs)
         """Segment files that were there at the start."""
 
@@ -102,6 +103,19 @@ class SsdStatus:
         size = sum(blocks * family.shards * family.length for family, blocks in loads)
         ahead = self._parts.transfers.reads + max(0, waiting - records)
         return self._parts.rate.estimate_s(size, ahead)
+
+    def places(self, family: BlockSpec, keys: list[bytes]) -> list[tuple[Path, int] | None]:
+        """Return the file of each block and the offset of its first shard's payload there; None for
+        absent blocks. The next turn of the loop may move a block.
+        """
+        index, log = self._parts.index, self._parts.log
+        good, entries = index.present(family, keys)
+        found: list[tuple[Path, int] | None] = [None] * len(keys)
+        for row in np.flatnonzero(good).tolist():
+            head = index.rows(entries[row : row + 1])[0, 0]
+            segment = log.segments[int(entries[row]) >> 32]
+            found[row] = segment.path, (int(head["position"]) + 1) * PAGE_BYTES
+        return found
 
     def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes that each directory takes by its file system's own count. Waits for the

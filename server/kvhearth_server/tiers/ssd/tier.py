@@ -45,7 +45,6 @@ from kvhearth_server.tiers.ssd.recovery.restore import Progress
 from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.stats import SsdStatus
 from kvhearth_server.tiers.ssd.transfers import Task
-from kvhearth_server.tiers.ssd.walk import walk
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll
 
 _EVERY_S = 0.25
@@ -328,7 +327,7 @@ class SsdTier(Tier):
         """Take one step through all stored blocks, in disk order: see ``Tier.walk``. A step takes
         well below a millisecond.
         """
-        return walk(self._parts.index, cursor, count)
+        return self._parts.index.walk(cursor, count)
 
     def take_evicted(self) -> list[Evicted]:
         gone, self._parts.reclaimer.evicted = self._parts.reclaimer.evicted, []
