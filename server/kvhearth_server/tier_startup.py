@@ -111,11 +111,11 @@ def _open_ssd(
     _log.info(
         "ssd.opened",
         directories=[str(each) for each in settings.ssd_dirs],
-        interface=tier.status.interface,
-        not_working={each.name: each.reason for each in tier.status.verdicts if each.reason},
-        segment_files=tier.status.files_found,
+        interface=tier.interface,
+        not_working={each.name: each.reason for each in tier.verdicts if each.reason},
+        segment_files=tier.files_found,
     )
-    for message in tier.status.repairs:
+    for message in tier.repairs:
         _log.warning("ssd.directory_mended", what=message)
     return tier
 
@@ -158,11 +158,10 @@ async def follow_recovery(tier: SsdTier) -> None:
     """Report the progress of reading back the log until it is done: a bar on a terminal, and a line
     in the log now and then.
     """
-    status = tier.status
     began = reported_at = time.monotonic()
     with StartBar("reading back") as bar:
-        while status.recovering:
-            bar.note("SSD log files", status.files_recovered, max(1, status.files_found))
+        while tier.recovering:
+            bar.note("SSD log files", tier.files_recovered, max(1, tier.files_found))
             if time.monotonic() - reported_at >= _TELL_S:
                 reported_at = time.monotonic()
                 _log.info("ssd.reading_back", **_progress(tier))
@@ -170,15 +169,14 @@ async def follow_recovery(tier: SsdTier) -> None:
     took = round(time.monotonic() - began, 3)
     dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
     _log.info("ssd.read_back", seconds=took, **_progress(tier), **dropped)
-    missing = status.files_found - status.files_recovered - status.locked_files
+    missing = tier.files_found - tier.files_recovered - tier.locked_files
     if missing > 0:
         _log.error("ssd.files_not_read", files=missing, message="their blocks are lost")
 
 
 def _progress(tier: SsdTier) -> dict[str, int]:
-    status = tier.status
     blocks = tier.counts["recovered_blocks"]
-    return {"files": status.files_recovered, "of": status.files_found, "blocks": blocks}
+    return {"files": tier.files_recovered, "of": tier.files_found, "blocks": blocks}
 
 
 def check_ssd_dirs(settings: Settings) -> None:

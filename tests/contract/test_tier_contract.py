@@ -100,7 +100,7 @@ def drive(tier: Counting, arena: Arena) -> Iterator[Desk]:
     if isinstance(tier.inner, SsdTier):
         tier.inner.check()
         places = {str(p.path): p.capacity_bytes for p in tier.inner.settings.places}
-        for path, size in tier.inner.status.allocated_bytes().items():
+        for path, size in tier.inner.allocated_bytes().items():
             assert size <= places[path], "over its capacity"
     tier.close()
 

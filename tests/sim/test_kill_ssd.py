@@ -80,7 +80,7 @@ def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -
     desk = Desk(tier, arena)
     try:
         end = time.monotonic() + DEADLINE_S
-        while tier.status.locked_files:  # requests of the dead process must end first
+        while tier.locked_files:  # requests of the dead process must end first
             desk.pump(0.02)
             assert time.monotonic() < end
         served = []
@@ -92,7 +92,7 @@ def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -
             assert not len(done.rows(Failed)), done.parts
             served += [part[row] for row in done.rows(Done).tolist()]
         tier.check()
-        (taken,) = tier.status.allocated_bytes().values()
+        (taken,) = tier.allocated_bytes().values()
         assert taken <= tier.settings.places[0].capacity_bytes
         return served
     finally:

@@ -90,7 +90,7 @@ class Life:
             self.open()
         else:
             self.desk.pump(0.02)
-        for path, size in self.tier.status.allocated_bytes().items():
+        for path, size in self.tier.allocated_bytes().items():
             places = {str(p.path): p.capacity_bytes for p in self.tier.settings.places}
             assert size <= places[path]
 

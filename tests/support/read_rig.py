@@ -186,7 +186,7 @@ class ReadRig:
         assert self.tier.drain(DEADLINE_S)
         self.desk.events += self.tier.poll()
         self.tier.check()
-        assert self.tier.status.figures().queued_reads == 0
+        assert self.tier.figures().queued_reads == 0
         self.tier.close()
         assert self.drive.in_flight == 0
         most = self.tier.settings.request_bytes

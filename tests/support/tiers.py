@@ -199,7 +199,7 @@ class Desk:
     def settle(self, deadline_s: float = DEADLINE_S) -> None:
         """Poll until the log is recovered."""
         end = time.monotonic() + deadline_s
-        while self.tier.status.recovering:  # type: ignore[attr-defined]
+        while self.tier.recovering:  # type: ignore[attr-defined]
             self.events += self.tier.poll()
             assert time.monotonic() < end
             self._poll.poll(20)
@@ -209,7 +209,7 @@ class Desk:
         end = time.monotonic() + deadline_s
         while True:
             self.events += self.tier.poll()
-            now = self.tier.status.figures()  # type: ignore[attr-defined]
+            now = self.tier.figures()  # type: ignore[attr-defined]
             ready = all(place.segments.get("open", 0) >= 2 for place in now.directories)
             if ready and not (now.queued_reads or now.queued_writes or now.running_requests):
                 return

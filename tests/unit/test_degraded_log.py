@@ -127,12 +127,12 @@ def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     both = SsdSettings((*reported.places, bad), segment_bytes=SEGMENT_BYTES)
     tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
     unusable = Kind(str(bad.path), "unusable")
-    assert [*tier.status.by_kind()] == [unusable]
+    assert [*tier.problems()] == [unusable]
     parts = tier._parts
     parts.log.log_dirs[0].directory.health.read_failed("io")
     parts.driver.broken = errno.errorcode[errno.EIO]
-    kinds = [*tier.status.by_kind()]
+    kinds = [*tier.problems()]
     assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
-    assert tier.health().reasons == tuple(tier.status.by_kind().values())
+    assert tier.health().reasons == tuple(tier.problems().values())
     parts.driver.broken = ""
     tier.close()

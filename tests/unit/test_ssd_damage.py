@@ -104,7 +104,7 @@ def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -
         assert path.read_bytes() == whole
         assert len(desk.load(range(40)).rows(Done)) == 40
         assert dropped(desk) == {f"dropped_{doubt}": 1}
-        assert "taken from the segment files" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
+        assert "taken from the segment files" in desk.tier.repairs[0]  # type: ignore[attr-defined]
         with pytest.raises(DirectoryError, match="another daemon"):
             Opened(copy)
         if name != "missing":
@@ -137,7 +137,7 @@ def test_a_directory_in_which_nothing_can_be_believed_begins_anew(copy: Path) ->
     for path in [copy / SUPERBLOCK_NAME, *segment_files(copy)]:
         path.write_bytes(random.bytes(path.stat().st_size))
     with Opened(copy) as desk:
-        assert "a new log was begun" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
+        assert "a new log was begun" in desk.tier.repairs[0]  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_damaged"] >= 1
         desk.store_all(range(10))
     with Opened(copy) as desk:
@@ -289,10 +289,10 @@ def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -
     with Opened(folder, segments=12) as desk:
         capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
         desk.store_all(range(300, 330))
-        assert "begun anew" in desk.tier.status.repairs[0]  # type: ignore[attr-defined]
+        assert "begun anew" in desk.tier.repairs[0]  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_outsized"] >= 4
         desk.rest()
-        assert desk.tier.status.allocated_bytes()[str(folder)] <= capacity  # type: ignore[attr-defined]
+        assert desk.tier.allocated_bytes()[str(folder)] <= capacity  # type: ignore[attr-defined]
         assert {path.stat().st_size for path in segment_files(folder)} == {SEGMENT_BYTES}
     with Opened(folder, segments=12) as desk:
         assert len(desk.load(range(300, 330)).rows(Done)) == 30
@@ -338,7 +338,7 @@ def test_a_file_of_another_log_is_left_alone(copy: Path, tmp_path: Path, damage:
             desk.store_all(range(start, start + 20))
         assert len(desk.load(range(380, 400)).rows(Done)) == 20
         capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
-        assert desk.tier.status.allocated_bytes()[str(copy)] <= capacity  # type: ignore[attr-defined]
+        assert desk.tier.allocated_bytes()[str(copy)] <= capacity  # type: ignore[attr-defined]
         assert dropped(desk)["dropped_foreign"] == 1
     assert foreign.read_bytes() == before
 
@@ -377,7 +377,7 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     files = Hanging(two)
     with Opened(one, two, files=files, open_s=0.2) as desk:
         assert f"{two} did not answer in 0.2 s" in reasons(desk)
-        assert desk.tier.status.unusable_places == 1  # type: ignore[attr-defined]
+        assert desk.tier.unusable_places == 1  # type: ignore[attr-defined]
         assert desk.tier.loads_of_the_dead
         desk.store_all(range(10))
         assert len(desk.load(range(10)).rows(Done)) == 10

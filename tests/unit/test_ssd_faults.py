@@ -354,11 +354,11 @@ def test_a_segment_that_somebody_still_locks_is_waited_for(tmp_path: Path) -> No
     tier = SsdTier(found, [arena.bytes])
     desk = Desk(tier, arena)
     desk.settle()
-    assert tier.status.locked_files == 1
+    assert tier.locked_files == 1
     desk.load(range(20))
     os.close(holder.fd)
     end = time.monotonic() + DEADLINE_S
-    while tier.status.locked_files:
+    while tier.locked_files:
         desk.pump(0.05)
         assert time.monotonic() < end
     assert len(desk.load(range(20)).rows(Done)) == 20
@@ -389,7 +389,7 @@ def test_a_lowered_capacity_is_kept_to(tmp_path: Path) -> None:
     desk = Desk(tier, arena)
     desk.settle()
     end = time.monotonic() + DEADLINE_S
-    while tier.status.allocated_bytes()[str(folder)] > smaller.places[0].capacity_bytes:
+    while tier.allocated_bytes()[str(folder)] > smaller.places[0].capacity_bytes:
         desk.pump(0.02)
         assert time.monotonic() < end, "it stays over its capacity"
     desk.store_all(range(200, 260))
@@ -409,7 +409,7 @@ def test_hot_blocks_are_carried_over(tmp_path: Path) -> None:
         desk.store_all(range(start, start + 12))
     assert tier.counts["carried_blocks"] >= 2
     assert tier.look_up(family(), [key_of(4)]).present.tolist() == [False]
-    assert tier.status.write_amplification > 1
+    assert tier.write_amplification > 1
     facts = tier.look_up(family(), [key_of(3)])
     assert (facts.sequences[0], facts.parents[0]) == (4, 3)
     assert tier.drain(DEADLINE_S)

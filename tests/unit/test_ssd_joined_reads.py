@@ -444,7 +444,7 @@ def test_cancelled_before_its_records_are_read_singly(rig: ReadRig) -> None:
 
     rig.drive.fate = fate
     ticket = rig.begin(range(8))
-    until(rig, lambda: rig.tier.status.figures().queued_reads == 8)
+    until(rig, lambda: rig.tier.figures().queued_reads == 8)
     rig.tier.cancel(ticket)
     rig.drive.well()
     done = rig.desk.wait(ticket)

@@ -189,7 +189,7 @@ def test_blocks_too_large_for_one_directory_do_not_use_its_segments_up(tmp_path:
         desk.store_all([100 + number])  # the next directory's turn
         desk.store_all([number], broad)
     desk.rest()
-    (of_small,) = [d for d in tier.status.figures().directories if d.path == str(small)]
+    (of_small,) = [d for d in tier.figures().directories if d.path == str(small)]
     assert of_small.segments["sealed"] <= 1
     assert tier.look_up(family(), [key_of(number) for number in range(24)]).present.all()
     tier.close()

@@ -305,7 +305,7 @@ def test_a_file_for_which_there_is_no_descriptor_is_read_later(copy: Path) -> No
     short = Short()
     with Opened(copy, files=short) as desk:
         assert len(desk.load(range(20)).rows(Done)) == 5
-        assert desk.tier.status.locked_files == 1
+        assert desk.tier.locked_files == 1
         assert desk.tier.loads_of_the_dead
         assert desk.tier.counts["segments_lost"] == 0
         reason = "no descriptor left to read a segment file back"
@@ -328,7 +328,7 @@ def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
         assert len(desk.load(range(20)).rows(Done)) == 20
         (reason,) = desk.tier.health().reasons
         assert "00000055.segment is another name" in reason
-        assert desk.tier.status.locked_files == 0, "slots wait for it"
+        assert desk.tier.locked_files == 0, "slots wait for it"
         assert desk.tier.counts["dropped_duplicate"] == 0
 
 
@@ -408,12 +408,12 @@ def test_blocks_are_served_and_stored_while_the_log_is_read_back(copy: Path, foo
     opened = Opened(copy, files=gate)
     desk, tier = opened.desk, opened.tier
     try:
-        until(lambda: desk.pump(0.01) or len(tier.status.namespaces()), "some is read back")
+        until(lambda: desk.pump(0.01) or len(tier.namespaces()), "some is read back")
         assert len(desk.load(range(15, 20)).rows(Done)) == 5
         assert len(desk.load(range(15)).rows(Missing)) == 15
         desk.store_all([3, 20, 21])
         assert len(desk.load([3, 20, 21]).rows(Done)) == 3
-        assert tier.status.recovering
+        assert tier.recovering
     finally:
         gate.proceed.set()
     with opened:

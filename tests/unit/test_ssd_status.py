@@ -62,7 +62,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def figures(desk: Desk):  # type: ignore[no-untyped-def]
-    return desk.tier.status.figures()  # type: ignore[attr-defined]
+    return desk.tier.figures()  # type: ignore[attr-defined]
 
 
 def test_figures(desk: Desk, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_files_that_are_prewritten_are_counted(tmp_path: Path) -> None:
         assert files >= 2 * SEGMENT_BYTES
         written.append(figures(desk).count("written_bytes") // files)
         if folder == prewritten:
-            assert desk.tier.status.write_amplification > 5  # type: ignore[attr-defined]
+            assert desk.tier.write_amplification > 5  # type: ignore[attr-defined]
         ended(desk)
     assert written == [0, 1]
 

@@ -304,7 +304,7 @@ def test_one_key_of_two_namespaces_is_two_blocks_of_a_drive(tmp_path: Path) -> N
         desk.store_all(range(2), family(namespace=b"other".ljust(32)))
         desk.store_all([1], family(group=1))
         desk.rest()
-        assert len(damage.names_on_disk(tmp_path / "one")) == desk.tier.status.blocks == 6
+        assert len(damage.names_on_disk(tmp_path / "one")) == desk.tier.blocks == 6
     assert len(damage.keys_on_disk(tmp_path / "one")) == 3
 
 

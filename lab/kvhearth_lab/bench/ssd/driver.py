@@ -127,7 +127,7 @@ class Driven:
     async def settled(self) -> None:
         """Wait until the log is recovered."""
         async with asyncio.timeout(_DEADLINE_S):
-            while self.tier.status.recovering:
+            while self.tier.recovering:
                 await asyncio.sleep(_HOLD_S)
 
     async def _through(self, submit: Callable[[], int | Throttled]) -> Completion:
@@ -200,7 +200,7 @@ class Mover:
     def spots(self, numbers: Iterable[int]) -> list[Spot]:
         """Return the places of those blocks that the tier has."""
         names = list(numbers)
-        found = self._driven.tier.status.places(FAMILY, keys_of(names))
+        found = self._driven.tier.places(FAMILY, keys_of(names))
         return [
             (*place, name) for place, name in zip(found, names, strict=True) if place is not None
         ]

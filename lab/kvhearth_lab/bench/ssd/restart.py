@@ -66,7 +66,7 @@ async def recovery_part(folder: Path, sizes: Sizes, interface: str, result: Resu
             async with Driven(tier) as driven:
                 await driven.settled()
             seconds = time.perf_counter() - start
-        blocks = tier.status.blocks
+        blocks = tier.blocks
         tier.drain(_DRAIN_S)
         tier.close()
         if blocks < sizes.small_blocks:
@@ -91,7 +91,7 @@ async def _fill(settings: SsdSettings, memory: U8, count: int) -> None:
             keys = [hashlib.sha256(b"%d" % name).digest() for name in names.tolist()]
             batch = StoreBatch(_FAMILY, keys, places, sums, names, names)
             # Blocks without a place are offered again with all others, which the tier has already.
-            while tier.status.blocks < (number + 1) * _BATCH:
+            while tier.blocks < (number + 1) * _BATCH:
                 await driven.store_batch(batch)
     tier.drain(_DRAIN_S)
     tier.close()
