@@ -1,1 +1,1 @@
-"""The ``kvhearth`` command: one verb per file."""
+"""The ``kvhearth`` command: its verbs, by what they do to a daemon."""

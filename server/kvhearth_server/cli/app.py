@@ -78,21 +78,7 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import (
-        config,
-        drain,
-        evict,
-        explain,
-        forget,
-        health,
-        leases,
-        ls,
-        serve,
-        sessions,
-        stats,
-        top,
-        version,
-    )
+    from kvhearth_server.cli import admin, config, serve, show, stats
     from kvhearth_server.cli.doctor import doctor
 
     app = typer.Typer(
@@ -103,7 +89,7 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(version.option)
+    app.callback()(show.option)
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
     settings = typer.Typer(
         help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
@@ -113,18 +99,18 @@ def build() -> typer.Typer:
     settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
     app.add_typer(settings, name="config")
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
-    app.command("health", epilog=health.EPILOG)(health.health)
-    app.command("stat", epilog=stats.EPILOG)(stats.stat)
-    app.command("top", epilog=top.EPILOG)(top.top)
-    app.command("ls", epilog=ls.EPILOG)(ls.ls)
-    app.command("sessions", epilog=sessions.EPILOG)(sessions.sessions)
-    app.command("leases", epilog=leases.EPILOG)(leases.leases)
-    app.command("explain", epilog=explain.EPILOG)(explain.explain)
-    app.command("evict", epilog=evict.EPILOG)(evict.evict)
-    app.command("forget", epilog=forget.EPILOG)(forget.forget)
-    app.command("drain", epilog=drain.EPILOG)(drain.drain)
+    app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
+    app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
+    app.command("top", epilog=stats.TOP_EPILOG)(stats.top)
+    app.command("ls", epilog=show.LS_EPILOG)(show.ls)
+    app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)
+    app.command("leases", epilog=show.LEASES_EPILOG)(show.leases)
+    app.command("explain", epilog=show.EXPLAIN_EPILOG)(show.explain)
+    app.command("evict", epilog=admin.EVICT_EPILOG)(admin.evict)
+    app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
+    app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
     _add_verbs(app)
-    app.command("version", epilog=version.EPILOG)(version.version)
+    app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
 
 

@@ -1,12 +1,22 @@
-"""``kvhearth stat``, and its tables of the daemon and the SSD tier, which ``top`` shares."""
+"""Verbs that watch a daemon: ``stat``, ``top``, and the long way of ``health``."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli import liveness
+from kvhearth_server.cli.admin_client import AdminClient, directory
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -17,6 +27,7 @@ from kvhearth_server.cli.output import (
     plain,
     row,
     say_json,
+    short,
     size,
     table,
 )
@@ -24,25 +35,25 @@ from kvhearth_server.cli.output import (
 _BAR_COLUMNS = 30
 
 
-def reasons(found: admin_pb2.SsdStats) -> list[str]:
+def _reasons(found: admin_pb2.SsdStats) -> list[str]:
     """Return the tier's degradations, each as a sentence."""
-    reasons = [reason for each in found.directories for reason in each.reasons]
-    return [*reasons, *filter(None, [found.interface_broken])]
+    by_directory = [reason for each in found.directories for reason in each.reasons]
+    return [*by_directory, *filter(None, [found.interface_broken])]
 
 
-def state(found: admin_pb2.SsdStats) -> str:
+def _state(found: admin_pb2.SsdStats) -> str:
     """Return the tier's state in a few words."""
-    words = ["degraded" if reasons(found) else "healthy"]
+    words = ["degraded" if _reasons(found) else "healthy"]
     if found.recovering:
         words.append(f"reading back {found.files_recovered} of {found.files_found} files")
     return ", ".join(words)
 
 
-def summary(found: admin_pb2.SsdStats) -> Table:
+def _ssd(found: admin_pb2.SsdStats) -> Table:
     """Return a table of the tier's content and activity."""
     written, stored = found.counters["written_bytes"], found.counters["stored_bytes"]
     rows = [
-        ("SSD", f"{state(found)}, by {found.interface}"),
+        ("SSD", f"{_state(found)}, by {found.interface}"),
         ("blocks on SSD", f"{found.blocks} of {size(found.live_bytes)}"),
         ("going down, up", f"{found.demoting_blocks}, {found.promoting_blocks} blocks"),
         ("requests", f"{found.queued_writes} writes, {found.queued_reads} reads"),
@@ -53,10 +64,10 @@ def summary(found: admin_pb2.SsdStats) -> Table:
     ]
     if found.HasField("budget_left_bytes"):
         rows.append(("budget left", size(max(0, found.budget_left_bytes))))
-    return facts([*rows, *(("degraded", reason) for reason in reasons(found))])
+    return facts([*rows, *(("degraded", reason) for reason in _reasons(found))])
 
 
-def directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
+def _directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
     """Return a table with one row for each directory."""
     heads = ("directory", *([""] if bars else []), "files", "of", "used", "open", "sealed", "free")
     shown = table(*heads, right=heads[1:])
@@ -86,7 +97,7 @@ def _reads(found: admin_pb2.SsdStats) -> str:
     return f"{found.read_latency_s * 1e3:.2f} ms, {size(round(found.read_bytes_per_s))}/s"
 
 
-EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
+STAT_EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
@@ -97,19 +108,16 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
         say_json(plain(found))
         return
     out = console()
-    out.print(summary_stats(found))
-    out.print()
-    out.print(segments(found))
-    out.print()
+    parts = [_daemon(found), _segments(found)]
     if found.HasField("ssd"):
-        out.print(summary(found.ssd))
-        out.print()
-        out.print(directories(found.ssd))
+        parts += [_ssd(found.ssd), _directories(found.ssd)]
+    for part in parts:
+        out.print(part)
         out.print()
     out.print(facts([(name, found.counters[name]) for name in sorted(found.counters)]))
 
 
-def summary_stats(found: admin_pb2.StatsResponse) -> Table:
+def _daemon(found: admin_pb2.StatsResponse) -> Table:
     """Return a table of the daemon and its clients."""
     asked, hits = found.counters["lookup_keys"], found.counters["hit_keys"]
     return facts(
@@ -126,7 +134,7 @@ def summary_stats(found: admin_pb2.StatsResponse) -> Table:
     )
 
 
-def segments(found: admin_pb2.StatsResponse) -> Table:
+def _segments(found: admin_pb2.StatsResponse) -> Table:
     """Return a table with one row for each tenant's segment."""
     heads = ("segment", "pages", "bytes", "used", "free", "reserved", "held", "quarantined")
     shown = table(*heads, right=heads[2:])
@@ -135,3 +143,173 @@ def segments(found: admin_pb2.StatsResponse) -> Table:
         rest = (part.free_bytes, part.reserved_bytes, part.held_bytes, part.quarantined_bytes)
         row(shown, part.tenant, part.page_kind, size(part.bytes), used, *map(size, rest))
     return shown
+
+
+TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
+REFRESH_S = 1.0
+_SESSIONS_SHOWN = 20
+_RATES = (
+    ("lookups", "lookups"),
+    ("keys asked", "lookup_keys"),
+    ("keys hit", "hit_keys"),
+    ("keys on SSD only", "below_keys"),
+    ("blocks stored", "stored_blocks"),
+    ("blocks evicted", "evicted_blocks"),
+    ("blocks to SSD", "demoted_blocks"),
+    ("blocks from SSD", "promoted_blocks"),
+    ("refusals", "refusals"),
+    ("checksum failures", "checksum_failures"),
+)
+"""Rates per second that are shown, and the counter (all its labels together) behind each."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at the daemon."""
+
+    at: float
+    stats: admin_pb2.StatsResponse
+    sessions: admin_pb2.ListSessionsResponse
+    leases: admin_pb2.ListLeasesResponse
+
+    def count(self, name: str) -> int:
+        """Return a counter since the start, all its labels together."""
+        found: Mapping[str, int] = self.stats.counters
+        return sum(n for key, n in found.items() if key.partition("{")[0] == name)
+
+
+def top(
+    socket_dir: SocketDir = None,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch hits, rates, memory, SSD, engines and leases; stop with Ctrl-C.
+
+    Rates are of the last second; the first screen shows rates since the start.
+    Into a pipe it prints one report per second; with --json each report is one
+    object on a line.
+    """
+    with AdminClient(socket_dir) as daemon:
+        view, before = _look(daemon), None
+        if once:
+            _print(view, before, as_json=as_json)
+            return
+        try:
+            _watch(daemon, view, as_json=as_json)
+        except KeyboardInterrupt:
+            return
+
+
+def _watch(daemon: AdminClient, view: View, *, as_json: bool) -> None:
+    before: View | None = None
+    if as_json or not console().is_terminal:
+        while True:
+            _print(view, before, as_json=as_json)
+            time.sleep(REFRESH_S)
+            view, before = _look(daemon), view
+    with Live(_drawn(view, before), console=console(), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            view, before = _look(daemon), view
+            live.update(_drawn(view, before), refresh=True)
+
+
+def _look(daemon: AdminClient) -> View:
+    return View(time.monotonic(), daemon.stats(), daemon.sessions(), daemon.leases())
+
+
+def _print(view: View, before: View | None, *, as_json: bool) -> None:
+    if as_json:
+        say_json(as_object(view, before))
+    else:
+        console().print(_drawn(view, before), "")
+    sys.stdout.flush()  # in a pipe a look must not wait for the next ones
+
+
+def rates(view: View, before: View | None) -> dict[str, float]:
+    """Return counts per second between two looks at one boot, else since the start; by counter."""
+    if before is None or before.stats.boot_id != view.stats.boot_id:
+        span, base = view.stats.uptime_s, dict.fromkeys((name for _, name in _RATES), 0)
+    else:
+        span, base = view.at - before.at, {name: before.count(name) for _, name in _RATES}
+    return {name: (view.count(name) - base[name]) / max(span, 0.001) for _, name in _RATES}
+
+
+def as_object(view: View, before: View | None) -> dict[str, Any]:
+    """Return a look as JSON: statistics, rates per second, sessions and leases."""
+    return {
+        "stats": plain(view.stats),
+        "rates": rates(view, before),
+        "sessions": plain(view.sessions.sessions),
+        "leases": plain(view.leases.groups),
+    }
+
+
+def _drawn(view: View, before: View | None) -> RenderableType:
+    found = view.stats
+    state = "[yellow]draining[/]" if found.draining else "[green]serving[/]"
+    oldest = max((one.oldest_s for one in view.leases.groups), default=0.0)
+    head = (
+        f"[bold]kvhearth {found.version}[/]  {state}  up {duration(found.uptime_s)}  "
+        f"boot {short(found.boot_id)}\n{found.blocks} blocks  {found.sessions} sessions in "
+        f"{found.groups} groups  {found.leases} leases (oldest {duration(oldest)})  "
+        f"{found.pins} pins"
+    )
+    parts = [_memory(found), _speeds(view, before), _engines(view)]
+    if found.HasField("ssd"):
+        head += f"\nSSD {_state(found.ssd)}, {found.ssd.blocks} blocks"
+        parts.insert(1, _directories(found.ssd, bars=True))
+    return Group(head, *(piece for part in parts for piece in ("", part)))
+
+
+def _memory(found: admin_pb2.StatsResponse) -> Table:
+    heads = ("segment", "pages", "", "used", "of", "held", "quarantined")
+    shown = table(*heads, right=heads[3:])
+    for part in found.segments:
+        used = part.bytes - part.free_bytes
+        bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
+        sizes = (used, part.bytes, part.held_bytes, part.quarantined_bytes)
+        row(shown, part.tenant, part.page_kind, bar, *map(size, sizes))
+    return shown
+
+
+def _speeds(view: View, before: View | None) -> Table:
+    shown = table("", "per second", "since start", right=("per second", "since start"))
+    now = rates(view, before)
+    for title, name in _RATES:
+        row(shown, title, f"{now[name]:,.1f}", f"{view.count(name):,}")
+    ratios = (percent(now["hit_keys"], now["lookup_keys"]), _total_ratio(view))
+    row(shown, "hit ratio", *ratios)
+    return shown
+
+
+def _total_ratio(view: View) -> str:
+    return percent(view.count("hit_keys"), view.count("lookup_keys"))
+
+
+def _engines(view: View) -> Table:
+    shown = table("engine", "tenant", "rank", "pid", "state", right=("rank", "pid"))
+    listed = view.sessions.sessions
+    for one in listed[:_SESSIONS_SHOWN]:
+        rank = str(one.rank) if one.rank >= 0 else "-"
+        row(shown, one.engine_id, one.tenant, rank, str(one.pid), one.state)
+    if len(listed) > _SESSIONS_SHOWN:
+        row(shown, f"and {len(listed) - _SESSIONS_SHOWN} more", "", "", "", "")
+    return shown
+
+
+HEALTH_EPILOG = "Example: kvhearth health --wait 30 || echo 'not serving'"
+
+
+def health(
+    socket_dir: SocketDir = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", help="Wait up to this long.", metavar="SECONDS", min=0)
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Exit with 0 if the daemon serves and with 1 if it does not.
+
+    A degraded SSD tier is a warning only: such a daemon serves. Needs no token.
+    """
+    raise typer.Exit(liveness.run(str(directory(socket_dir)), wait_s, as_json=as_json))
