@@ -251,7 +251,7 @@ def test_a_tied_process_ends_with_its_parent_even_when_it_is_stopped() -> None:
 def test_a_signal_lets_the_block_clean_up(number: signal.Signals) -> None:
     code = (
         "import os, signal\n"
-        "from kvhearth_server.cli.signals import cleaned_up\n"
+        "from kvhearth_lab.cli import cleaned_up\n"
         # The parent of the test run may ignore the signal (nohup).
         f"signal.signal({int(number)}, signal.SIG_DFL)\n"
         "with cleaned_up():\n"

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.output import AsJson, console, draw_last, note, row, say_json, table
-from kvhearth_server.cli.signals import cleaned_up
+from kvhearth_lab.cli import cleaned_up
+from kvhearth_server.cli.output import AsJson, console, note, row, say_json, table
 from kvhearth_server.config.value_types import parse_size
 
 if TYPE_CHECKING:
@@ -384,7 +384,9 @@ def _report(
             to.print(each)
     if as_json:
         say_json(found)
-    draw_last(draw, found, plot)
+    if plot is not None:  # last: results measured in minutes are printed even if this fails
+        draw(found, plot)
+        note(f"drawn into {plot}")
 
 
 def _check(plot: Path | None) -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvhearth_lab.cli import cleaned_up
 from kvhearth_server.cli.output import AsJson, console, note, row, say_json, table
-from kvhearth_server.cli.signals import cleaned_up
 
 if TYPE_CHECKING:
     from kvhearth_lab.torture.run import Progress as Told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,20 +73,6 @@ def say_json(value: Mapping[str, object]) -> None:
 def note(text: str) -> None:
     """Print a message for the user."""
     typer.echo(text, err=True)
-
-
-def draw_last(
-    new_id: Callable[[Mapping[str, Any], Path], None], found: Mapping[str, Any], path: Path | None
-) -> None:
-    """Draw a picture if one is wanted, after all other output: results measured in minutes are
-    printed even if the file cannot be written.
-
-    Raises:
-        KVHearthError: as ``new_id``.
-    """
-    if path is not None:
-        new_id(found, path)
-        note(f"drawn into {path}")
 
 
 def console() -> Console:
