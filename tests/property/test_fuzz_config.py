@@ -26,7 +26,7 @@ from support.fuzz import depths, fuzz, values
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.daemon import READY_S
 from kvhearth_server.cli import app
-from kvhearth_server.cli.sample import settings_yaml
+from kvhearth_server.cli.config import settings_yaml
 from kvhearth_server.cli.serve import prepare
 from kvhearth_server.config.load import Settings, flag_of, load_settings
 

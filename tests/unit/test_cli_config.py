@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.cli import app
-from kvhearth_server.cli.sample import sample, settings_yaml
+from kvhearth_server.cli.config import sample_text, settings_yaml
 from kvhearth_server.config.load import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,22 +75,22 @@ def test_version(run: Run) -> None:
 
 def test_the_sample_has_every_setting_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "sample.yaml"
-    path.write_text(sample())
+    path.write_text(sample_text())
     assert load_settings({}, path) == Settings()
-    plain = re.sub(r"(?m)^#(?=[a-z])", "", sample())
+    plain = re.sub(r"(?m)^#(?=[a-z])", "", sample_text())
     path.write_text(plain)
     assert load_settings({}, path) == Settings()
     assert [name for name in Settings.model_fields if f"\n{name}:" not in plain] == []
-    assert max(map(len, sample().splitlines())) <= 100
+    assert max(map(len, sample_text().splitlines())) <= 100
 
 
 def test_the_checked_in_sample_is_the_sample() -> None:
     kept = (ROOT / "deploy/kvhearth.sample.yaml").read_text()
-    assert kept == sample(), "run: kvhearth config sample > deploy/kvhearth.sample.yaml"
+    assert kept == sample_text(), "run: kvhearth config sample > deploy/kvhearth.sample.yaml"
 
 
 def test_sample(run: Run) -> None:
-    assert run("config", "sample") == (0, sample(), "")
+    assert run("config", "sample") == (0, sample_text(), "")
     found = json.loads(run("config", "sample", "--json")[1])
     assert list(found) == list(Settings.model_fields)
     assert found["memory"]["default"] == 1 << 30
