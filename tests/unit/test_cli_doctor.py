@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.cli import app
-from kvhearth_server.cli.doctor import doctor
-from kvhearth_server.cli.doctor.checks import examine
-from kvhearth_server.cli.doctor.finding import Finding, Grade, Look
-from kvhearth_server.cli.doctor.machine import Installed, Machine
+from kvhearth_server.cli import app, doctor
+from kvhearth_server.cli.doctor import Finding, Grade, Look, examine
+from kvhearth_server.cli.machine import Installed, Machine
 from kvhearth_server.config.load import Settings
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
 

@@ -78,8 +78,7 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, serve, show, stats
-    from kvhearth_server.cli.doctor import doctor
+    from kvhearth_server.cli import admin, config, doctor, serve, show, stats
 
     app = typer.Typer(
         name="kvhearth",

@@ -1,1 +1,0 @@
-"""``kvhearth doctor``: checks of the machine and its findings."""
