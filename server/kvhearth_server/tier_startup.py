@@ -270,9 +270,7 @@ def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
 
 
 def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
-    """Return the answers of ``ask`` that are not empty; a drive that hangs delays the others only
-    briefly.
-    """
+    """Return the answers of ``ask`` that are not empty; a hanging drive delays them briefly."""
     patience_s = SsdSettings.open_s
     end = time.monotonic() + patience_s
     asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}

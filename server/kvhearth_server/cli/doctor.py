@@ -133,9 +133,7 @@ SSD_CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (places, interface
 
 
 def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
-    """Report the interface that a daemon with these settings takes here, and why it takes no better
-    one.
-    """
+    """Report the interface that a daemon with these settings takes here, and why no better one."""
     wanted, by_name = look.settings.ssd_interface, {each.name: each for each in verdicts}
     try:
         name, tried = choose(wanted, look.settings.ssd_depth, lambda name, _: by_name[name])
@@ -223,9 +221,7 @@ def _drive(look: Look, name: str, folder: Path) -> Finding:
 
 
 def _discard(look: Look, name: str, folder: Path) -> Iterator[Finding]:
-    """Check whether the drive learns which space is free: without that, it wears out sooner and
-    slows down.
-    """
+    """Check whether the drive learns which space is free: otherwise it wears out and slows down."""
     drives = look.machine.devices.drives_under(look.machine.device_of(folder))
     mount = look.machine.mount_of(folder)
     if not any(each.discards for each in drives) or mount is None:
@@ -314,9 +310,7 @@ def transparent(look: Look) -> Iterator[Finding]:
 
 
 def descriptors(look: Look) -> Iterator[Finding]:
-    """Check for enough descriptors for the sessions and the SSD directories that the settings
-    allow.
-    """
+    """Check for enough descriptors for the sessions and SSD directories that the settings allow."""
     limit, settings = look.machine.limit(resource.RLIMIT_NOFILE), look.settings
     wanted = needed(settings)
     found = f"{'no limit' if limit < 0 else limit}, {settings.sessions_max} sessions"
@@ -456,9 +450,7 @@ def doctor(
 
 
 def _temporary() -> Path:
-    """Return the temporary directory; /tmp where no directory is writable, as on a read-only
-    root.
-    """
+    """Return the temporary directory; /tmp if none is writable, as on a read-only root."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:

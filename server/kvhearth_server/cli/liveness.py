@@ -85,9 +85,7 @@ def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
 
 
 def run(folder: str, wait_s: float, *, as_json: bool) -> int:
-    """Look until the daemon serves or ``wait_s`` are over, print the verdict, return the exit
-    status.
-    """
+    """Look until the daemon serves or ``wait_s`` are over; print the verdict, return the status."""
     end = time.monotonic() + wait_s
     problem, degraded = look(folder)
     while problem and time.monotonic() < end:
@@ -161,9 +159,7 @@ def away(path: str) -> str:
 
 
 def denied(path: str) -> str:
-    """Return the reason why this user may not use a socket: its owner, or the directory that hides
-    it.
-    """
+    """Return why this user may not use a socket: its owner, or the directory that hides it."""
     at = path
     while True:
         try:

@@ -1,6 +1,4 @@
-"""Facts about this machine: drives, GPUs, mounts, limits and packages, read from /sys, /proc and
-the kernel.
-"""
+"""Facts about this machine, from /sys, /proc and the kernel: drives, GPUs, mounts, limits."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from kvhearth_server.tiers.ssd.disk.probe import NAMES, Verdict, probe
 
 _SECTOR_BYTES = 512
 _NO_DRIVES = ("loop", "ram", "zram", "sr", "fd", "dm-", "md", "nbd")
-"""Prefixes of entries in /sys/block that are no drive, or are made of drives that are listed
-too.
-"""
+"""Prefixes of entries in /sys/block that are no drive, or are made of drives listed too."""
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -112,9 +108,7 @@ class Devices:
         return Gpus(driver, named, len(on_bus), len(nodes))
 
     def _disks(self, place: Path) -> list[str]:
-        """Return the names of the drives under a block device: itself, its partition's, its
-        slaves'.
-        """
+        """Return the drives under a block device: itself, its partition's, its slaves'."""
         place = place.resolve()
         slaves = sorted((place / "slaves").glob("*"))
         if slaves:
@@ -218,9 +212,7 @@ class Machine:
         return ""
 
     def device_of(self, folder: Path) -> int:
-        """Return ``st_dev`` of the file system that holds ``folder``; 0 if there is no such
-        folder.
-        """
+        """Return ``st_dev`` of the file system that holds ``folder``; 0 if there is none."""
         try:
             return folder.stat().st_dev
         except OSError:

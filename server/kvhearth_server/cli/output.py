@@ -76,9 +76,7 @@ def note(text: str) -> None:
 
 
 def console() -> Console:
-    """Return stdout as a console: colours follow the terminal and NO_COLOR; wide if it is no
-    terminal.
-    """
+    """Return stdout as a console: colours as the terminal and NO_COLOR say; wide if it is none."""
     width = None if sys.stdout.isatty() else _WIDTH_OFF_TERMINAL
     return Console(width=width, highlight=False, soft_wrap=width is not None)
 

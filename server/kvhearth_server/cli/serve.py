@@ -1,6 +1,4 @@
-"""``kvhearth serve``: derives its flags from the fields of ``Settings``; they are written nowhere
-else.
-"""
+"""``kvhearth serve``: derives its flags from ``Settings``; they are written nowhere else."""
 
 from __future__ import annotations
 

@@ -89,9 +89,7 @@ def _directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
 
 
 def _reads(found: admin_pb2.SsdStats) -> str:
-    """Return latency and rate of reads; before the first read the daemon has only its
-    assumptions.
-    """
+    """Return latency and rate of reads; before the first read there are only assumptions."""
     if not found.counters["loaded_blocks"]:
         return "-"
     return f"{found.read_latency_s * 1e3:.2f} ms, {size(round(found.read_bytes_per_s))}/s"

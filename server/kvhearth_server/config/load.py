@@ -178,9 +178,7 @@ def unread_environment() -> list[str]:
 def _explain(
     line: Mapping[str, Any], written: Mapping[str, object], origins: Mapping[str, str]
 ) -> str:
-    """Turn one line of pydantic's into a sentence for people: setting, value, what is wrong,
-    fix.
-    """
+    """Turn one line of pydantic's into a sentence: setting, value, what is wrong, fix."""
     cause = line.get("ctx", {}).get("error")
     wrong = str(cause) if cause is not None else str(line["msg"])
     if not line["loc"]:

@@ -292,9 +292,7 @@ def host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``; among names only localhost is known to be
-    so.
-    """
+    """Return whether only this machine reaches ``host``; of names, only localhost is known."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -23,9 +23,7 @@ class Leases(MutableMapping[int, I64]):
 
     def __init__(self) -> None:
         self._slots: dict[int, U32 | int] = {}
-        """Slots by lease id; a lease on one slot may be stored as its number, since an array costs
-        more.
-        """
+        """Slots by lease id; a lease on one slot may be its number, since an array costs more."""
 
     def __getitem__(self, lease_id: int) -> I64:
         slots = self._slots[lease_id]

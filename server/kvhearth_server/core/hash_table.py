@@ -24,9 +24,7 @@ _U64 = npt.NDArray[np.uint64]
 Hashes = npt.NDArray[np.uint64]
 """Hashes of keys, 32 bits each, never 0, shape (n,)."""
 Same = Callable[[I64, I64], Bools]
-"""Test whether heads belong to keys, given positions among the requested keys and a head for
-each.
-"""
+"""Tests whether heads belong to keys: positions among the requested keys, a head for each."""
 
 _CELLS = 8
 _FEW = 8

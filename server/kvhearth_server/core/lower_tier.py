@@ -58,9 +58,7 @@ class WritebackQueue:
         self.on = False
         """Whether there is a slower tier."""
         self.closed = ""
-        """Reason why the tier accepts nothing now, so that offered blocks are refused at once; or
-        empty.
-        """
+        """Reason why offered blocks are refused at once; empty while the tier accepts some."""
         self.under_pressure = False
         """Whether room was missing because blocks wait here; reset by the writer of the blocks."""
         self.waiting = 0

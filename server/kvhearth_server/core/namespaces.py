@@ -31,9 +31,7 @@ class Namespace:
 
 NUMBER_MAX = 0xFFFF
 CONTRACT_BYTES_MAX = 4 << 20
-"""Upper bound on the bytes of all contracts together; the durable catalogue always has room for
-them.
-"""
+"""Upper bound on the bytes of all contracts; the durable catalogue always has room for them."""
 
 
 class Namespaces:

@@ -26,9 +26,7 @@ _SUM_BYTES = 64 << 20
 """Bytes that one thread call sums: enough to amortise the hand-over, few enough to stay fair."""
 
 _SUM_BLOCKS_MAX = 1024
-"""Upper bound on the blocks that one thread call sums; one call on the loop enters their
-checksums.
-"""
+"""Upper bound on the blocks of one thread call; one call on the loop enters their checksums."""
 _REMOVED_MAX = 256
 """Upper bound on the corrupt blocks that one call on the loop removes."""
 
@@ -180,9 +178,7 @@ class ChecksumWorkers:
         return removed
 
     def _remove(self, heads: I64, generations: U32, source: str) -> int:
-        """Remove corrupt blocks, and promote again those that have good copies in the lower
-        tier.
-        """
+        """Remove corrupt blocks, and promote those that have good copies in the lower tier."""
         engine = self._engine
         bring_back = None
         if engine.tiering is not None:

@@ -65,9 +65,7 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Attached:
-    """Result of an attach: the welcome, and the descriptors that the attach socket sends and then
-    closes.
-    """
+    """Result of an attach: the welcome, and descriptors that the attach socket sends and closes."""
 
     session: Session
     hello: Hello
@@ -271,9 +269,7 @@ class Engine:
         return max(1, min(self.limits.keys_max, room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)))
 
     def leave(self, session: Session, *, finished: bool) -> None:
-        """End a session whose attach socket closed. ``finished``: it said goodbye first, its copies
-        done.
-        """
+        """End a session whose attach socket closed. ``finished``: it said goodbye first."""
         if session.gone:
             return
         self.sessions.leave(session)

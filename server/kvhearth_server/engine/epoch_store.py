@@ -37,9 +37,7 @@ _OPEN_S = 10.0
 _PATIENCE_S = 0.01
 """Time that the loop itself waits for a drive; most writes are done by then."""
 _AWAIT_S = 1.5
-"""Time that an answer waits which promises that older blocks never come back; less than a client's
-default timeout.
-"""
+"""Longest wait of an answer that promises durability; less than a client's default timeout."""
 _LOOK_S = 0.005
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 0.5
 """Pauses between retries, short at first: until the file is written, the death of the process costs
@@ -104,9 +102,7 @@ class EpochStore:
         return found
 
     def write(self, content: dict[str, Any]) -> None:
-        """Replace the content if it changed: lineage, next session, epochs and namespaces of the
-        durable catalogue.
-        """
+        """Replace the content, from the durable catalogue, if it changed."""
         if not self.paths:
             return
         if not self._number:
@@ -227,9 +223,7 @@ class _Copy:
             self._again = None
 
     def _try(self, whole: bytes, *, tell: bool) -> bool:
-        """Replace the file. If that fails, remove what is left of it, because its epochs may be
-        old.
-        """
+        """Replace the file. If that fails, remove what is left: its epochs may be old."""
         removed, failed = False, True
         try:
             _replace(self._path, whole)

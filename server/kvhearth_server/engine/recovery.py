@@ -1,6 +1,4 @@
-"""Writes and restores the durable catalogue: namespaces with their contracts and epochs, groups
-with their members.
-"""
+"""Writes and restores the durable catalogue: namespaces with contracts and epochs, and groups."""
 
 from __future__ import annotations
 
@@ -186,9 +184,7 @@ def _damaged(error: Exception) -> KVHearthError:
 
 
 ORPHANED_LOADS_S = 60.0
-"""Wait for a dead daemon's reads to end; without all of its directories, nothing shows whether they
-have.
-"""
+"""Wait for a dead daemon's reads; if its directories are not all here, nothing shows their end."""
 _log = get_logger("kvhearth.engine")
 
 
@@ -238,9 +234,7 @@ def loading_from(engine: Engine) -> list[str]:
 
 
 def _start_cold(engine: Engine) -> None:
-    """Start without an arena to take over; the SSD tier's blocks are usable if their epochs are
-    known.
-    """
+    """Start without an old arena; the SSD tier's blocks are usable if their epochs are known."""
     state = engine.core.state
     if engine.tiers:
         # Start above the numbers that an earlier run gave to blocks that the tier may still have.
@@ -265,9 +259,7 @@ def _start_cold(engine: Engine) -> None:
 def _unknown_holders(
     engine: Engine, held: dict[int, I64], groups: dict[int, Group], ghosts: list[Session]
 ) -> None:
-    """Make slots whose writer the catalogue does not name wait for every process that still maps
-    the arena.
-    """
+    """Make slots of unknown writers wait for every process that still maps the arena."""
     state = engine.core.state
     orphaned_loads = [slots for number, slots in held.items() if number not in groups]
     for number in [number for number in held if number not in groups]:

@@ -22,13 +22,9 @@ from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Outcome
 DRAM, SSD = "dram", "ssd"
 
 _PORTION_BYTES = 4 << 20
-"""Upper bound on the bytes of one read: a fraction of a millisecond of the thread that others'
-checksums wait for.
-"""
+"""Upper bound on the bytes of one read: others' checksums wait for its thread meanwhile."""
 _PORTION_BLOCKS = 1024
-"""Upper bound on the blocks of one read, however small: naming each costs the loop a
-microsecond.
-"""
+"""Upper bound on the blocks of one read: naming each costs the loop a microsecond."""
 
 _SEGMENT_PART = 64
 """Fraction (1/64) of a segment whose slots reads from SSD may occupy at most."""

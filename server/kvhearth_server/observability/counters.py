@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LABEL_VALUES_MAX = 32
-"""Upper bound on the values of one counter's free label; later values are counted under
-``OTHER``.
-"""
+"""Upper bound on the values of a counter's free label; later ones are counted as ``OTHER``."""
 
 OTHER = "other"
 
@@ -111,9 +109,7 @@ class Counters:
         return label
 
     def get(self, name: str, label: str | None = None) -> int:
-        """Return the count of one counter: of one label value, or (``None``) of all of them
-        together.
-        """
+        """Return the count of one counter: of one label value, or (``None``) of all."""
         with self._lock:
             return sum(
                 count
@@ -127,18 +123,14 @@ class Counters:
             return dict(self._counts)
 
     def snapshot(self) -> dict[str, int]:
-        """Return all counts by ``name`` or ``name{label value}``; a label not seen yet is
-        missing.
-        """
+        """Return all counts by ``name`` or ``name{label value}``, labels that were seen only."""
         with self._lock:
             counts = sorted(self._counts.items())
         return {f"{name}{{{label}}}" if label else name: count for (name, label), count in counts}
 
 
 NAMES_MAX = 128
-"""Upper bound on the names that are summed; later names, and any that are no short word, are
-ignored.
-"""
+"""Upper bound on the names that are summed; later ones, and no short words, are ignored."""
 
 _ENDED_MAX = 256
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
@@ -167,9 +159,7 @@ class Reported:
                 last[name] = value
 
     def follow(self, session: int, previous: int) -> None:
-        """Continue the counts of ``previous``, an ended session of the same client, in
-        ``session``.
-        """
+        """Continue the counts of ``previous``, the same client's ended session, in ``session``."""
         stood = self._last.get(previous) or self._ended.get(previous)
         if stood is not None:
             self._last[session] = dict(stood)

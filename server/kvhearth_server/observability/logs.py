@@ -42,9 +42,7 @@ class Throttle:
         self._held_back: dict[str, int] = {}
 
     def admit(self, kind: str) -> int | None:
-        """Return how many of this kind were held back since the last admitted one; None if this one
-        is held back too.
-        """
+        """Return how many of this kind were held back before; None if this one is held back too."""
         if kind not in self._next and len(self._next) >= KINDS_MAX:
             kind = ""
         now = self._clock()
@@ -92,9 +90,7 @@ class LimitedLog:
 
 
 class LimitedRecords(logging.Filter):
-    """Limits warnings of the standard library's logging likewise, by their text; errors all
-    pass.
-    """
+    """Limits warnings of the standard library's logging by their text; errors all pass."""
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         super().__init__()

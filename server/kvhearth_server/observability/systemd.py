@@ -16,9 +16,7 @@ _log = get_logger("kvhearth.notify")
 
 
 def notify(state: str) -> bool:
-    """Send a state to ``$NOTIFY_SOCKET``; return False if there is none or no process receives
-    it.
-    """
+    """Send a state to ``$NOTIFY_SOCKET``; return False if there is none or nobody receives it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False

@@ -105,9 +105,7 @@ class TickClock:
         self._ticks[last], self._times[last] = tick, now
 
     def ages_s(self, ticks: U32, now: float) -> npt.NDArray[np.float64]:
-        """Return the seconds since each tick; for tick 0 and ticks before the samples, since the
-        first sample.
-        """
+        """Return the seconds since each tick; since the first sample for ticks before it."""
         known = self._ticks[: self._count]
         before = np.searchsorted(known, ticks.astype(np.int64)) - 1
         ages: npt.NDArray[np.float64] = np.maximum(now - self._times[np.maximum(before, 0)], 0.0)

@@ -1,3 +1,1 @@
-"""Storage tiers for KV blocks that memory has no room for: one protocol, several
-implementations.
-"""
+"""Storage tiers for KV blocks that memory has no room for: one protocol, several tiers."""

@@ -360,9 +360,7 @@ class Tier(Protocol):
 
     @property
     def queue_reads(self) -> int:
-        """Records to read that may wait or run before ``Throttled("queue")``; a block has one for
-        each shard.
-        """
+        """Records to read (one a shard) that may wait or run before ``Throttled("queue")``."""
         return 1024
 
     @property
@@ -420,9 +418,7 @@ class Tier(Protocol):
         """
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        """Stop serving these keys and return how many were present. Running loads are not
-        affected.
-        """
+        """Stop serving these keys; return how many were present. Running loads go on."""
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
         """Stop serving up to ``count`` blocks of a namespace, all of one KV group, and return them.
@@ -433,9 +429,7 @@ class Tier(Protocol):
         """Return the blocks dropped since the last call."""
 
     def take_offers(self) -> list[Offer]:
-        """Return new offers of blocks that the tier drops next; only a tier with another one behind
-        it makes some.
-        """
+        """Return new offers of blocks that the tier drops next; the last tier makes none."""
         return []
 
     # -- status ------------------------------------------------------------------------------------
@@ -494,9 +488,7 @@ class Tier(Protocol):
     # -- the end -----------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """Stop taking batches and wait until nothing is in flight; false if the deadline came
-        first.
-        """
+        """Stop taking batches and wait until nothing is in flight; false if that takes too long."""
 
     def close(self) -> None:
         """Release all resources. Slots of requests in flight must never be used again."""

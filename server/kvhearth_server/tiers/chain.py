@@ -301,9 +301,7 @@ class TierChain(Tier):
                 yield _Demotion(upper, batch, tier.look_up(family, keys), end)
 
     def _demote(self) -> bool:
-        """Take one step of demoting what was offered, one batch at a time; false if there is
-        nothing to do now.
-        """
+        """Take one step of demoting offered blocks, a batch at a time; false if none can be."""
         demotion = self._demotion
         if demotion is not None and not demotion.running:
             return self._submit(demotion)
@@ -484,9 +482,7 @@ def demotion_region() -> U8:
 
 
 def _note(load: _Load, rows: I64, outcome: Outcome) -> None:
-    """Record an outcome of rows; a success stands above the first failure, and that above
-    ``Missing``.
-    """
+    """Record an outcome of rows; success replaces a failure, and that replaces ``Missing``."""
     for row in rows.tolist():
         if isinstance(outcome, Done) or isinstance(load.outcomes[row], Missing):
             load.outcomes[row] = outcome

@@ -30,9 +30,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return the peer's uid, its pid (0 across PID namespaces) and, from Linux 6.5 on, its
-    pidfd.
-    """
+    """Return the peer's uid, pid (0 across PID namespaces) and, from Linux 6.5 on, pidfd."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     pidfd = -1

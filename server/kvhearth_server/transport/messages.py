@@ -1,6 +1,4 @@
-"""Converts between protocol messages and the core's requests and replies; checks bounds and
-lengths.
-"""
+"""Converts between messages and the core's requests and replies; checks bounds and lengths."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def commit_items(
 def asked_for(
     contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
 ) -> Asked | list[KeysItem]:
-    """Return the keys of a lookup as ``keys_items`` does; a single key with a lease becomes an
-    ``Asked``.
-    """
+    """Return a lookup's keys as ``keys_items`` does; a single key with a lease as an ``Asked``."""
     groups = request.groups
     if len(groups) != 1:
         return keys_items(contract, groups, keys_max)
@@ -72,9 +68,7 @@ def asked_for(
 
 
 def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> One | None:
-    """Return a commit of exactly one key and one slot; None for any other, which ``commit_items``
-    parses.
-    """
+    """Return a commit of exactly one key and one slot; None if ``commit_items`` must parse it."""
     if len(groups) != 1:
         return None
     group = groups[0]

@@ -58,16 +58,12 @@ class PolicyArrays:
         self.position = np.zeros(slot_count, np.uint32)
         """Index of the slot's entry in ``entries``, plus one; 0 is in no ring."""
         self.places = self.position.data
-        """The same memory, for access to one slot at a time: numpy's calls cost several times as
-        much.
-        """
+        """The same memory for access to single slots: numpy's calls cost several times as much."""
         # Rings hold at most twice their live entries and a little for each ring, so this suffices
         # for ``ring_count`` rings; reserving it costs address space only.
         chunk_count = 2 * -(-slot_count // CHUNK_ENTRIES) + ring_count
         self.entries = np.zeros(chunk_count << CHUNK_SHIFT, np.uint32)
-        """Slot number plus one; 0 is a tombstone. Replaced when it grows: never keep a
-        reference.
-        """
+        """Slot number plus one; 0 is a tombstone. Replaced when it grows: keep no reference."""
         self.ticks = np.zeros(chunk_count << CHUNK_SHIFT >> TICK_SHIFT, np.int64)
         """The tick of the newest entry of each group. Replaced like ``entries``."""
         self._see()

@@ -123,9 +123,7 @@ class Tiering:
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
         self._turning = False
         self.orphaned_loads_after = 0.0
-        """Time at which even an earlier run's drives that are not this run's are certainly
-        quiet.
-        """
+        """Time at which even drives that only an earlier run had are certainly idle."""
         self.due = asyncio.Event()
         """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = True
@@ -138,9 +136,7 @@ class Tiering:
         return self.tier.look_up(self.family(namespace, kv_group), keys).present
 
     def eta_us(self, promotion_queue: Iterable[PromotionRequest]) -> int:
-        """Return the microseconds until all requested blocks could be in memory; 0 without
-        requests.
-        """
+        """Return the microseconds until all requested blocks could be in memory; 0 for none."""
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         if not loads:
             return 0
@@ -194,9 +190,7 @@ class Tiering:
         return self._promoter.verify(request, ended)
 
     def repair(self, heads: I64) -> Callable[[], None]:
-        """Return a function that promotes good copies of blocks which are about to be removed as
-        corrupt.
-        """
+        """Return a function that promotes good copies of blocks about to be removed as corrupt."""
         state, promotion_queue = self._core.state, list[PromotionRequest]()
         table = state.table
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
@@ -241,9 +235,7 @@ class Tiering:
             self.due.set()
 
     def pause_s(self) -> float:
-        """Return the seconds until a turn has something to write; infinity if only another event
-        can change that.
-        """
+        """Return the seconds until a turn has something to write; infinity without an event."""
         return self._writeback.due_at - self._now()
 
     def _turn(self) -> None:
@@ -277,9 +269,7 @@ class Tiering:
         return len(self._core.promotions)
 
     def _evicted(self, evicted: Evicted) -> None:
-        """Record blocks that a tier dropped, to make room or because it could not read them
-        correctly.
-        """
+        """Record blocks that a tier dropped, to make room or because they could not be read."""
         namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
         if self._several and namespace is not None:
             here = self.present(namespace, evicted.group, keys).tolist()
@@ -296,9 +286,7 @@ class Tiering:
 
 
 _TURN_S = 0.1
-"""Longest time between two turns: only a turn notices a stuck request or one that may be
-retried.
-"""
+"""Longest time between two turns: only a turn notices a request that is stuck or due again."""
 _FLUSH_S = 0.01
 
 

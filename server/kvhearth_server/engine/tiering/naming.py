@@ -71,9 +71,7 @@ class BlockNaming:
         return hashlib.sha256(self._lineage + namespace.digest + drops).digest()
 
     def places(self, slots: I64, length: int) -> Records:
-        """Return the places of slots (n, shards) in the arena: ``ADDRESS_DTYPE`` of the same
-        shape.
-        """
+        """Return the places of slots (n, shards) in the arena, ``ADDRESS_DTYPE`` (n, shards)."""
         extents = self._core.state.table.extents(flat(slots), length)
         places = np.zeros(slots.shape, ADDRESS_DTYPE)
         places["region"] = extents["segment"].reshape(slots.shape)

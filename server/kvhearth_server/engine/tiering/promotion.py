@@ -1,6 +1,4 @@
-"""Promotes blocks from the tier: queues requests by requester, loads them, and handles the
-outcomes.
-"""
+"""Promotes blocks from the tier: queues requests by requester, loads, handles the outcomes."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class PromotionQueue:
         self.put_back(request, requester)
 
     def take(self) -> tuple[PromotionRequest, Requester]:
-        """Remove and return the first request; the caller must then call ``put_back`` or
-        ``done``.
-        """
+        """Remove and return the first request; the caller then calls ``put_back`` or ``done``."""
         request, requester = self._queue.popleft()
         self._count(request, -1)
         return request, requester

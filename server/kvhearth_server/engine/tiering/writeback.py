@@ -88,9 +88,7 @@ class WritebackLoop:
 
     @property
     def due_at(self) -> float:
-        """Time at which a turn has something to write; infinity if only another event can change
-        that.
-        """
+        """Time at which a turn has something to write; infinity if that takes another event."""
         writeback_queue = self._core.state.writeback_queue
         full = self._core.writeback.payload_bytes >= self._write_bytes
         return self._again_at if writeback_queue.waiting and not full else math.inf
@@ -168,9 +166,7 @@ class WritebackLoop:
             self._close(why.reason, max(why.retry_after_s, 1.0), now)
 
     def _close(self, reason: str, pause_s: float, now: float) -> None:
-        """Stop write-back for ``pause_s``; queued and new blocks become evictable without a
-        copy.
-        """
+        """Stop write-back for ``pause_s``; blocks become evictable without a copy."""
         state = self._core.state
         state.writeback_queue.closed = reason
         self._open_at = now + pause_s

@@ -358,9 +358,7 @@ class Directory:
     # -- files -------------------------------------------------------------------------------------
 
     def list_segments(self) -> list[Segment]:
-        """List all segment files, not opened nor numbered yet, and remove a killed daemon's
-        leftovers.
-        """
+        """List all segment files, not opened nor numbered; remove a killed daemon's leftovers."""
         for orphaned_load in self.path.glob("*.new"):
             with contextlib.suppress(OSError):
                 orphaned_load.unlink()

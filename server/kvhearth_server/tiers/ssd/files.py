@@ -33,9 +33,7 @@ class OpenFile:
 
 
 class Busy(Exception):
-    """Another open file description holds the lock: a daemon's, or one of requests that a dead
-    daemon left.
-    """
+    """Another open file description holds the lock: a daemon's, or requests' of a dead one."""
 
 
 def _locked(path: Path, found: OpenFile) -> OpenFile:

@@ -55,9 +55,7 @@ class KeyMap:
         return np.fromiter(found, np.int64, len(keys))
 
     def add(self, keys: Sequence[bytes], entries: range) -> bool:
-        """Set the entries of keys. Return false, with nothing done, if a key is present already or
-        named twice.
-        """
+        """Set the entries of keys; false, with nothing done, if one is present or named twice."""
         numbers = np.arange(entries.start, entries.stop, entries.step)
         found = map(dict.setdefault, self._homes(keys), keys, entries)
         new = np.fromiter(found, np.int64, len(keys)) == numbers
@@ -85,9 +83,7 @@ class KeyMap:
         return taken
 
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
-        """Return the dict of each key. A restart has millions of keys, so no line of Python runs
-        for each.
-        """
+        """Return the dict of each key; no line of Python runs for each of a restart's millions."""
         numbers = np.fromiter(map(hash, keys), np.int64, len(keys)) >> _SHIFT & _NUMBERS - 1
         homes: list[dict[bytes, int]] = self._by_number[numbers].tolist()
         return homes
@@ -214,9 +210,7 @@ class SegmentRows:
         self.hot_pages -= self._hot(heads)
 
     def bury_one(self, head: int) -> None:
-        """Mark one block as dead and drop its key. Unlike ``bury`` it avoids most of numpy's cost
-        per call.
-        """
+        """Mark one block as dead and drop its key, without most of numpy's cost of ``bury``."""
         span = slice(head, head + int(self.rows["shards"][head]))
         self.rows["live"][span] = 0
         self.keys[head] = None
@@ -256,9 +250,7 @@ class SsdIndex:
         return sum(each.live_bytes for each in self.segments.values())
 
     def number_of(self, namespace: bytes) -> int:
-        """Return the namespace's number in this index, assigned at first use; -1 if there are too
-        many.
-        """
+        """Return the namespace's number here, assigned at first use; -1 if there are too many."""
         number = self._numbers.get(namespace, -1)
         if number < 0 and len(self._namespaces) < NAMESPACES_MAX:
             number = self._numbers[namespace] = len(self._namespaces)
@@ -279,9 +271,7 @@ class SsdIndex:
         return np.full(len(keys), -1, np.int64) if found is None else found.find(keys)
 
     def rows(self, entries: I64, shards: int = 1) -> Records:
-        """Return the rows of existing entries, (n, shards), as a copy. Each block must have
-        ``shards``.
-        """
+        """Return a copy of existing entries' rows (n, shards). Each block must have ``shards``."""
         numbers, firsts = np.divmod(entries, SEGMENT_ENTRIES)
         wanted = firsts[:, None] + np.arange(shards)
         one = _only(numbers)
@@ -347,9 +337,7 @@ class SsdIndex:
     def bind_new(
         self, namespace: bytes, group: int, keys: list[bytes], segment: int, rows: Records
     ) -> bool:
-        """Bind blocks like ``bind``, but return false, with nothing done, if a key is bound already
-        or named twice.
-        """
+        """Bind blocks; return false, with nothing done, if a key is bound or named twice."""
         number = self.number_of(namespace)
         if number < 0:
             raise ValueError("a namespace without a number")
@@ -362,9 +350,7 @@ class SsdIndex:
         return True
 
     def expect(self, segment: int, rows: int) -> None:
-        """Reserve room for the rows of a segment that is about to be bound: growing repeatedly
-        takes time.
-        """
+        """Reserve room for the rows of a segment about to be bound: repeated growth takes time."""
         self.segments.setdefault(segment, SegmentRows()).make_room(rows)
 
     def _entries(self, segment: int, rows: Records) -> range:
@@ -406,9 +392,7 @@ class SsdIndex:
         return gone
 
     def forget_of(self, namespace: bytes, count: int) -> Evicted | None:
-        """Forget up to ``count`` blocks of a namespace, all of one KV group, and return them. None
-        if it has none.
-        """
+        """Forget and return up to ``count`` blocks of a namespace, all of one KV group, or None."""
         wanted = self._numbers.get(namespace, -1)
         for (number, group), found in self._maps.items():
             if number == wanted and (pairs := found.take(count)):

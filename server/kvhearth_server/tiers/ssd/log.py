@@ -212,9 +212,7 @@ class PageWriter:
     def write(
         self, segment: Segment, content: Buffer, offset: int, then: Callable[[Job], None]
     ) -> None:
-        """Write whole pages at ``offset``; ``then`` is called with the request when it has
-        ended.
-        """
+        """Write whole pages at ``offset``; ``then`` is called with the ended request."""
         self._wear.wrote(len(content))
         pieces = ((content.address, len(content)),)
         job = Job(Op.WRITE, segment.fd, offset, pieces, len(content), (), then, content)
@@ -376,9 +374,7 @@ class Log:
         return found
 
     def ended(self, segment: Segment, records: Records | None, writes: int) -> None:
-        """Account for ``writes`` ended writes of records. ``records``: those that are good, if
-        any.
-        """
+        """Account for ``writes`` ended writes; ``records`` are the good ones, if any."""
         segment.writes -= writes
         if records is not None and len(records):
             segment.records.append(records)

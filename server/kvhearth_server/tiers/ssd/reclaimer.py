@@ -113,9 +113,7 @@ class Reclaimer:
         return self._carrying is not None
 
     def tick(self) -> bool:
-        """Begin or continue wherever a directory has run out of segments. True if there is more to
-        do at once.
-        """
+        """Reclaim wherever a directory has run out of segments. True if more is to be done."""
         for log_dir in self._log.log_dirs:
             if (
                 log_dir not in self._work
@@ -154,9 +152,7 @@ class Reclaimer:
         return ((1 - share) * age / (1 + share), -segment.head.sequence)
 
     def _portions(self, log_dir: LogDirectory, segment: Segment) -> Iterator[_Portion]:
-        """Yield the hot blocks of a segment, the most used first, up to the share that may be
-        carried.
-        """
+        """Yield a segment's hot blocks, the most used first, up to the share that is carried."""
         table = self._index.segments.get(segment.number)
         if table is None:
             return

@@ -12,9 +12,7 @@ SEGMENTS_MAX = 1024
 """Most segment files of a directory. Each one keeps a descriptor open permanently."""
 
 SEGMENTS_LEAST = 4
-"""Fewest segment files: the open one, the next one, and two to choose from when room must be
-made.
-"""
+"""Fewest segment files: the open one, the next one, and two to choose from to make room."""
 
 _SEGMENT_BYTES_USUAL = 256 * MIB
 _SEGMENT_BYTES_LEAST = 64 * MIB
@@ -65,9 +63,7 @@ def capacity_least(segment_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """One directory and the capacity it may use. Several directories should be on different
-    drives.
-    """
+    """One directory and its capacity. Several directories should be on different drives."""
 
     path: Path
     capacity_bytes: int

@@ -442,16 +442,12 @@ class SsdTier(Tier):
         return found
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return the bytes that each directory takes by its file system's own count. Waits for the
-        disk.
-        """
+        """Return the bytes of each directory by its file system's count. Waits for the disk."""
         directories = [log_dir.directory for log_dir in self._parts.log.log_dirs]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
     def figures(self) -> TierFigures:
-        """Return the tier's current figures. The cost does not depend on its content; never
-        waits.
-        """
+        """Return the tier's current figures at a cost that does not depend on its content."""
         parts, now = self._parts, self._parts.clock()
         unusable = [
             DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, reason),))
@@ -504,9 +500,7 @@ class SsdTier(Tier):
         return found
 
     def check(self) -> None:
-        """Raise ValueError unless index, segments and requests in flight agree (tests,
-        ``/debug/books``).
-        """
+        """Raise ValueError unless index, segments and requests agree (tests, ``/debug/books``)."""
         parts = self._parts
         parts.index.check()
         for number in parts.index.segments:

@@ -1,6 +1,4 @@
-"""Transfers of batches between arena slots and the log: requests, their results, outcomes of
-rows.
-"""
+"""Transfers of batches between arena slots and the log: requests, results, outcomes of rows."""
 
 from __future__ import annotations
 
@@ -166,9 +164,7 @@ class Transfers:
     # -- stores ------------------------------------------------------------------------------------
 
     def store(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
-        """Begin to write rows of a batch. Return the rows that found no place. Header pages must be
-        free.
-        """
+        """Begin to write rows of a batch; return those without place. Header pages must be free."""
         family = batch.family
         pages = record_pages(family.length)
         carried = task.replacing is not None
@@ -280,9 +276,7 @@ class Transfers:
             task.finish_if_done()
 
     def _bind(self, run: _Run) -> Records | None:
-        """Bind the blocks that are wholly written and not superseded. Return their record
-        headers.
-        """
+        """Bind the blocks that are wholly written and not superseded; return their headers."""
         task, family = run.task, run.task.batch.family
         shards = family.shards
         # A block lies in one run, its shards one after another.
@@ -431,9 +425,7 @@ class Transfers:
         task.finish_if_done()
 
     def _doubt(self, batch: LoadBatch, row: int, number: int) -> None:
-        """Forget a block that could not be read correctly, if its key is still bound to that
-        block.
-        """
+        """Forget a block that could not be read correctly, if its key is still bound to it."""
         family, key = batch.family, batch.keys[row]
         entry = int(self._index.find(family.namespace, family.group, [key])[0])
         if entry >= 0 and entry >> 32 == number:

@@ -1,6 +1,4 @@
-"""Disk queue over libaio's system calls, without the library. Docker's default seccomp profile
-allows them.
-"""
+"""Disk queue over libaio's system calls, which Docker's default seccomp profile allows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Executes disk requests on a thread, verifies moved bytes on others, and measures the read
-rate.
-"""
+"""Executes disk requests on a thread, verifies moved bytes on others, measures the read rate."""
 
 from __future__ import annotations
 
@@ -188,13 +186,9 @@ _TICK_S = 0.25
 _CHECKED_S = 5.0
 """Longest time that the last checks may take when the thread ends."""
 _FIRST_JOBS = 8
-"""Jobs of the first submission in a turn: few, so that they need not wait until all others are
-prepared.
-"""
+"""Jobs of the first submission in a turn: few, lest they wait until all are prepared."""
 _TOLD_JOBS = 32
-"""Ended jobs that are reported before their whole group has ended, lest the loop get too many at
-once.
-"""
+"""Ended jobs that are reported before their whole group, lest the loop get too many at once."""
 _BEFORE = {op: f"ssd.before_{op.name.lower()}" for op in Op}
 _AFTER = {op: f"ssd.after_{op.name.lower()}" for op in Op}
 
@@ -446,18 +440,14 @@ class IoExecutor:
             signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:
-        """Stop after the queue itself failed: no job begins, and running ones belong to the
-        kernel.
-        """
+        """Stop after the queue failed: no job begins, and running ones belong to the kernel."""
         self.broken = f"{self._queue.name}: {error.strerror or error}"
         self._stop = True
         self._cancel_waiting(errno.EIO)
         signal_event(self.event_fd)
 
     def close(self) -> None:
-        """Close the queue and the descriptors; call it last, and only after ``stop``
-        returned true.
-        """
+        """Close the queue and the descriptors; only after ``stop`` returned true."""
         self._queue.close()
         os.close(self._wake)
         os.close(self.event_fd)
@@ -470,9 +460,7 @@ _GAP_S = 0.25
 
 
 class ReadRate:
-    """Moving averages of a read's latency, of a record's size, and of bytes a second while reads
-    run.
-    """
+    """Moving averages: a read's latency, a record's size, and bytes a second while reads run."""
 
     def __init__(self) -> None:
         self.bytes_per_s = _START_BYTES_PER_S

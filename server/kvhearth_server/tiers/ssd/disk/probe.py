@@ -47,9 +47,7 @@ class Verdict:
 
 
 def probe(name: str, depth: int = _PROBE_DEPTH) -> Verdict:
-    """Try one interface with a real read, at ``depth``: some limits are reached only at the depth
-    that will be used.
-    """
+    """Try one interface with a real read, at ``depth``: some limits show only at the real depth."""
     try:
         queue = _MAKERS[name](depth)
     except OSError as error:

@@ -371,9 +371,7 @@ class Restorer:
                 self._log.begin(youngest)
 
     def _pass_over(self, unread: list[Segment]) -> None:
-        """Continue behind the first of these segments, on which the reader failed because of
-        a bug.
-        """
+        """Continue behind the first of these segments, on which the reader failed by a bug."""
         lost = Recovered(unread[0], failed=OSError("the reader failed"))
         self._counts.add("recovery_failures")
         self._end(lost)

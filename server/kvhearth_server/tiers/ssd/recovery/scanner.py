@@ -130,9 +130,7 @@ def _portions(lines: Records) -> Iterator[Portion]:
 
 
 def _families(lines: Records) -> Iterator[I64 | None]:
-    """Yield the rows of each namespace and group among contiguous lines, rising; None for
-    all rows.
-    """
+    """Yield the rows of each namespace and group among contiguous lines; None for all rows."""
     if not len(lines):
         return
     words = lines.view("<u8").reshape(len(lines), -1)[:, _NAMESPACE_WORDS]
@@ -251,9 +249,7 @@ def scan(
 def youngest_life(
     segment: Segment, reader: Reader, size: int, stopped: Callable[[], bool] = lambda: False
 ) -> int:
-    """Return the greatest segment sequence of record headers in the first ``size`` bytes; 0 for
-    none.
-    """
+    """Return the greatest segment sequence of headers in the first ``size`` bytes; 0 for none."""
     last, page = 0, 1
     while (window := _Window(segment, reader, page, size)).pages and not stopped():
         last = max(last, window.youngest_life(segment.directory.log_id))
