@@ -31,8 +31,6 @@ def _lookups(now: Snapshot) -> Samples:
 CACHE: tuple[Metric, ...] = (
     Metric(
         "kvhearth_lookup_blocks_total",
-        "counter",
-        "blocks",
         "Keys asked for in lookups, by where they were found: dram, ssd (there only: they have to "
         "be loaded first); misses by reason: absent, epoch"
         " (stored under older weights), not_summed (its checksum is still being taken). Their"
@@ -49,29 +47,25 @@ CACHE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_lookups_total",
-        "calls",
         "Lookups answered.",
         "Keys of one lookup, on average.",
         "lookups",
+        unit="calls",
     ),
     counter(
         "kvhearth_leased_blocks_total",
-        "blocks",
         "Blocks leased to readers.",
         "What lookups really gave out to load.",
         "leased_keys",
     ),
     counter(
         "kvhearth_leased_bytes_total",
-        "bytes",
         "Bytes leased to readers.",
         "Bandwidth of loads; bytes that nobody had to compute again.",
         "leased_bytes",
     ),
     Metric(
         "kvhearth_store_blocks_total",
-        "counter",
-        "blocks",
         "Committed blocks, by outcome: stored, or duplicate (somebody else's was there first).",
         "Store rate; many duplicates: engines compute the same prefix at the same time.",
         lambda now: [
@@ -83,57 +77,48 @@ CACHE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_store_bytes_total",
-        "bytes",
         "Bytes of blocks that became visible.",
         "Bandwidth of stores.",
         "stored_bytes",
     ),
     counter(
         "kvhearth_summed_blocks_total",
-        "blocks",
         "Blocks that became servable because their checksum was taken or given.",
         "Falling behind the stores: more sum_threads.",
         "summed_blocks",
     ),
     counter(
         "kvhearth_reserved_slots_total",
-        "slots",
         "Slots handed out for writing.",
         "Compare with what was stored.",
         "reserved_slots",
     ),
     counter(
         "kvhearth_aborted_slots_total",
-        "slots",
         "Reserved slots given back unwritten.",
         "Engines that reserve more than they store.",
         "aborted_slots",
     ),
     counter(
         "kvhearth_store_dropped_blocks_total",
-        "blocks",
         "Blocks that were written and then not kept.",
         "Alert: stores that were lost.",
         "dropped_stores",
     ),
     counter(
         "kvhearth_quarantined_slots_total",
-        "slots",
         "Slots in quarantine because somebody may still write to them or read them.",
         "With what came back: how much dead clients leave behind.",
         "quarantined_slots",
     ),
     counter(
         "kvhearth_quarantine_released_slots_total",
-        "slots",
         "Slots that came back from quarantine.",
         "Alert: falling behind kvhearth_quarantined_slots_total for good.",
         "released_quarantine_slots",
     ),
     Metric(
         "kvhearth_capacity_bytes",
-        "gauge",
-        "bytes",
         "Memory of a tenant's segment.",
         "The whole that the other gauges are parts of.",
         of_segments(lambda s: s.capacity_bytes),
@@ -141,8 +126,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_used_bytes",
-        "gauge",
-        "bytes",
         "Memory that committed blocks take.",
         "How full the cache is.",
         of_segments(lambda s: s.committed_bytes),
@@ -150,8 +133,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_reserved_bytes",
-        "gauge",
-        "bytes",
         "Memory reserved for writing and not committed yet.",
         "Stocks that are too large.",
         of_segments(lambda s: s.reserved_bytes),
@@ -159,8 +140,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_evictable_bytes",
-        "gauge",
-        "bytes",
         "The part of used_bytes that nobody leases or pins.",
         "Alert: near 0 with little free, stores are refused.",
         of_segments(lambda s: s.evictable_bytes),
@@ -168,8 +147,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_quarantined_bytes",
-        "gauge",
-        "bytes",
         "Memory in quarantine because somebody may still write to it or read it.",
         "A dead client that holds memory back.",
         of_segments(lambda s: s.quarantined_bytes),
@@ -177,8 +154,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_free_bytes",
-        "gauge",
-        "bytes",
         "Memory that nobody uses, slack inside slabs included.",
         "Room before evictions begin.",
         of_segments(lambda s: s.free_bytes),
@@ -186,8 +161,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_unassigned_bytes",
-        "gauge",
-        "bytes",
         "Slabs that no slot size holds yet.",
         "Room for any slot size.",
         of_segments(lambda s: s.unassigned_bytes),
@@ -195,8 +168,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_largest_free_bytes",
-        "gauge",
-        "bytes",
         "The largest slot that could be taken without evicting anything.",
         "Fragmentation: small while free_bytes is large.",
         of_segments(lambda s: s.largest_free_bytes),
@@ -204,8 +175,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_page_bytes",
-        "gauge",
-        "bytes",
         "Page size that the segment's memory is on, by kind of page.",
         "Alert: below 2097152 the arena is not on huge pages.",
         _pages,
@@ -213,32 +182,25 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_blocks",
-        "gauge",
-        "blocks",
         "Blocks in the index.",
         "How much the cache holds.",
         one(lambda now: now.blocks),
     ),
     Metric(
         "kvhearth_namespaces",
-        "gauge",
-        "namespaces",
         "Namespaces: tenants' contracts.",
         "Growth towards namespaces_max: contracts that differ by mistake.",
         one(lambda now: now.namespace_count),
     ),
     Metric(
         "kvhearth_namespaces_other",
-        "gauge",
-        "namespaces",
         "Namespaces that share the label value other.",
         "Whether the metrics by namespace name all of them.",
         one(lambda now: max(0, now.namespace_count - NAMESPACES_SHOWN_MAX)),
+        unit="namespaces",
     ),
     Metric(
         "kvhearth_namespace_blocks",
-        "gauge",
-        "blocks",
         "Blocks of a namespace, by the first digits of its digest; the oldest ones are named.",
         "Who fills the cache.",
         of_namespaces(lambda space: space.blocks),
@@ -246,8 +208,6 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_namespace_used_bytes",
-        "gauge",
-        "bytes",
         "Memory that a namespace takes.",
         "Who fills the cache.",
         of_namespaces(lambda space: space.used_bytes),
@@ -255,29 +215,28 @@ CACHE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_evictions_total",
-        "blocks",
         "Blocks evicted, by reason: space, slab (another slot size needed it), quota, asked.",
         "Churn; slab evictions: models of several page sizes compete.",
         "evicted_blocks",
         "reason",
         usual=words(EVICTIONS),
+        unit="blocks",
     ),
     counter(
         "kvhearth_removals_total",
-        "blocks",
         "Blocks removed for another reason than room.",
         "Blocks replaced, or found damaged.",
         "removed_blocks",
         "reason",
         usual=words(frozenset(Cause) - EVICTIONS),
+        unit="blocks",
     ),
     Metric(
         "kvhearth_eviction_age_seconds",
-        "histogram",
-        "seconds",
         "Time from a block's last use to its eviction, too high by at most about a second "
         "(more for ages of hours).",
         "Memory is too small where blocks go within minutes.",
         one(lambda now: now.eviction_ages),
+        kind="histogram",
     ),
 )

@@ -25,40 +25,49 @@ class Metric:
 
     Args:
         name: as it is scraped.
-        kind: Prometheus's name of its type.
-        unit: of one value.
         help: its meaning.
         use: the question that it answers.
         read: its samples in a snapshot.
         labels: names of its labels, each with few values.
         counters: the daemon's own counters that it shows; ``/v1/stats`` has them by their names.
+        unit: of one value; by default the last word of the name.
+        kind: Prometheus's name of its type; by default a counter if the name ends in ``_total``,
+            else a gauge.
     """
 
     name: str
-    kind: Kind
-    unit: str
     help: str
     use: str
     read: Read
     labels: tuple[str, ...] = ()
     counters: tuple[Counter, ...] = ()
+    unit: str = ""
+    kind: Kind | Literal[""] = ""
+
+    def __post_init__(self) -> None:
+        word = self.name.removesuffix("_total")
+        kind = "gauge" if word == self.name else "counter"
+        object.__setattr__(self, "unit", self.unit or word.rsplit("_", 1)[1])
+        object.__setattr__(self, "kind", self.kind or kind)
 
 
 def counter(
     name: str,
-    unit: str,
     help: str,
     use: str,
     count: str,
     label: str = "",
     only: Iterable[str] = (),
+    *,
     usual: Iterable[str] = (),
+    unit: str = "",
 ) -> Metric:
     """Return the row of one counter of the daemon and its metric.
 
     Args:
         count: name of the counter, in the daemon and in ``/v1/stats``.
         label, only, usual: see ``Counter``.
+        unit: see ``Metric``.
     """
     counted = Counter(count, label, frozenset(only), frozenset(usual))
 
@@ -68,7 +77,7 @@ def counter(
         found = {value: n for (each, value), n in now.counts.items() if each == count}
         return [((value,), found.get(value, 0)) for value in sorted(counted.shown | found.keys())]
 
-    return Metric(name, "counter", unit, help, use, read, (label,) if label else (), (counted,))
+    return Metric(name, help, use, read, (label,) if label else (), (counted,), unit)
 
 
 def words(kinds: Iterable[enum.StrEnum]) -> frozenset[str]:

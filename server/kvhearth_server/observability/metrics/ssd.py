@@ -88,40 +88,32 @@ def _budget(now: SsdNow) -> Samples:
 SSD: tuple[Metric, ...] = (
     Metric(
         "kvhearth_ssd_interface_info",
-        "gauge",
-        "1",
         "1 for the kernel interface that disk I/O goes through, 0 for the others.",
         "A daemon that had to step down from io_uring.",
         of_ssd(lambda now: [((name,), name == now.tier.interface) for name in INTERFACES]),
         ("interface",),
+        unit="1",
     ),
     Metric(
         "kvhearth_ssd_interface_broken",
-        "gauge",
-        "bool",
         "1 if the thread or the kernel queue that drives the disks has failed.",
         "Alert: nothing is written to or read from SSD until a restart.",
         _gauge(lambda tier: bool(tier.interface_broken)),
+        unit="bool",
     ),
     Metric(
         "kvhearth_ssd_degraded",
-        "gauge",
-        "bool",
         "1 while something is not as it should be with a directory, by what it is: buffered (no "
         "O_DIRECT), capped (its files are too small for its size), io, no_descriptors, no_space, "
         "not_writable, passed_over (files of another log), read_only, short, slow, stuck, unusable "
         "(it could not be opened).",
         "Alert: any 1; /readyz?verbose says it in a sentence.",
         of_ssd(_degraded),
-        (
-            "directory",
-            "reason",
-        ),
+        ("directory", "reason"),
+        unit="bool",
     ),
     Metric(
         "kvhearth_ssd_capacity_bytes",
-        "gauge",
-        "bytes",
         "Most that the blocks of a directory may take, by the file system's own count: its size as "
         "it was given, less 10 MiB for the namespaces' catalogue.",
         "The whole that file_bytes is a part of.",
@@ -130,8 +122,6 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_file_bytes",
-        "gauge",
-        "bytes",
         "Size of a directory's segment files, which are allocated in whole before use.",
         "It grows to the capacity and stays there.",
         _directories(lambda each: each.file_bytes),
@@ -139,37 +129,26 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_segments",
-        "gauge",
-        "segments",
         "Segment files of a directory by state: busy (not read back yet), free, heading, open, "
         "sealing, sealed, reclaiming, lost (its device failed it).",
         "Alert: any that is lost; none free and none open: nothing can be written.",
         of_ssd(_segments),
-        (
-            "directory",
-            "state",
-        ),
+        ("directory", "state"),
     ),
     Metric(
         "kvhearth_ssd_blocks",
-        "gauge",
-        "blocks",
         "Blocks that can be loaded from SSD.",
         "How much SSD holds.",
         _gauge(lambda tier: tier.blocks),
     ),
     Metric(
         "kvhearth_ssd_live_bytes",
-        "gauge",
-        "bytes",
         "Payload of those blocks.",
         "With file_bytes: how much of the files is of use.",
         _gauge(lambda tier: tier.live_bytes),
     ),
     Metric(
         "kvhearth_ssd_store_blocks_total",
-        "counter",
-        "blocks",
         "Blocks given to SSD, by outcome: stored, present (they were there already), corrupt (the "
         "bytes in memory were not those of the checksum).",
         "Write rate of blocks.",
@@ -178,8 +157,6 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_load_blocks_total",
-        "counter",
-        "blocks",
         "Blocks read from SSD, to be promoted, scrubbed or carried over, by outcome: loaded, "
         "corrupt.",
         "Alert: any corrupt one means a drive that changes bytes.",
@@ -188,29 +165,20 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_refused_blocks_total",
-        "counter",
-        "blocks",
         "Blocks that SSD did not take or give at once, by direction and reason; one that is "
         "offered again is counted again.",
         "Back-pressure: queue and full mean that the drive is what is waited for.",
         of_ssd(_refused),
-        (
-            "direction",
-            "reason",
-        ),
+        ("direction", "reason"),
     ),
     Metric(
         "kvhearth_ssd_stored_bytes_total",
-        "counter",
-        "bytes",
         "Payload of blocks that were stored.",
         "Below written_bytes by the write amplification.",
         _count("stored_bytes"),
     ),
     Metric(
         "kvhearth_ssd_written_bytes_total",
-        "counter",
-        "bytes",
         "Everything written to drives: payload, padding, headers, footers, what is carried over, "
         "files that are prewritten (ssd_prewrite), as a whole.",
         "Wear; divided by stored_bytes: the write amplification.",
@@ -218,65 +186,52 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_loaded_bytes_total",
-        "counter",
-        "bytes",
         "Payload of shards that were read and verified.",
         "Read bandwidth.",
         _count("loaded_bytes"),
     ),
     Metric(
         "kvhearth_ssd_carried_blocks_total",
-        "counter",
-        "blocks",
         "Hot blocks written anew when their segment was reclaimed.",
         "With evicted_blocks: how much of a segment is worth keeping.",
         _count("carried_blocks"),
     ),
     Metric(
         "kvhearth_ssd_carried_bytes_total",
-        "counter",
-        "bytes",
         "Payload of those blocks.",
         "The part of the wear that carrying costs.",
         _count("carried_bytes"),
     ),
     Metric(
         "kvhearth_ssd_evicted_blocks_total",
-        "counter",
-        "blocks",
         "Blocks that SSD let go of to make room.",
         "Churn: more capacity would keep them.",
         _count("evicted_blocks"),
     ),
     Metric(
         "kvhearth_ssd_segments_sealed_total",
-        "counter",
-        "segments",
         "Segments that were filled and got their footer.",
         "How fast the log goes round.",
         _count("segments_sealed"),
+        unit="segments",
     ),
     Metric(
         "kvhearth_ssd_segments_reclaimed_total",
-        "counter",
-        "segments",
         "Segments that were emptied to be filled anew.",
         "The capacity divided by its rate is the age of what is evicted.",
         _count("segments_reclaimed"),
+        unit="segments",
     ),
     Metric(
         "kvhearth_ssd_trouble_total",
-        "counter",
-        "events",
         "What went wrong with drives, by kind.",
         "Alert: read_errors, write_errors, segments_lost.",
         _counts({name: name for name in _TROUBLE}),
         ("kind",),
+        unit="events",
     ),
     Metric(
         "kvhearth_ssd_queued_requests",
-        "gauge",
-        "requests",
         "Requests that wait for a drive or are under way, by direction.",
         "Back-pressure.",
         of_ssd(
@@ -289,32 +244,25 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_running_requests",
-        "gauge",
-        "requests",
         "Requests in the kernel; at most ssd_depth.",
         "At its bound for long: the drive is saturated.",
         _gauge(lambda tier: tier.running_requests),
     ),
     Metric(
         "kvhearth_ssd_read_latency_seconds",
-        "gauge",
-        "seconds",
         "Moving average of how long a read takes in the kernel and on the drive.",
         "What lookups' estimates are made of.",
         _gauge(lambda tier: tier.read_latency_s),
     ),
     Metric(
         "kvhearth_ssd_read_bytes_per_second",
-        "gauge",
-        "bytes a second",
         "Moving average of the read bandwidth while reads run.",
         "What lookups' estimates are made of.",
         _gauge(lambda tier: tier.read_bytes_per_s),
+        unit="bytes a second",
     ),
     Metric(
         "kvhearth_ssd_budget_left_bytes",
-        "gauge",
-        "bytes",
         "What ssd_bytes_per_day lets through now: all of written_bytes is taken off it; no series "
         "without such a budget.",
         "At 0 or below: blocks are not written for the drive's sake.",
@@ -322,16 +270,13 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_recovering",
-        "gauge",
-        "bool",
         "1 while the log of an earlier run is read back: absent blocks may yet appear.",
         "Hits right after a restart.",
         _gauge(lambda tier: tier.recovering),
+        unit="bool",
     ),
     Metric(
         "kvhearth_ssd_recovery_files",
-        "gauge",
-        "files",
         "Segment files that were there at the start (found), and those of them read back (read).",
         "How far recovery is.",
         of_ssd(
@@ -344,25 +289,20 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_recovered_blocks_total",
-        "counter",
-        "blocks",
         "Blocks of an earlier run that were taken over.",
         "What a restart has saved.",
         _count("recovered_blocks"),
     ),
     Metric(
         "kvhearth_ssd_recovery_dropped_total",
-        "counter",
-        "records",
         "Records of an earlier run that were not taken over, by reason.",
         "What a crash has cost; damaged ones without a crash: a drive that changes bytes.",
         _counts({reason: f"dropped_{reason}" for reason in _DROPPED}),
         ("reason",),
+        unit="records",
     ),
     Metric(
         "kvhearth_ssd_locked_files",
-        "gauge",
-        "files",
         "Files that requests of a dead daemon still hold; while recovering, 1 more.",
         "Alert: above 0 for minutes, a device does not give requests back.",
         _gauge(lambda tier: tier.locked_files),
@@ -377,71 +317,64 @@ def _waiting(now: SsdNow) -> list[tuple[tuple[str, ...], float]]:
 _BETWEEN: tuple[Metric, ...] = (
     counter(
         "kvhearth_demoted_blocks_total",
-        "blocks",
         "Blocks written to SSD and acknowledged: they survive a crash of the daemon.",
         "Write rate; compare with the stores.",
         "demoted_blocks",
     ),
     counter(
         "kvhearth_demoted_bytes_total",
-        "bytes",
         "Bytes of those blocks.",
         "Bandwidth of writes that were asked for.",
         "demoted_bytes",
     ),
     counter(
         "kvhearth_demotions_refused_total",
-        "blocks",
         "Blocks that stay in memory only, by why SSD was not to take them: admission, budget, "
         "degraded, slow (it could not keep up while room was needed), too_large.",
         "Blocks that are gone once they are evicted.",
         "demotion_refused",
         "reason",
         usual={"admission", "budget", "degraded", "slow", "too_large"},
+        unit="blocks",
     ),
     counter(
         "kvhearth_demotions_failed_total",
-        "blocks",
         "Blocks whose write to SSD failed, by reason.",
         "Alert: a drive that fails or is full.",
         "demotion_failed",
         "reason",
         usual={"io", "no_space", "read_only", "short"},
+        unit="blocks",
     ),
     counter(
         "kvhearth_promoted_blocks_total",
-        "blocks",
         "Blocks loaded from SSD into memory, verified.",
         "What SSD has saved engines from computing again.",
         "promoted_blocks",
     ),
     counter(
         "kvhearth_promoted_bytes_total",
-        "bytes",
         "Bytes of those blocks.",
         "Bandwidth of loads from SSD.",
         "promoted_bytes",
     ),
     counter(
         "kvhearth_promotions_failed_total",
-        "blocks",
         "Blocks that were asked for and not loaded, by reason; no_room: all memory is held.",
         "Hits that became misses.",
         "promotion_failed",
         "reason",
         usual={"cancelled", "degraded", "io", "missing", "no_room", "queue", "short", "stuck"},
+        unit="blocks",
     ),
     counter(
         "kvhearth_prefetch_cancelled_blocks_total",
-        "blocks",
         "Blocks on their way up from SSD when the request that asked for them went away.",
         "Many: requests give up before SSD answers.",
         "prefetch_cancelled",
     ),
     Metric(
         "kvhearth_tier_waiting_blocks",
-        "gauge",
-        "blocks",
         "Blocks that wait for SSD or are under way, by direction: demotion, promotion.",
         "Demotions that only grow: the drive cannot keep up with the stores.",
         of_ssd(_waiting),
@@ -449,7 +382,6 @@ _BETWEEN: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_repaired_blocks_total",
-        "blocks",
         "Blocks found wrong on one tier that the other tier's copy brings back, by where.",
         "With the checksum failures: which of them cost nothing.",
         "repaired_blocks",
@@ -458,10 +390,10 @@ _BETWEEN: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_ssd_catalogue_failures_total",
-        "calls",
         "Reads and writes of the namespaces' catalogue beside the SSD tier that failed.",
         "Alert: after a cold start blocks on SSD may not be found.",
         "ssd_catalogue_failures",
+        unit="calls",
     ),
 )
 
@@ -470,7 +402,6 @@ TIERS: tuple[Metric, ...] = (
     *map(if_ssd, _BETWEEN),
     counter(
         "kvhearth_scrubbed_blocks_total",
-        "blocks",
         "Blocks read and verified in the background, by tier.",
         "Whether the scrub runs.",
         "scrubbed_blocks",
@@ -479,7 +410,6 @@ TIERS: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_scrubbed_bytes_total",
-        "bytes",
         "Bytes read and verified in the background, by tier.",
         "Its bandwidth: at most scrub_rate for each tier.",
         "scrubbed_bytes",
@@ -488,7 +418,6 @@ TIERS: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_scrub_rounds_total",
-        "rounds",
         "Times that the scrub went through a tier from end to end.",
         "How old damage can be when it is found.",
         "scrub_rounds",
@@ -497,11 +426,10 @@ TIERS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_scrub_round_ratio",
-        "gauge",
-        "1",
         "How much of its round the scrub has seen, 0 to 1, by tier.",
         "How long a round takes.",
         lambda now: [((tier,), done) for tier, done in sorted(now.scrub_progress.items())],
         ("tier",),
+        unit="1",
     ),
 )
