@@ -155,9 +155,7 @@ def admission(settings: Settings) -> Admission:
 
 
 async def follow_recovery(tier: SsdTier) -> None:
-    """Report the progress of reading back the log until it is done: a bar on a terminal, and a line
-    in the log now and then.
-    """
+    """Report the progress of reading back the log: a bar on a terminal, a log line now and then."""
     began = reported_at = time.monotonic()
     with StartBar("reading back") as bar:
         while tier.recovering:

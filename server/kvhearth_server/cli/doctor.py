@@ -245,9 +245,7 @@ REGISTERED_AT_ONCE_MAX = 512 << 30
 
 
 def examine(look: Look) -> tuple[list[Finding], KVHearthError | None]:
-    """Run every check, in the order of the table; return the findings and the error with which a
-    start would end.
-    """
+    """Run all checks in the table's order; return findings, and the error that ends a start."""
     found = {each.check: each for check in CHECKS for each in check(look)}
     errors = list(problems(look.settings, look.machine.memory, look.machine.disk_interface))
     for name, error in errors:
@@ -292,9 +290,7 @@ def memory_left(look: Look) -> Iterator[Finding]:
 
 
 def _arena_place(settings: Settings) -> Filesystem | None:
-    """Return the file system of the arena's directory, or of the one that it will be made in; None
-    for an anonymous arena, or no directory.
-    """
+    """Return the file system of the arena's directory, made or to be made; None without one."""
     folder = settings.arena_dir
     if folder is None:
         return None

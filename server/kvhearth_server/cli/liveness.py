@@ -59,9 +59,7 @@ def _configured(path: str | None) -> str | None:
 
 
 def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
-    """Return the directory ("" for none), seconds to wait, and whether JSON is wanted; None for
-    words that it does not know.
-    """
+    """Return the directory or "", seconds to wait, and whether JSON is wanted; None if unclear."""
     folder, wait_s, as_json = "", 0.0, False
     left = list(words)
     while left:

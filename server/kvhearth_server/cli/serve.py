@@ -67,9 +67,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``; its
-    other parameters stay.
-    """
+    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``."""
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         config = inspect.Parameter(

@@ -28,9 +28,7 @@ class Chains:
         self._younger = table.younger.data
         self._table = table
         self.cuts = 0
-        """Number of heads unlinked so far; a remembered place in a chain is stale once this has
-        changed.
-        """
+        """Number of heads unlinked so far; a remembered place in a chain is stale once it moves."""
 
     def link_run(self, heads: I64) -> None:
         """Link fresh heads that follow each other, each as the only child of the one before it."""

@@ -25,9 +25,7 @@ Requester = tuple[int, int]
 ANONYMOUS: Requester = (0, 0)
 """Requester of promotions that cannot be cancelled."""
 VERIFIER: Requester = (0, 1)
-"""Requester that reads copies in a lower tier to verify them and keeps none; the only one that does
-not want the blocks.
-"""
+"""Requester that verifies copies in a lower tier; the only one that does not want the blocks."""
 REQUESTERS_MAX = 256
 """Upper bound on the requesters of one promotion; with more it can no longer be cancelled."""
 

@@ -1,6 +1,4 @@
-"""Background tasks of the engine: checksums, verification after adoption, draining of departed
-sessions, and expiry of pins.
-"""
+"""Background tasks of the engine: checksums, verification, draining of sessions, expired pins."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class ChecksumWorkers:
     # -- verification ------------------------------------------------------------------------------
 
     async def verify_blocks(self, blocks: list[I64], source: str) -> int:
-        """Verify distinct blocks, as ``SlotTable.blocks_of`` returns them; return the number
-        removed because they did not match.
-        """
+        """Verify distinct blocks (see ``SlotTable.blocks_of``); return how many were removed."""
         return sum([await self._verify_all(slots, source) for slots in blocks])
 
     async def _verify_all(self, slots: I64, source: str) -> int:
@@ -220,9 +216,7 @@ class ChecksumWorkers:
                 await self._engine.sessions.someone_left.wait()
 
     def _quiet(self, session: Session) -> bool:
-        """Return whether the session's process exited, its mapping is gone, and the grace for its
-        GPU's last write is over.
-        """
+        """Return whether the session's process, its mapping and its GPU's grace are all over."""
         engine = self._engine
         exited = session.exited()
         mapped = session.lock_byte >= 0 and engine.arena.segments[session.segment].client_byte_held(

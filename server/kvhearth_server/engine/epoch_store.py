@@ -40,9 +40,7 @@ _AWAIT_S = 1.5
 """Longest wait of an answer that promises durability; less than a client's default timeout."""
 _LOOK_S = 0.005
 _RETRY_MIN_S, _RETRY_MAX_S = 0.05, 0.5
-"""Pauses between retries, short at first: until the file is written, the death of the process costs
-every block in the tier.
-"""
+"""Pauses between retries, short at first: until then, a crash costs every block in the tier."""
 _log = get_logger("kvhearth.engine")
 
 

@@ -67,9 +67,7 @@ class Corrupt:
 
 @dataclass(frozen=True)
 class Failed:
-    """Ended by the device, or by the caller's ``cancel``. ``reason``: io, short, no_space,
-    read_only, cancelled, stuck.
-    """
+    """Ended by the device or ``cancel``: io, short, no_space, read_only, cancelled, stuck."""
 
     reason: str
 
@@ -390,9 +388,7 @@ class Tier(Protocol):
         """
 
     def cancel(self, ticket: int) -> None:
-        """Give up a batch: requests that the device has not begun end as ``Failed("cancelled")``.
-        The final completion still comes.
-        """
+        """Give up a batch: what has not begun ends as ``Failed("cancelled")``, and it completes."""
 
     def poll(self) -> list[Completion]:
         """Return the completions since the last call, and do the tier's own pending work."""
@@ -421,9 +417,7 @@ class Tier(Protocol):
         """Stop serving these keys; return how many were present. Running loads go on."""
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
-        """Stop serving up to ``count`` blocks of a namespace, all of one KV group, and return them.
-        None if there are none left.
-        """
+        """Stop serving and return up to ``count`` blocks of a namespace, all of one KV group."""
 
     def take_evicted(self) -> list[Evicted]:
         """Return the blocks dropped since the last call."""

@@ -1,6 +1,4 @@
-"""The attach socket: checks identity and contract, hands out descriptors and a token, and ends the
-session when the connection closes.
-"""
+"""The attach socket: checks identity and contract, hands out descriptors, ends the session."""
 
 from __future__ import annotations
 
@@ -191,9 +189,7 @@ class AttachServer:
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
-        """Return the session, or None after a refusal or an answer to ``health``; a slow or silent
-        peer is refused too.
-        """
+        """Return the session; None after a refusal, of a slow peer too, or a ``health``."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._take_place(deadline, peer.uid)
@@ -266,9 +262,7 @@ class AttachServer:
                 return None if messages[0] == HEALTH_QUESTION else Hello.from_message(messages[0])
 
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
-        """Wait until the connection ends; return True if the client said goodbye, as it does once
-        its copies are done.
-        """
+        """Wait for the end; return whether the client said that its copies are done."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(connection, _READ_BYTES):
             try:

@@ -115,9 +115,7 @@ def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[
 
 
 def add_presence(groups: Any, one: Presence) -> None:
-    """Add the answer for one group to a reply's ``groups``, building it in place: adding a finished
-    message would copy it.
-    """
+    """Add the answer for one group to a reply's ``groups``, in place: else it would be copied."""
     if one.leased is one.present:  # every block is present and leased
         count = len(one.present)
         bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")

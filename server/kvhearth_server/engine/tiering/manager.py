@@ -153,9 +153,7 @@ class Tiering:
         return self._names.name(namespace)
 
     def forget_copies(self, namespace: Namespace, name: bytes, count: int) -> int:
-        """Forget up to ``count`` copies that the tier has under an earlier name of a namespace;
-        return how many it forgot.
-        """
+        """Forget up to ``count`` copies under an earlier name of a namespace; return how many."""
         found = self.tier.forget_namespace(name, count)
         if found is None:
             return 0

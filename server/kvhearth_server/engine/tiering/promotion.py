@@ -46,9 +46,7 @@ class PromotionQueue:
         return len(self._queue)
 
     def fresh(self, request: PromotionRequest, requester: Requester) -> PromotionRequest | None:
-        """Return the part of a request that does not wait for this requester yet, each block once;
-        None if nothing is left.
-        """
+        """Return the part of a request, if any, that does not wait for this requester yet."""
         named, names = self._named.get(requester) or set(), _names(request)
         if named.isdisjoint(names) and len(set(names)) == len(names):
             return request
@@ -360,9 +358,7 @@ class Promoter:
             self._requested.add(new, requester)
 
     def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
-        """Handle keys whose copies in the tier were corrupt and that it forgot; ``namespace`` is
-        None if it is unknown.
-        """
+        """Handle keys whose copies in the tier were corrupt, which it forgot."""
         self.count_wrong(len(keys))
         if namespace is not None:
             self.store_again(namespace, kv_group, keys)

@@ -110,9 +110,7 @@ class DirectoryHealth:
         self._read_reason = ""
 
     def no_room(self, until: float, word: str, message: str) -> None:
-        """Record that no other segment can be made for now, although no write failed. The log tries
-        again at ``until``.
-        """
+        """Record that no segment can be made until ``until``, although no write failed."""
         self._no_room, self._no_room_until = (word, message), until
 
     def slow(self, took_s: float, now: float) -> None:
@@ -231,9 +229,7 @@ class Segment:
         return low
 
     def footer_parts(self) -> list[Records]:
-        """Return all record headers for the footer, in the order of their places: each part belongs
-        to a run of neighbours.
-        """
+        """Return all record headers for the footer, in the order of their places."""
         return sorted(self.records, key=lambda part: int(part["position"][0]))
 
     def restart(self, head: SegmentHead) -> None:

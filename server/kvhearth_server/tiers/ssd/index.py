@@ -403,9 +403,7 @@ class SsdIndex:
         return None
 
     def forget_some(self, segment: int, count: int) -> list[Evicted]:
-        """Forget up to ``count`` blocks of a segment and return them. The segment's rows go with
-        its last block.
-        """
+        """Forget and return up to ``count`` blocks of a segment; its rows go with the last."""
         table = self.segments.get(segment)
         if table is None:
             return []

@@ -1,6 +1,4 @@
-"""The file that marks a directory as KVHearth's: opens it, makes it, and restores a damaged or lost
-one from the segments.
-"""
+"""The file that marks a directory as KVHearth's: opened, made, or restored from the segments."""
 
 from __future__ import annotations
 

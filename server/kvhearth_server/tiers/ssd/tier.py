@@ -326,9 +326,6 @@ class SsdTier(Tier):
         return self._parts.index.forget_of(namespace, count)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one step through all stored blocks, in disk order: see ``Tier.walk``. A step takes
-        well below a millisecond.
-        """
         return self._parts.index.walk(cursor, count)
 
     def take_evicted(self) -> list[Evicted]:
@@ -384,9 +381,7 @@ class SsdTier(Tier):
 
     @property
     def unusable_places(self) -> int:
-        """Number of directories that could not be opened. A dead daemon's requests may still run
-        there.
-        """
+        """Number of directories that could not be opened; requests of the dead may run there."""
         return len(self._parts.failed_places)
 
     @property
