@@ -13,7 +13,7 @@ from support.read_rig import Page, ReadRig, pages_of
 from support.tiers import PAGE, family
 
 from kvhearth_server.tiers.base import Completion, Done, Failed, Missing, Outcome
-from kvhearth_server.tiers.ssd.disk.base import Request
+from kvhearth_server.tiers.ssd.disk.queues import Request
 from kvhearth_server.tiers.ssd.format import pages_of as payload_pages
 
 FAMILIES = [

@@ -9,9 +9,8 @@ import pytest
 import xxhash
 
 from kvhearth_server.tiers.ssd.directory import Directory
-from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
-from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory
 from kvhearth_server.tiers.ssd.settings import Place

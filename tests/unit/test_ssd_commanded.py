@@ -15,8 +15,8 @@ import pytest
 
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth_lab.harness.disk_faults import CommandedQueue, Commander, commanded
-from kvhearth_server.tiers.ssd.disk.base import Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.probe import open_queue
+from kvhearth_server.tiers.ssd.disk.queues import Op, Reaped, Request
 
 DEADLINE_S = 10.0
 SIZE = 4096

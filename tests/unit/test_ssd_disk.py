@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.memory_places import Child
 
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, choose, open_queue, probe, probe_all
+from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.log import Buffer
 
 DEPTH = 4

@@ -40,9 +40,9 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import Directory, DirectoryHealth
-from kvhearth_server.tiers.ssd.disk.base import Op, Request
 from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
+from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier, Watch

@@ -13,8 +13,8 @@ from support.read_rig import Page, ReadRig, pages_of, size_of
 from support.tiers import LENGTH, PAGE, family
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, Throttled
-from kvhearth_server.tiers.ssd.disk.base import Request
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
+from kvhearth_server.tiers.ssd.disk.queues import Request
 from kvhearth_server.tiers.ssd.format import record_pages
 
 COUNT = 24

@@ -15,8 +15,8 @@ from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, Done, Failed, LoadBatch, Throttled
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
-from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.executor import Job, ReadRate
+from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
 from kvhearth_server.tiers.ssd.settings import (
     MIB,

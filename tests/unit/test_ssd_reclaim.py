@@ -24,8 +24,8 @@ from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Done, Offer
 from kvhearth_server.tiers.ssd import reclaimer as reclaim
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
+from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 FEW = 3

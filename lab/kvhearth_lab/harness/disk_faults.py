@@ -27,8 +27,7 @@ from typing import Any
 
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Reaped, Request
-from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
+from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, Op, Reaped, Request, signal_event
 from kvhearth_server.tiers.ssd.files import Files
 
 

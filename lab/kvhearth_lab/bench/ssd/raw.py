@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, Sizes
 from kvhearth_lab.bench.ssd.slots import Slots
-from kvhearth_server.tiers.ssd.disk.base import Op, Request
 from kvhearth_server.tiers.ssd.disk.probe import open_queue
+from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 
 _Asked = tuple[Op, int]
 """Operation, and the index of its spot."""

@@ -20,7 +20,7 @@ from kvhearth_lab.torture.decks import CLIENT_POINT, POINT, Decks, Mark
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.report import CRASH
 from kvhearth_lab.torture.world_config import FLEETING, PRESSED, Shape
-from kvhearth_server.tiers.ssd.disk.base import Op
+from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import open_directories
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
+from kvhearth_server.tiers.ssd.disk.queues import DiskQueue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory

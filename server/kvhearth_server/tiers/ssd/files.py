@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvhearth_server.ownership import check_own
 from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
-from kvhearth_server.tiers.ssd.disk.syscalls import reserve
+from kvhearth_server.tiers.ssd.disk.queues import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 _ZEROS_BYTES = 4 << 20

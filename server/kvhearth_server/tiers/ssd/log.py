@@ -17,9 +17,8 @@ import numpy as np
 from kvhearth.model import U8, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import CapacityReached, Directory, Segment, SegmentState
-from kvhearth_server.tiers.ssd.disk.base import Op
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job
-from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
+from kvhearth_server.tiers.ssd.disk.queues import Op, signal_event
 from kvhearth_server.tiers.ssd.files import Busy
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,

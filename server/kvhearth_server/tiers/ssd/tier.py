@@ -39,7 +39,7 @@ from kvhearth_server.tiers.ssd.assembly import Environment, build
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.probe import Verdict
-from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
+from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
 from kvhearth_server.tiers.ssd.log import Log, LogDirectory
 from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES

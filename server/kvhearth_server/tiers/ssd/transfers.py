@@ -22,8 +22,8 @@ from kvhearth_server.tiers.base import (
     gather,
 )
 from kvhearth_server.tiers.ssd.directory import Segment
-from kvhearth_server.tiers.ssd.disk.base import PIECES_MAX, Op
 from kvhearth_server.tiers.ssd.disk.executor import Check, IoExecutor, Job
+from kvhearth_server.tiers.ssd.disk.queues import PIECES_MAX, Op
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     RECORD_DTYPE,

@@ -16,8 +16,14 @@ from types import MappingProxyType
 
 from kvhearth.checksum import checksum_of
 from kvhearth.failpoints import hit
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
-from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
+from kvhearth_server.tiers.ssd.disk.queues import (
+    DiskQueue,
+    Op,
+    Request,
+    make_event,
+    reset_event,
+    signal_event,
+)
 
 Check = tuple[memoryview, bytes]
 """Bytes, and the xxh3_128 they must have."""

@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvhearth_server.tiers.ssd.disk.aio import AioQueue
-from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
-from kvhearth_server.tiers.ssd.disk.threads import ThreadQueue
-from kvhearth_server.tiers.ssd.disk.uring import UringQueue
+from kvhearth_server.tiers.ssd.disk.queues import (
+    AioQueue,
+    DiskQueue,
+    Op,
+    Request,
+    ThreadQueue,
+    UringQueue,
+)
 
 _PROBE_DEPTH = 2
 _PROBE_BYTES = 64

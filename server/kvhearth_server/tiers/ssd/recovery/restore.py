@@ -15,7 +15,7 @@ import numpy as np
 from kvhearth.model import U8, U32, Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
-from kvhearth_server.tiers.ssd.disk.syscalls import signal_event
+from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,

@@ -1,0 +1,503 @@
+"""Disk queues: one protocol, and the kernel's interfaces behind it: io_uring, libaio, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import errno
+import itertools
+import mmap
+import os
+import platform
+import queue
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+PIECES_MAX = 64
+"""Most pieces of memory that one request gathers or scatters."""
+
+
+class Op(enum.IntEnum):
+    """Operation on a file."""
+
+    READ = 0
+    WRITE = 1
+    SYNC = 2
+
+
+class Request(NamedTuple):
+    """One disk request.
+
+    Attributes:
+        op: ``SYNC`` flushes the file's data (as ``fdatasync``) and has no pieces.
+        fd: an open file.
+        offset: start of the request in the file, bytes.
+        pieces: (address, bytes) of the memory, in file order; at most ``PIECES_MAX``.
+        tag: the caller's number of the request, returned with its result.
+
+    The caller keeps the memory mapped, and leaves it alone, until the request is reaped.
+    """
+
+    op: Op
+    fd: int
+    offset: int
+    pieces: tuple[tuple[int, int], ...]
+    tag: int
+
+
+class Reaped(NamedTuple):
+    """The end of a request: bytes moved (perhaps fewer than requested), or a negative errno."""
+
+    tag: int
+    result: int
+
+
+class DiskQueue(Protocol):
+    """At most ``depth`` requests in the kernel at once. Not thread-safe: one thread drives it.
+
+    ``event_fd`` is readable once something can be reaped. The driver waits for it together with its
+    other events, and ``reap`` resets it.
+    """
+
+    name: str
+    depth: int
+    event_fd: int
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests taken and not yet reaped."""
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        """Hand requests to the kernel, in order. Return how many of them were taken.
+
+        Fewer are taken when ``depth`` is reached or the kernel lacks resources; submit the rest
+        again after the next ``reap``. An error of a single request arrives as its result.
+
+        Raises:
+            OSError: the queue itself is broken.
+        """
+
+    def reap(self) -> list[Reaped]:
+        """Return all requests that have ended since the last call; never waits."""
+
+    def close(self) -> None:
+        """Give the queue back to the kernel. Requests in flight still move their bytes."""
+
+
+IO_URING_SETUP = 425
+IO_URING_ENTER = 426
+IO_URING_REGISTER = 427
+
+_AIO_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+"""Numbers of io_setup, io_destroy, io_getevents, io_submit on each platform."""
+
+# A CDLL releases the interpreter lock during each call.
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+# A PyDLL keeps the lock, which suits calls that never wait: while another thread is busy, getting
+# the lock back takes the switch interval, each time.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_eventfd_read, _eventfd_write = _quick.eventfd_read, _quick.eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+_COUNT = ctypes.c_uint64()
+_COUNT_AT = ctypes.byref(_COUNT)
+"""Unused result: threads may share it."""
+
+
+def system_call(number: int, *arguments: int) -> int:
+    """Make a system call; arguments are numbers and addresses.
+
+    Raises:
+        OSError: the kernel's error.
+    """
+    result = int(_syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def reserve(descriptor: int, size_bytes: int) -> None:
+    """Reserve the blocks of a file. ``posix_fallocate`` is not used: where the file system cannot
+    reserve, glibc silently writes a byte of each block, unless the file is open with O_DIRECT.
+
+    Raises:
+        OSError: the kernel's error.
+    """
+    while _libc.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def aio_numbers() -> tuple[int, int, int, int]:
+    """Return the numbers of io_setup, io_destroy, io_getevents and io_submit.
+
+    Raises:
+        OSError: ENOSYS on a platform whose numbers are not known here.
+    """
+    machine = platform.machine()
+    if machine not in _AIO_NUMBERS:
+        raise OSError(errno.ENOSYS, f"libaio's system calls are not known on {machine}")
+    return _AIO_NUMBERS[machine]
+
+
+def _operands(
+    request: Request,
+    opcodes: Mapping[Op, tuple[int, int]],
+    vectors: ctypes.Array[ctypes.c_uint64],
+    slot: int,
+) -> tuple[int, int, int]:
+    """Return opcode, address and length of a request. Several pieces become the slot's ``iovec``
+    array in ``vectors``, which has room for ``PIECES_MAX`` of them for each slot.
+    """
+    single, vectored = opcodes[request.op]  # for one piece, and for several
+    if request.op is Op.SYNC:
+        return single, 0, 0
+    pieces = request.pieces
+    if len(pieces) == 1:
+        return single, *pieces[0]
+    at = slot * PIECES_MAX * 2
+    for number in itertools.chain.from_iterable(pieces):
+        vectors[at] = number
+        at += 1
+    return vectored, ctypes.addressof(vectors) + slot * PIECES_MAX * 16, len(pieces)
+
+
+def make_event() -> int:
+    """Return a non-blocking descriptor to signal with."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def signal_event(descriptor: int) -> None:
+    """Make ``descriptor`` readable.
+
+    Raises:
+        OSError: it is no such descriptor.
+    """
+    if _eventfd_write(descriptor, 1) < 0:
+        _check_event()  # its counter is full, so it is readable
+
+
+def reset_event(descriptor: int) -> None:
+    """Make ``descriptor`` unreadable until the next signal.
+
+    Raises:
+        OSError: it is no such descriptor.
+    """
+    if _eventfd_read(descriptor, _COUNT_AT) < 0:
+        _check_event()
+
+
+def _check_event() -> None:
+    code = ctypes.get_errno()
+    if code != errno.EAGAIN:
+        raise OSError(code, os.strerror(code))
+
+
+_THREADS_MAX = 8
+
+
+class ThreadQueue:
+    """A few threads that call preadv and pwritev: the fallback where nothing better is allowed.
+
+    A busy interpreter starves it, because each request needs the interpreter lock once.
+    """
+
+    name = "threads"
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.event_fd = make_event()
+        self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._done: deque[Reaped] = deque()
+        self._in_flight = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvhearth-ssd-{index}", daemon=True)
+            for index in range(min(depth, _THREADS_MAX))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        taken = min(len(requests), self.depth - self._in_flight)
+        self._in_flight += taken
+        for request in requests[:taken]:
+            self._work.put(request)
+        return taken
+
+    def reap(self) -> list[Reaped]:
+        reset_event(self.event_fd)
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        self._in_flight -= len(done)
+        return done
+
+    def _run(self) -> None:
+        while (request := self._work.get()) is not None:
+            try:
+                result = _move(request)
+            except OSError as error:
+                result = -(error.errno or errno.EIO)
+            self._done.append(Reaped(request.tag, result))
+            with contextlib.suppress(OSError):  # closed meanwhile
+                signal_event(self.event_fd)
+
+    def close(self) -> None:
+        if self.event_fd < 0:
+            return
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            # A thread that hangs in the kernel is left there: it is a daemon thread.
+            thread.join(timeout=0.2)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self.event_fd)
+            self.event_fd = -1
+
+
+def _move(request: Request) -> int:
+    if request.op is Op.SYNC:
+        os.fdatasync(request.fd)
+        return 0
+    buffers = [(ctypes.c_char * length).from_address(at) for at, length in request.pieces]
+    if request.op is Op.READ:
+        return os.preadv(request.fd, buffers, request.offset)
+    return os.pwritev(request.fd, buffers, request.offset)
+
+
+_AIO_OPCODES = {Op.READ: (0, 7), Op.WRITE: (1, 8), Op.SYNC: (3, 3)}
+
+_RESULT_TO_EVENTFD = 1
+_IOCB = struct.Struct("<QIIHhIQQqQII")
+_EVENT = struct.Struct("<QQqq")
+
+
+class AioQueue:
+    """A context of ``depth`` requests of libaio's calls, which Docker's seccomp profile allows.
+
+    Closing it waits until the kernel has ended them all.
+    """
+
+    name = "libaio"
+
+    def __init__(self, depth: int) -> None:
+        """Raises:
+        OSError: ENOSYS where it is not allowed, EAGAIN beyond ``fs.aio-max-nr``.
+        """
+        setup, self._destroy, self._getevents, self._submit = aio_numbers()
+        context = ctypes.c_ulong(0)
+        system_call(setup, depth, ctypes.addressof(context))
+        self._context = int(context.value)
+        self.event_fd = make_event()
+        self.depth = depth
+        self._free = list(range(depth - 1, -1, -1))
+        self._tags = [0] * depth
+        self._iocbs = (ctypes.c_char * (_IOCB.size * depth))()
+        self._iocbs_at = ctypes.addressof(self._iocbs)
+        self._pointers = (ctypes.c_uint64 * depth)()
+        self._events = (ctypes.c_char * (_EVENT.size * depth))()
+        self._no_time = (ctypes.c_long * 2)()
+        self._vectors = (ctypes.c_uint64 * (depth * PIECES_MAX * 2))()
+        self._refused: deque[Reaped] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        return self.depth - len(self._free) + len(self._refused)
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        offered = list(requests[: len(self._free)])
+        slots = [self._fill(request) for request in offered]
+        done = 0
+        while done < len(slots):
+            try:
+                done += self._hand_over(slots[done:])
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EINTR):
+                    break
+                if error.errno == errno.ENOSYS:
+                    raise
+                # The kernel examines one request after another: the first one is wrong.
+                self._refused.append(Reaped(offered[done].tag, -(error.errno or errno.EIO)))
+                self._free.append(slots[done])
+                signal_event(self.event_fd)
+                done += 1
+        self._free.extend(slots[done:])
+        return done
+
+    def _fill(self, request: Request) -> int:
+        slot = self._free.pop()
+        self._tags[slot] = request.tag
+        opcode, address, length = _operands(request, _AIO_OPCODES, self._vectors, slot)
+        fields = (slot, 0, 0, opcode, 0, request.fd, address, length, request.offset, 0)
+        _IOCB.pack_into(self._iocbs, slot * _IOCB.size, *fields, _RESULT_TO_EVENTFD, self.event_fd)
+        return slot
+
+    def _hand_over(self, slots: list[int]) -> int:
+        for index, slot in enumerate(slots):
+            self._pointers[index] = self._iocbs_at + slot * _IOCB.size
+        where = ctypes.addressof(self._pointers)
+        return system_call(self._submit, self._context, len(slots), where)
+
+    def reap(self) -> list[Reaped]:
+        reset_event(self.event_fd)
+        done = list(self._refused)
+        self._refused.clear()
+        events, no_time = ctypes.addressof(self._events), ctypes.addressof(self._no_time)
+        try:
+            count = system_call(self._getevents, self._context, 0, self.depth, events, no_time)
+        except InterruptedError:
+            signal_event(self.event_fd)
+            return done
+        for index in range(count):
+            slot, _, result, _ = _EVENT.unpack_from(self._events, index * _EVENT.size)
+            done.append(Reaped(self._tags[slot], result))
+            self._free.append(slot)
+        return done
+
+    def close(self) -> None:
+        if self._context:
+            system_call(self._destroy, self._context)
+            self._context = 0
+            os.close(self.event_fd)
+
+
+_OFF_SQES = 0x10000000
+_FEAT_SINGLE_MMAP = 1
+_REGISTER_EVENTFD = 4
+_FSYNC_DATASYNC = 1
+_URING_OPCODES = {Op.READ: (22, 1), Op.WRITE: (23, 2), Op.SYNC: (3, 3)}
+
+_PARAMS_BYTES = 120
+_SQE = struct.Struct("<BBHiQQIIQHHiQQ")
+_CQE = struct.Struct("<QiI")
+_LATER = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
+
+
+class UringQueue:
+    """A ring of ``depth`` requests, by raw system calls.
+
+    PyPI's ``liburing`` is not used: its wait holds the interpreter lock. Nothing waits here: the
+    ring signals an eventfd, and every system call releases the lock. No buffers are registered,
+    because that would need a memlock limit that daemons seldom have.
+    """
+
+    name = "io_uring"
+
+    def __init__(self, depth: int) -> None:
+        """Raises:
+        OSError: EPERM or ENOSYS where it is not allowed, ENOMEM beyond the memlock limit.
+        """
+        params = (ctypes.c_uint32 * (_PARAMS_BYTES // 4))()
+        self._ring_fd = system_call(IO_URING_SETUP, depth, ctypes.addressof(params))
+        self.event_fd = make_event()
+        self._ring: mmap.mmap | None = None
+        try:
+            self._map(params)
+            event = ctypes.c_int(self.event_fd)
+            where = ctypes.addressof(event)
+            system_call(IO_URING_REGISTER, self._ring_fd, _REGISTER_EVENTFD, where, 1)
+        except OSError:
+            self.close()
+            raise
+        self.depth = depth
+        self._free = list(range(depth - 1, -1, -1))
+        self._tags = [0] * depth
+        self._vectors = (ctypes.c_uint64 * (depth * PIECES_MAX * 2))()
+        self._unentered = 0
+        self._fence = threading.Lock()
+
+    def _map(self, params: ctypes.Array[ctypes.c_uint32]) -> None:
+        if not params[5] & _FEAT_SINGLE_MMAP:
+            raise OSError(errno.ENOSYS, "io_uring of a kernel before 5.4")
+        entries, completions = params[0], params[1]
+        sq, cq = params[10:20], params[20:30]
+        size = max(sq[6] + entries * 4, cq[5] + completions * _CQE.size)
+        self._ring = mmap.mmap(self._ring_fd, size, mmap.MAP_SHARED, 3)
+        sqes = entries * _SQE.size
+        self._sqes = mmap.mmap(self._ring_fd, sqes, mmap.MAP_SHARED, 3, offset=_OFF_SQES)
+        self._words = memoryview(self._ring)[: size // 4 * 4].cast("I")
+        self._sq_tail, self._sq_mask = sq[1] // 4, self._words[sq[2] // 4]
+        self._cq_head, self._cq_tail = cq[0] // 4, cq[1] // 4
+        self._cq_mask, self._cqes = self._words[cq[2] // 4], cq[5]
+        for index in range(entries):
+            self._words[sq[6] // 4 + index] = index
+
+    @property
+    def in_flight(self) -> int:
+        return self.depth - len(self._free)
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        taken = 0
+        for request in requests:
+            if not self._free:
+                break
+            self._push(request)
+            taken += 1
+        self._enter()
+        return taken
+
+    def _push(self, request: Request) -> None:
+        slot = self._free.pop()
+        self._tags[slot] = request.tag
+        opcode, address, length = _operands(request, _URING_OPCODES, self._vectors, slot)
+        flags = _FSYNC_DATASYNC if request.op is Op.SYNC else 0
+        tail = self._words[self._sq_tail]
+        place = (tail & self._sq_mask) * _SQE.size
+        fields = (opcode, 0, 0, request.fd, request.offset, address, length, flags, slot)
+        _SQE.pack_into(self._sqes, place, *fields, 0, 0, 0, 0, 0)
+        self._words[self._sq_tail] = (tail + 1) & 0xFFFF_FFFF
+        self._unentered += 1
+
+    def _enter(self) -> None:
+        while self._unentered:
+            try:
+                self._unentered -= system_call(
+                    IO_URING_ENTER, self._ring_fd, self._unentered, 0, 0, 0, 0
+                )
+            except OSError as error:
+                if error.errno in _LATER:
+                    return  # they stay in the ring; the next call enters them
+                raise
+
+    def reap(self) -> list[Reaped]:
+        reset_event(self.event_fd)
+        if self._unentered:
+            self._enter()
+        ring = self._ring
+        if ring is None:
+            return []
+        head, tail = self._words[self._cq_head], self._words[self._cq_tail]
+        with self._fence:  # the entries are read after the tail, also on weakly ordered processors
+            done = []
+        while head != tail:
+            place = self._cqes + (head & self._cq_mask) * _CQE.size
+            slot, result, _ = _CQE.unpack_from(ring, place)
+            done.append(Reaped(self._tags[slot], result))
+            self._free.append(slot)
+            head = (head + 1) & 0xFFFF_FFFF
+        self._words[self._cq_head] = head
+        return done
+
+    def close(self) -> None:
+        if self._ring_fd < 0:
+            return
+        if self._ring is not None:
+            self._words.release()
+            self._ring.close()
+            self._sqes.close()
+            self._ring = None
+        os.close(self._ring_fd)
+        os.close(self.event_fd)
+        self._ring_fd = -1
