@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import EVICTIONS
 from kvhearth_server.core.slot_table import Geometry, State

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core_kit import Rig, contract, full, key, keys, sums_of
 
-from kvhearth_server.core.events import Event, EventKind, EventLog
+from kvhearth_server.core.actions import Event, EventKind, EventLog
 
 STORED, REMOVED = EventKind.STORED, EventKind.REMOVED
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
-from kvhearth_server.core.actions import Bind, Sum
-from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.actions import Bind, EventKind, Sum
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks

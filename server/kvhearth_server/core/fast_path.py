@@ -15,8 +15,7 @@ import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.model import CHECKSUM_BYTES, EXTENT_RECORD, FLAG_SUMMED, FLAG_VERIFY, I64, Records
-from kvhearth_server.core.actions import BindOne, SumOne
-from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.actions import BindOne, EventKind, SumOne
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.namespaces import Namespace

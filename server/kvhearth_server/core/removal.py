@@ -7,8 +7,7 @@ import enum
 import numpy as np
 
 from kvhearth.model import I64
-from kvhearth_server.core.actions import Mark
-from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.actions import EventKind, Mark
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 

@@ -10,9 +10,8 @@ import numpy as np
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
-from kvhearth_server.core.actions import Mark, Summed
+from kvhearth_server.core.actions import EventKind, Mark, Summed
 from kvhearth_server.core.commit import Binder, CommitItem
-from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.fast_path import One, Singles
 from kvhearth_server.core.groups import Group, SlotGrant, Unfinished

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvhearth.contract import GroupSpec
 from kvhearth.model import I64, Records
+from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import flat
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec
