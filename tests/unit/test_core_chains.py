@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.core_kit import Rig, contract, full, key, keys, no_deadline
 
 from kvhearth.model import I64
-from kvhearth_server.core.chains import Chains
+from kvhearth_server.core.index import Chains
 from kvhearth_server.core.slot_table import Geometry, SlotTable
 
 SLOTS = 32

@@ -13,9 +13,8 @@ from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.actions import Action, EventLog, Mark, SlabSized
-from kvhearth_server.core.chains import Chains
 from kvhearth_server.core.groups import Group, Groups
-from kvhearth_server.core.index import Index
+from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.ledger import Ledger
 from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
 from kvhearth_server.core.namespaces import Namespace, Namespaces
