@@ -29,9 +29,9 @@ from kvhearth_server.memory.journal import (
     identity_check,
     journal_bytes,
     owner_check,
+    read_journal,
     sum_check,
 )
-from kvhearth_server.memory.journal_scan import read_journal
 
 SLAB_BYTES = 64 * 1024
 GEOMETRY = Geometry.of([("t0", 4 * SLAB_BYTES), ("t1", 2 * SLAB_BYTES)], SLAB_BYTES, 4096)

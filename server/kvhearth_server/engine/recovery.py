@@ -15,7 +15,7 @@ from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.namespaces import NUMBER_MAX
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
-from kvhearth_server.memory.journal_scan import read_journal
+from kvhearth_server.memory.journal import read_journal
 from kvhearth_server.observability.logs import get_logger
 
 if TYPE_CHECKING:
