@@ -17,7 +17,7 @@ from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.durable_file import check_lockable
-from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory
+from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
 from kvhearth_server.ownership import foreign
 from kvhearth_server.tier_startup import Probe, check_ssd_dirs, check_ssd_interface

@@ -14,7 +14,7 @@ from support.daemon import Daemon, running_daemon, stopped_daemon
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
-from kvhearth_server.memory.page_kinds import FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
 
 CONFIG, MEMORY, OTHER = 2, 3, 1
 EXIT_S = 30.0

@@ -20,12 +20,7 @@ from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import parse_size
-from kvhearth_server.memory.page_kinds import (
-    Filesystem,
-    FilesystemKind,
-    KernelMemory,
-    filesystem_kind,
-)
+from kvhearth_server.memory.mapping import Filesystem, FilesystemKind, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import CATALOGUE_NAME, room_of
 from kvhearth_server.preflight import arena_plan
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.memory.page_kinds import FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
 
 MIB = 1 << 20
 CHILD_DEADLINE_S = 20.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.memory_places import mounted, tmpfs_directory
 
-from kvhearth_server.memory.page_kinds import (
+from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
     FilesystemKind,
     HugePool,

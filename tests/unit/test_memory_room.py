@@ -10,7 +10,7 @@ from support.memory_places import tmpfs_directory
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.arena import open_arena
-from kvhearth_server.memory.page_kinds import (
+from kvhearth_server.memory.mapping import (
     GIB,
     MIB,
     Filesystem,

@@ -23,8 +23,13 @@ from support.memory_places import (
 )
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.memory.mapping import address_of, map_shared
-from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory, PageKind
+from kvhearth_server.memory.mapping import (
+    HugepagePolicy,
+    KernelMemory,
+    PageKind,
+    address_of,
+    map_shared,
+)
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 MIB = 1 << 20
@@ -34,7 +39,7 @@ THP = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 CREATOR = """
 from pathlib import Path
-from kvhearth_server.memory.page_kinds import HugepagePolicy
+from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
 path = Path(arguments[0]) if arguments[0] else None
 made = create_segment(4 << 20, HugepagePolicy(arguments[1]), path=path)

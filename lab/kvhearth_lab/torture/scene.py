@@ -25,7 +25,7 @@ from kvhearth_lab.torture.report import Report
 from kvhearth_lab.torture.stalls import Stalls
 from kvhearth_lab.torture.world_config import ROOMY
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.memory.page_kinds import FilesystemKind, filesystem_kind
+from kvhearth_server.memory.mapping import FilesystemKind, filesystem_kind
 
 _EVERY_S = 0.02
 _SOCKETS_CHARS = 60

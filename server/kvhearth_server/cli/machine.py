@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvhearth_server.memory.page_kinds import MIB, HugePool, KernelMemory
+from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, Verdict, probe
 
 _SECTOR_BYTES = 512

@@ -30,7 +30,7 @@ from kvhearth_server.memory.journal import (
     slab_sizes,
     tables,
 )
-from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory, filesystem_kind
+from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import (
     CATALOGUE_BYTES_MAX,
     CATALOGUE_FORMAT,

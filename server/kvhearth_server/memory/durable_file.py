@@ -14,8 +14,14 @@ from pathlib import Path
 from kvhearth import failpoints as faults
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.memory.mapping import closed_on_failure, map_shared, populate
-from kvhearth_server.memory.page_kinds import Filesystem, FilesystemKind, filesystem_kind
+from kvhearth_server.memory.mapping import (
+    Filesystem,
+    FilesystemKind,
+    closed_on_failure,
+    filesystem_kind,
+    map_shared,
+    populate,
+)
 from kvhearth_server.ownership import check_own, read_own
 
 LOCK_FILE_NAME = "arena.lock"

@@ -14,7 +14,7 @@ from kvhearth_server.config.value_types import format_size
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.durable_file import file_bytes, peek
 from kvhearth_server.memory.journal import VERSION, journal_bytes, journal_path
-from kvhearth_server.memory.page_kinds import (
+from kvhearth_server.memory.mapping import (
     MIB,
     Filesystem,
     FilesystemKind,

@@ -17,15 +17,6 @@ from pathlib import Path
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import (
-    Progress,
-    Segment,
-    address_of,
-    advise_huge,
-    closed_on_failure,
-    map_shared,
-    populate,
-)
-from kvhearth_server.memory.page_kinds import (
     BASE_PAGE_BYTES,
     GIB,
     MIB,
@@ -35,7 +26,14 @@ from kvhearth_server.memory.page_kinds import (
     HugepagePolicy,
     KernelMemory,
     PageKind,
+    Progress,
+    Segment,
+    address_of,
+    advise_huge,
+    closed_on_failure,
     filesystem_kind,
+    map_shared,
+    populate,
 )
 from kvhearth_server.ownership import foreign
 

@@ -27,7 +27,7 @@ from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.core.state import Limits
 from kvhearth_server.memory.journal import Journal, journal_bytes, read_journal
-from kvhearth_server.memory.page_kinds import HugepagePolicy
+from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, StoreBatch
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings

@@ -14,7 +14,7 @@ from kvhearth_lab.bench.stalls.loop_watch import LoopWatch, WatchFile
 from kvhearth_lab.bench.stalls.sizes import SLAB_BYTES, SLOT_BYTES
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.core.slot_table import Geometry
-from kvhearth_server.memory.page_kinds import HugepagePolicy
+from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
 
