@@ -22,7 +22,7 @@ from kvhearth_server.ownership import foreign
 from kvhearth_server.tiers.base import Asked, DirectoryError, Tier
 from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
@@ -30,7 +30,7 @@ from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
 
-Probe = Callable[[str, int], Verdict]
+Probe = Callable[[str, int], ProbeResult]
 """Function that tries an interface for disk I/O at a queue depth."""
 
 _LOOK_S = 0.1
@@ -112,7 +112,7 @@ def _open_ssd(
         "ssd.opened",
         directories=[str(each) for each in settings.ssd_dirs],
         interface=tier.interface,
-        not_working={each.name: each.reason for each in tier.verdicts if each.reason},
+        not_working={each.name: each.reason for each in tier.probe_results if each.reason},
         segment_files=tier.files_found,
     )
     for message in tier.repairs:

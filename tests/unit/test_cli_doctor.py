@@ -13,7 +13,7 @@ from kvhearth_server.cli import app, doctor
 from kvhearth_server.cli.doctor import Finding, Grade, Look, examine
 from kvhearth_server.cli.machine import Installed, Machine
 from kvhearth_server.config.load import Settings
-from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 
 POOL = "hugepages/hugepages-2048kB"
 THP = "sys/kernel/mm/transparent_hugepage"
@@ -40,9 +40,13 @@ class Told(Machine):
     def device_of(self, folder: Path) -> int:
         return os.makedev(*self.device)
 
-    def disk_interfaces(self, depth: int) -> list[Verdict]:
+    def disk_interfaces(self, depth: int) -> list[ProbeResult]:
         problem = "" if self.good else "not permitted"
-        return [Verdict("io_uring", problem), Verdict("libaio", problem), Verdict("threads", "")]
+        return [
+            ProbeResult("io_uring", problem),
+            ProbeResult("libaio", problem),
+            ProbeResult("threads", ""),
+        ]
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:
         return (1 << 40 if self.good else 1 << 30), 1 << 29
@@ -276,9 +280,9 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        Verdict("io_uring", "not permitted"),
-        Verdict("libaio", ""),
-        Verdict("threads", ""),
+        ProbeResult("io_uring", "not permitted"),
+        ProbeResult("libaio", ""),
+        ProbeResult("threads", ""),
     ]
     place = f"{tmp_path}/kv=100GiB"
     found = ssd_findings(machine, tmp_path, place)["io_uring"]
@@ -307,9 +311,9 @@ def test_the_interface_that_a_daemon_takes_is_told(
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        Verdict("io_uring", "not permitted"),
-        Verdict("libaio", ""),
-        Verdict("threads", ""),
+        ProbeResult("io_uring", "not permitted"),
+        ProbeResult("libaio", ""),
+        ProbeResult("threads", ""),
     ]
     place = f"{tmp_path}/kv=100GiB"
     found = ssd_findings(machine, tmp_path, place, ssd_interface=wanted)["ssd_interface"]
@@ -322,7 +326,7 @@ def test_no_interface_at_all(tmp_path: Path) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        Verdict(name, "not permitted") for name in ("io_uring", "libaio", "threads")
+        ProbeResult(name, "not permitted") for name in ("io_uring", "libaio", "threads")
     ]
     found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd_interface"]
     assert found.grade is Grade.FAIL
@@ -417,7 +421,7 @@ def test_what_is_tried_is_tried_for_real(tmp_path: Path) -> None:
     machine = Machine()
     assert machine.direct_io(tmp_path / "absent") == "No such file or directory"
     (*_, threads) = machine.disk_interfaces(4)
-    assert threads == Verdict("threads", "")
+    assert threads == ProbeResult("threads", "")
     mount = machine.mount_of(tmp_path)
     assert mount is not None
     assert tmp_path.is_relative_to(mount.point)

@@ -111,9 +111,9 @@ def test_data_is_flushed(queue: DiskQueue, fd: int) -> None:
 
 
 def test_the_first_that_works_is_chosen_and_says_why_others_do_not() -> None:
-    name, verdicts = choose()
-    assert [each.name for each in verdicts] == list(NAMES[: NAMES.index(name) + 1])
-    assert [each.works for each in verdicts] == [False] * (len(verdicts) - 1) + [True]
+    name, probe_results = choose()
+    assert [each.name for each in probe_results] == list(NAMES[: NAMES.index(name) + 1])
+    assert [each.works for each in probe_results] == [False] * (len(probe_results) - 1) + [True]
     assert [each.name for each in probe_all()] == list(NAMES)
     assert choose("threads")[0] == "threads"
     with pytest.raises(ValueError, match="no disk interface"):

@@ -30,7 +30,7 @@ from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemK
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan, problems
 from kvhearth_server.tier_startup import unusable_ssd_dir
-from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 
 
@@ -92,11 +92,11 @@ _INTERFACE_FIXES = {
 
 def interfaces(look: Look) -> Iterator[Finding]:
     """Check each interface for disk I/O with a read, at the depth of the settings."""
-    verdicts = look.machine.disk_interfaces(look.settings.ssd_depth)
-    yield _chosen(look, verdicts)
-    working = [each.name for each in verdicts if each.works]
+    probe_results = look.machine.disk_interfaces(look.settings.ssd_depth)
+    yield _chosen(look, probe_results)
+    working = [each.name for each in probe_results if each.works]
     best = "" if not working or working[0] == "threads" else working[0]
-    for each in verdicts:
+    for each in probe_results:
         if each.works:
             yield Finding(each.name, Grade.OK, "works")
         elif best and each.name != look.settings.ssd_interface:
@@ -126,13 +126,13 @@ def places(look: Look) -> Iterator[Finding]:
 SSD_CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (places, interfaces)
 
 
-def _chosen(look: Look, verdicts: list[Verdict]) -> Finding:
+def _chosen(look: Look, probe_results: list[ProbeResult]) -> Finding:
     """Report the interface that a daemon with these settings takes here, and why no better one."""
-    wanted, by_name = look.settings.ssd_interface, {each.name: each for each in verdicts}
+    wanted, by_name = look.settings.ssd_interface, {each.name: each for each in probe_results}
     try:
         name, tried = choose(wanted, look.settings.ssd_depth, lambda name, _: by_name[name])
     except OSError as error:
-        working = [each.name for each in verdicts if each.works]
+        working = [each.name for each in probe_results if each.works]
         fix = f"set ssd_interface: auto, which takes {working[0]} here" if working else ""
         bad = Grade.FAIL if look.settings.ssd_dirs else Grade.WARN
         found = f"{wanted} -> none; {error.strerror}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
-from kvhearth_server.tiers.ssd.disk.probe import NAMES, Verdict, probe
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, ProbeResult, probe
 
 _SECTOR_BYTES = 512
 _NO_DRIVES = ("loop", "ram", "zram", "sr", "fd", "dm-", "md", "nbd")
@@ -218,11 +218,11 @@ class Machine:
         except OSError:
             return 0
 
-    def disk_interfaces(self, depth: int) -> list[Verdict]:
+    def disk_interfaces(self, depth: int) -> list[ProbeResult]:
         """Try each kernel interface for disk I/O with a read; return the verdicts, best first."""
         return [probe(name, depth) for name in NAMES]
 
-    def disk_interface(self, name: str, depth: int) -> Verdict:
+    def disk_interface(self, name: str, depth: int) -> ProbeResult:
         """Try one of the ``disk_interfaces``."""
         return next(each for each in self.disk_interfaces(depth) if each.name == name)
 

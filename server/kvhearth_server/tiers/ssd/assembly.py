@@ -10,7 +10,7 @@ from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import open_directories
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
-from kvhearth_server.tiers.ssd.disk.probe import Verdict, choose, open_queue
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
@@ -50,7 +50,7 @@ class TierComponents:
     clock: Callable[[], float]
     files: Files
     failed_places: dict[Place, str]
-    verdicts: list[Verdict]
+    probe_results: list[ProbeResult]
     interface: str
     driver: IoExecutor
     index: SsdIndex
@@ -92,7 +92,7 @@ def build(
     files = environment.files
     directories = open_directories(settings, files, counts, failed)
     try:
-        queue, verdicts = _open_queue(settings, environment)
+        queue, probe_results = _open_queue(settings, environment)
     except (OSError, ValueError):
         for each in directories:
             each.close()
@@ -128,7 +128,7 @@ def build(
         clock,
         files,
         failed,
-        verdicts,
+        probe_results,
         queue.name,
         driver,
         index,
@@ -141,10 +141,12 @@ def build(
     )
 
 
-def _open_queue(settings: SsdSettings, environment: Environment) -> tuple[DiskQueue, list[Verdict]]:
+def _open_queue(
+    settings: SsdSettings, environment: Environment
+) -> tuple[DiskQueue, list[ProbeResult]]:
     if environment.queue is not None:
         return environment.queue, []
-    name, verdicts = choose(settings.interface, settings.depth)
+    name, probe_results = choose(settings.interface, settings.depth)
     queue = open_queue(name, settings.depth)
     wrap = environment.wrap_queue
-    return (wrap(queue) if wrap else queue), verdicts
+    return (wrap(queue) if wrap else queue), probe_results

@@ -38,7 +38,7 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.assembly import Environment, build
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import Job
-from kvhearth_server.tiers.ssd.disk.probe import Verdict
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
 from kvhearth_server.tiers.ssd.log import Log, LogDirectory
@@ -351,9 +351,9 @@ class SsdTier(Tier):
         return self._parts.interface
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def probe_results(self) -> list[ProbeResult]:
         """Results of the interfaces that were tried at the start, best first."""
-        return self._parts.verdicts
+        return self._parts.probe_results
 
     @property
     def repairs(self) -> list[str]:

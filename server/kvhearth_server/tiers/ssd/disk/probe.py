@@ -39,7 +39,7 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeResult:
     """Result of probing a kernel interface; ``reason`` is empty if it works."""
 
     name: str
@@ -50,28 +50,30 @@ class Verdict:
         return not self.reason
 
 
-def probe(name: str, depth: int = _PROBE_DEPTH) -> Verdict:
+def probe(name: str, depth: int = _PROBE_DEPTH) -> ProbeResult:
     """Try one interface with a real read, at ``depth``: some limits show only at the real depth."""
     try:
         queue = _MAKERS[name](depth)
     except OSError as error:
-        return Verdict(name, _reason(name, error))
+        return ProbeResult(name, _reason(name, error))
     try:
-        return Verdict(name, _try_read(queue))
+        return ProbeResult(name, _try_read(queue))
     except OSError as error:
-        return Verdict(name, _reason(name, error))
+        return ProbeResult(name, _reason(name, error))
     finally:
         queue.close()
 
 
-def probe_all() -> list[Verdict]:
+def probe_all() -> list[ProbeResult]:
     """Probe all interfaces, best first."""
     return [probe(name) for name in NAMES]
 
 
 def choose(
-    wanted: str = "auto", depth: int = _PROBE_DEPTH, tried: Callable[[str, int], Verdict] = probe
-) -> tuple[str, list[Verdict]]:
+    wanted: str = "auto",
+    depth: int = _PROBE_DEPTH,
+    tried: Callable[[str, int], ProbeResult] = probe,
+) -> tuple[str, list[ProbeResult]]:
     """Return the interface to use, and the results of all that were ``tried`` at ``depth``.
 
     Raises:
@@ -85,12 +87,12 @@ def choose(
         if not verdict.works:
             raise OSError(errno.ENOSYS, f"{wanted}: {verdict.reason}")
         return wanted, [verdict]
-    verdicts = []
+    probe_results = []
     for name in NAMES:
-        verdicts.append(tried(name, depth))
-        if verdicts[-1].works:
-            return name, verdicts
-    raise OSError(errno.ENOSYS, "; ".join(f"{each.name}: {each.reason}" for each in verdicts))
+        probe_results.append(tried(name, depth))
+        if probe_results[-1].works:
+            return name, probe_results
+    raise OSError(errno.ENOSYS, "; ".join(f"{each.name}: {each.reason}" for each in probe_results))
 
 
 def open_queue(name: str, depth: int) -> DiskQueue:
