@@ -169,7 +169,7 @@ def test_a_full_tier_is_not_asked_again_and_again(how: str) -> None:
     rig.tiering.due.clear()
     assert 0 < rig.tiering.pause_s() <= 0.1
     rig.turn(20)
-    rig.tiering.nudge()
+    rig.tiering.wake()
     assert rig.tier.submitted["store"] == before
     assert not rig.tiering.due.is_set()
     rig.tier.refuse_stores = None

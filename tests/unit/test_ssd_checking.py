@@ -86,8 +86,8 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
 ) -> None:
     directory = Directory(Place(tmp_path, 1 << 30), 1 << 20, Files())
     event = make_event()
-    janitor = FileWorker(directory, event)
-    log_dir = LogDirectory(directory, janitor, count_max=files, carry_share=0.25)
+    file_worker = FileWorker(directory, event)
+    log_dir = LogDirectory(directory, file_worker, count_max=files, carry_share=0.25)
     assert log_dir.ready_wanted(0.0) == 1
     for _ in range(6):
         log_dir.closed(1.0)
@@ -95,5 +95,5 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
     log_dir.sealing = 0
     assert log_dir.ready_wanted(2.0) == most  # the next burst resembles the last one
     assert log_dir.ready_wanted(60.0) == 1
-    assert janitor.stop(_WAIT_S)
+    assert file_worker.stop(_WAIT_S)
     directory.close()

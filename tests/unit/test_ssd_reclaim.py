@@ -133,7 +133,7 @@ def test_blocks_are_offered_before_they_are_evicted(
             assert tier.look_up(kept[0].family, kept[0].keys).present.all()
             kept.pop(0).settled = True
         for offer in tier.take_offers():
-            assert len(offer.keys) * LENGTH <= reclaim.CARRY_BYTES
+            assert len(offer.keys) * LENGTH <= reclaim.REINSERT_BYTES
             offered.update(offer.keys)
             kept.append(offer)
         if kept and how == "ignored":

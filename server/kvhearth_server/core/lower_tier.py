@@ -129,7 +129,7 @@ class WritebackQueue:
             self._queue_of(heads).appendleft((heads, generations))
             self.waiting += len(heads)
 
-    def give_up(self) -> int:
+    def reject_all(self) -> int:
         """Refuse all waiting blocks, so that their room can be taken; returns their number."""
         refused = 0
         for segment in list(self.segments()):

@@ -345,7 +345,7 @@ class Engine:
             for used_at in state.take_evicted():
                 self.eviction_ages.observe_all(self.ticks.ages_s(used_at, self.now()))
         if self.tiering is not None:
-            self.tiering.nudge()
+            self.tiering.wake()
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SumOne):

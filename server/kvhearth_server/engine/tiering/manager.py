@@ -227,7 +227,7 @@ class Tiering:
         if self._promoter.due or self.pause_s() <= 0:
             self.due.set()
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the loop if the last call of the core left something to write."""
         if self._core.state.writeback_queue.waiting and not self._turning and self.pause_s() <= 0:
             self.due.set()

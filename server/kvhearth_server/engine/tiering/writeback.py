@@ -172,7 +172,7 @@ class WritebackLoop:
         self._open_at = now + pause_s
         state.writeback_queue.under_pressure = False
         state.release_epoch += 1
-        given_up = state.writeback_queue.give_up()
+        given_up = state.writeback_queue.reject_all()
         state.count("demotion_refused", given_up, reason)
         if given_up:
             _log.warning("ssd.not_saved", blocks=given_up, reason=reason)

@@ -52,13 +52,13 @@ class TierComponents:
     failed_places: dict[Place, str]
     probe_results: list[ProbeResult]
     interface: str
-    driver: IoExecutor
+    executor: IoExecutor
     index: SsdIndex
     log: Log
     pages: HeaderPages
     reclaimer: Reclaimer
     transfers: Transfers
-    adopter: Restorer
+    restorer: Restorer
     rate: ReadRate
 
     @property
@@ -97,29 +97,29 @@ def build(
         for each in directories:
             each.close()
         raise
-    driver = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
+    executor = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
     log_dirs = [
         LogDirectory(
             each,
-            FileWorker(each, driver.event_fd),
+            FileWorker(each, executor.event_fd),
             count_max=each.segments_max,
             carry_share=settings.carry_share,
         )
         for each in directories
     ]
     index = SsdIndex()
-    log = Log(log_dirs, driver, counts, settings=settings, clock=clock)
+    log = Log(log_dirs, executor, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + REINSERT_PAGES)
     reclaimer = Reclaimer(index, log, counts, clock, offers=offers)
     every_region = [*regions, reclaimer.buffer.bytes]
-    parts = (index, log, driver, pages)
+    parts = (index, log, executor, pages)
     transfers = Transfers(every_region, parts, settings, counts, clock)
     reclaimer.use(transfers, pages, len(regions))
     segments = [s for each in directories for s in each.segments]
     for segment in segments:
         segment.number = log.new_number()
-    event_fd = driver.event_fd
-    adopter = Restorer(
+    event_fd = executor.event_fd
+    restorer = Restorer(
         segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
     )
     return TierComponents(
@@ -130,13 +130,13 @@ def build(
         failed,
         probe_results,
         queue.name,
-        driver,
+        executor,
         index,
         log,
         pages,
         reclaimer,
         transfers,
-        adopter,
+        restorer,
         ReadRate(),
     )
 

@@ -153,7 +153,7 @@ class LogDirectory:
     """
 
     directory: Directory
-    janitor: FileWorker
+    file_worker: FileWorker
     count_max: int
     carry_share: float
     open: Segment | None = None
@@ -194,19 +194,19 @@ class LogDirectory:
 
     def needs_reclaim(self, now: float) -> bool:
         """Whether too few segments are ready, and only reclaiming can provide more."""
-        if self.over_capacity and not self.janitor.busy:
+        if self.over_capacity and not self.file_worker.busy:
             return True
         files = len(self.directory.segments)
         full = files >= self.count_max or now < self.retry_at
         ready = len(self.ready) + len(self.free)
-        return ready < self.ready_wanted(now) and full and not self.janitor.busy
+        return ready < self.ready_wanted(now) and full and not self.file_worker.busy
 
 
 class PageWriter:
     """Writes first pages and footers of segments."""
 
-    def __init__(self, driver: IoExecutor, wear: Wear, clock: Callable[[], float]) -> None:
-        self._driver, self._wear, self._clock = driver, wear, clock
+    def __init__(self, executor: IoExecutor, wear: Wear, clock: Callable[[], float]) -> None:
+        self._driver, self._wear, self._clock = executor, wear, clock
 
     def write(
         self, segment: Segment, content: Buffer, offset: int, then: Callable[[Job], None]
@@ -255,7 +255,7 @@ class Log:
     def __init__(
         self,
         log_dirs: list[LogDirectory],
-        driver: IoExecutor,
+        executor: IoExecutor,
         counts: Counts,
         *,
         settings: SsdSettings,
@@ -267,7 +267,7 @@ class Log:
         self.draining = False
         self.paused = True
         self.wear = Wear(WriteBudget(settings.bytes_per_day, clock()), counts, clock)
-        self._pages = PageWriter(driver, self.wear, clock)
+        self._pages = PageWriter(executor, self.wear, clock)
         self._counts = counts
         self._settings = settings
         self._clock = clock
@@ -430,14 +430,14 @@ class Log:
             log_dir.directory.remove_segment(segment)
             return None
 
-        log_dir.janitor.start(task, lambda _: None)
+        log_dir.file_worker.start(task, lambda _: None)
 
     # -- the beginning of a segment ----------------------------------------------------------------
 
     def tick(self) -> None:
         """Take over newly made files, and ensure that every directory has its next segment."""
         for log_dir in self.log_dirs:
-            log_dir.janitor.poll()
+            log_dir.file_worker.poll()
             while log_dir.over_capacity and log_dir.free:
                 self.remove(log_dir.free.pop())
             self._prepare(log_dir)
@@ -455,7 +455,7 @@ class Log:
         if (
             len(log_dir.ready) < wanted
             and len(directory.segments) < log_dir.count_max
-            and not log_dir.janitor.busy
+            and not log_dir.file_worker.busy
             and now >= log_dir.retry_at
         ):
             number = self.new_number()
@@ -467,7 +467,7 @@ class Log:
             # Spend at once: otherwise other directories and blocks would spend the same bytes
             # meanwhile.
             self.wear.budget.spend(prewritten, now)
-            log_dir.janitor.start(
+            log_dir.file_worker.start(
                 lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
                 lambda result: self._created(log_dir, result, prewritten),
             )

@@ -36,7 +36,7 @@ from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
 from kvhearth_server.tiers.ssd.log import Buffer, HeaderPages, Log, LogDirectory
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
 
-CARRY_BYTES = 32 << 20
+REINSERT_BYTES = 32 << 20
 """Size of the buffer through which blocks are carried; a larger block is not carried. The size
 keeps the turns of a segment few: each waits for the drive twice, and new stores wait for the
 segment.
@@ -91,7 +91,7 @@ class Reclaimer:
         offers: bool,
     ) -> None:
         """``offers``: whether a tier behind this one takes offers."""
-        self.buffer = Buffer(CARRY_BYTES)
+        self.buffer = Buffer(REINSERT_BYTES)
         self._index, self._log, self._counts = index, log, counts
         self._clock = clock
         self._work: dict[LogDirectory, _Work] = {}
@@ -170,7 +170,7 @@ class Reclaimer:
             namespace, group = self._index.of_family(int(name["family"]))
             length, shards = int(name["length"]), int(name["shards"])
             family = BlockSpec(namespace, group, int(name["epoch"]), length, shards)
-            fits = CARRY_BYTES // (pages_of(length) * PAGE_BYTES * shards)
+            fits = REINSERT_BYTES // (pages_of(length) * PAGE_BYTES * shards)
             fits = min(fits, REINSERT_PAGES // shards)
             for start in range(0, len(mine) if fits else 0, max(1, fits)):
                 chosen = mine[start : start + fits]
@@ -231,7 +231,7 @@ class Reclaimer:
             end = work.offered + _FORGET_BLOCKS
             heads = table.live_heads(work.offered, end)
             size = np.cumsum(disk_pages(table.rows[heads])) * PAGE_BYTES
-            fit = max(1, int(np.count_nonzero(size <= CARRY_BYTES)))
+            fit = max(1, int(np.count_nonzero(size <= REINSERT_BYTES)))
             work.offered = int(heads[fit]) if fit < len(heads) else end
             found: dict[BlockSpec, list[bytes]] = {}
             self._index.gather(table, heads[:fit], found)

@@ -1,9 +1,9 @@
 """The SSD tier as the engine sees it. ``tiers.base.Tier`` describes its methods.
 
-Threads: one drives the disk (``driver``), one or more verify moved bytes (its ``ChecksumPool``),
-one per directory makes files (``janitor``), one reads the log back at the start (``adopter``). All
-state belongs to the loop, which calls the methods of this module. Only ``drain``, ``close`` and,
-for opening directories, the constructor wait.
+Threads: one drives the disk (``executor``), one or more verify moved bytes (its ``ChecksumPool``),
+one per directory makes files (``file_worker``), one reads the log back (``restorer``). All state
+belongs to the loop, which calls the methods of this module. Only ``drain``, ``close`` and, for
+opening directories, the constructor wait.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SsdTier(Tier):
         self._parts = build(settings, regions, environment, on_progress, offers=offers)
         self.settings = settings
         self.counts = self._parts.counts
-        self.event_fd = self._parts.driver.event_fd
+        self.event_fd = self._parts.executor.event_fd
         self._regions = list(regions)
         self._clock = environment.clock
         self._admission: Admission = admission or AdmitAll()
@@ -190,8 +190,8 @@ class SsdTier(Tier):
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         self._check(batch)
-        driver = self._parts.driver
-        if self._parts.log.draining or driver.broken or not driver.alive:
+        executor = self._parts.executor
+        if self._parts.log.draining or executor.broken or not executor.alive:
             refusal = Throttled("draining" if self._parts.log.draining else "degraded")
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
@@ -225,16 +225,16 @@ class SsdTier(Tier):
 
     def poll(self) -> list[Completion]:
         now = self._clock()
-        jobs = self._parts.driver.take()
+        jobs = self._parts.executor.take()
         self._parts.rate.note(jobs, now)
         for job in jobs:
             self._watch.ended(job, now)
             self._steps += job.good and (job.urgent or not job.is_read)
             job.then(job)
         self._parts.transfers.settle_writes()
-        more = self._parts.adopter.turn(now)
+        more = self._parts.restorer.turn(now)
         self._parts.log.tick()
-        if not self._parts.adopter.recovering:
+        if not self._parts.restorer.recovering:
             more |= self._parts.reclaimer.tick()
         self._steps += more
         self._completions += self._watch.look(self._tasks.values(), now)
@@ -263,7 +263,7 @@ class SsdTier(Tier):
             return Throttled("draining")
         if self._parts.log.paused:
             return Throttled("recovering", 0.1)
-        if not self._parts.driver.alive or self._parts.driver.broken:
+        if not self._parts.executor.alive or self._parts.executor.broken:
             return Throttled("degraded", 60.0)
         return None
 
@@ -365,7 +365,7 @@ class SsdTier(Tier):
     @property
     def recovering(self) -> bool:
         """Whether the log is still being read back, so that absent blocks may yet appear."""
-        return self._parts.adopter.recovering
+        return self._parts.restorer.recovering
 
     @property
     def files_recovered(self) -> int:
@@ -377,7 +377,7 @@ class SsdTier(Tier):
         """Number of files that requests of a dead daemon may still hold. While it is not zero,
         slots that the dead daemon was loading into must stay quarantined.
         """
-        return self._parts.adopter.locked
+        return self._parts.restorer.locked
 
     @property
     def unusable_places(self) -> int:
@@ -404,10 +404,10 @@ class SsdTier(Tier):
     @property
     def broken(self) -> str:
         """Problem of the disk interface; empty for none."""
-        driver = self._parts.driver
-        if driver.broken:
-            return f"disk interface failed: {driver.broken}"
-        return "" if driver.alive else "the thread that drives the disk has ended"
+        executor = self._parts.executor
+        if executor.broken:
+            return f"disk interface failed: {executor.broken}"
+        return "" if executor.alive else "the thread that drives the disk has ended"
 
     def namespaces(self) -> dict[bytes, int]:
         """Return the number of blocks of each namespace that has any."""
@@ -463,7 +463,7 @@ class SsdTier(Tier):
             locked_files=self.locked_files,
             queued_reads=parts.transfers.reads,
             queued_writes=parts.transfers.writes,
-            running_requests=len(parts.driver.running),
+            running_requests=len(parts.executor.running),
             read_latency_s=parts.rate.latency_s,
             read_bytes_per_s=parts.rate.bytes_per_s,
             budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
@@ -532,17 +532,20 @@ class SsdTier(Tier):
         self._closed = True
         self._parts.log.draining = True
         end = time.monotonic() + deadline_s
-        parts: list[Callable[[float], bool]] = [self._parts.driver.stop, self._parts.adopter.stop]
-        parts += [log_dir.janitor.stop for log_dir in self._parts.log.log_dirs]
+        parts: list[Callable[[float], bool]] = [
+            self._parts.executor.stop,
+            self._parts.restorer.stop,
+        ]
+        parts += [log_dir.file_worker.stop for log_dir in self._parts.log.log_dirs]
         stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
         if not all(stopped):
             # The kernel still uses our descriptors and memory: they must stay as they are.
             _abandoned.append(self)
             return
         for log_dir in self._parts.log.log_dirs:
-            log_dir.janitor.poll()  # closes files that were made meanwhile, too
+            log_dir.file_worker.poll()  # closes files that were made meanwhile, too
             log_dir.directory.close()
-        self._parts.driver.close()
+        self._parts.executor.close()
 
 
 def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:

@@ -45,7 +45,7 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in flight: the loop makes it, the driver fills in its result.
+    """A request in flight: the loop makes it, the executor fills in its result.
 
     Attributes:
         op, fd, offset, pieces: as in ``Request``.
@@ -60,11 +60,11 @@ class Job:
         sync: a write is done only when the file's data is flushed.
         urgent: goes before all jobs that wait.
         cancelled: set by the loop; a job that has not begun then ends with ECANCELED.
-        begun_at: by the driver's clock, 0 while it waits for its turn.
+        begun_at: by the executor's clock, 0 while it waits for its turn.
         error: errno, 0 for none.
         short: fewer bytes were moved than requested.
         reported_stuck: the loop has reported that it is stuck.
-        group: jobs it was submitted with; set by the driver.
+        group: jobs it was submitted with; set by the executor.
     """
 
     op: Op

@@ -59,7 +59,7 @@ class Reaped(NamedTuple):
 class DiskQueue(Protocol):
     """At most ``depth`` requests in the kernel at once. Not thread-safe: one thread drives it.
 
-    ``event_fd`` is readable once something can be reaped. The driver waits for it together with its
+    ``event_fd`` is readable once something can be reaped. The executor waits for it, with its
     other events, and ``reap`` resets it.
     """
 
