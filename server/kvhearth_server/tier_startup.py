@@ -25,7 +25,7 @@ from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, Doubt, parse_directory_page
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
@@ -138,7 +138,9 @@ def tier_settings(settings: Settings) -> SsdSettings:
         ValueError: two names stand for one directory.
     """
     return SsdSettings(
-        places=tuple(Place(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs),
+        places=tuple(
+            SsdDirectorySpec(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs
+        ),
         segment_bytes=settings.ssd_segment_bytes,
         interface=settings.ssd_interface,
         depth=settings.ssd_depth,

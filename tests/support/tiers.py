@@ -30,7 +30,7 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings, segment_cost_bytes
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, segment_cost_bytes
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 DEADLINE_S = 20.0
@@ -69,7 +69,7 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
     capacity = segments * segment_cost_bytes(size) + (64 << 10)
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    places = tuple(Place(folder, capacity) for folder in folders)
+    places = tuple(SsdDirectorySpec(folder, capacity) for folder in folders)
     return SsdSettings(places, segment_bytes=size, **changes)
 
 

@@ -12,7 +12,7 @@ from kvhearth_server.engine.tiering.manager import LOOK_S, OVER_S, DegradedLog
 from kvhearth_server.tiers.base import Kind
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import WORDS, DirectoryHealth
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 IO = Kind("/a", "io", "writes")
@@ -123,16 +123,16 @@ def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
 
 def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     reported = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
-    bad = Place(tmp_path / "absent", reported.places[0].capacity_bytes)
+    bad = SsdDirectorySpec(tmp_path / "absent", reported.places[0].capacity_bytes)
     both = SsdSettings((*reported.places, bad), segment_bytes=SEGMENT_BYTES)
     tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
     unusable = Kind(str(bad.path), "unusable")
     assert [*tier.problems()] == [unusable]
     parts = tier._parts
     parts.log.log_dirs[0].directory.health.read_failed("io")
-    parts.driver.broken = errno.errorcode[errno.EIO]
+    parts.executor.broken = errno.errorcode[errno.EIO]
     kinds = [*tier.problems()]
     assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
     assert tier.health().reasons == tuple(tier.problems().values())
-    parts.driver.broken = ""
+    parts.executor.broken = ""
     tier.close()

@@ -13,7 +13,7 @@ from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory
-from kvhearth_server.tiers.ssd.settings import Place
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
 
 _WAIT_S = 20.0
 
@@ -84,7 +84,7 @@ def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
 def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
     tmp_path: Path, files: int, most: int
 ) -> None:
-    directory = Directory(Place(tmp_path, 1 << 30), 1 << 20, Files())
+    directory = Directory(SsdDirectorySpec(tmp_path, 1 << 30), 1 << 20, Files())
     event = make_event()
     file_worker = FileWorker(directory, event)
     log_dir = LogDirectory(directory, file_worker, count_max=files, carry_share=0.25)

@@ -39,7 +39,7 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.recovery.restore import read_segment
 from kvhearth_server.tiers.ssd.recovery.scanner import SCAN_BYTES, Reader
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -259,7 +259,7 @@ def test_files_that_were_never_used_are_not_read_through(
     tmp_path: Path, written: bool, most: int
 ) -> None:
     size = 4 * SCAN_BYTES
-    directory = Directory(Place(tmp_path, 20 * size), size, Files())
+    directory = Directory(SsdDirectorySpec(tmp_path, 20 * size), size, Files())
     made = directory.create_segment(1, prewrite=written, flush=False)
     directory.close_segment(made)
     (segment,) = directory.list_segments()
@@ -300,7 +300,7 @@ def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -
 
 
 def test_too_little_room_is_told_in_sizes_that_can_be_read(tmp_path: Path) -> None:
-    small = SsdSettings((Place(tmp_path, 100 * MIB),), segment_bytes=32 * MIB)
+    small = SsdSettings((SsdDirectorySpec(tmp_path, 100 * MIB),), segment_bytes=32 * MIB)
     with pytest.raises(
         DirectoryError, match=r"room for 3 segments of 32 MiB.*give it 128\.\d+ MiB"
     ):

@@ -44,7 +44,7 @@ from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
@@ -367,14 +367,14 @@ def test_a_segment_that_somebody_still_locks_is_waited_for(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("capacity", [0, SEGMENT_BYTES, 3 * SEGMENT_BYTES])
 def test_too_little_room_is_said_at_the_start(tmp_path: Path, capacity: int) -> None:
-    small = SsdSettings((Place(tmp_path, capacity),), segment_bytes=SEGMENT_BYTES)
+    small = SsdSettings((SsdDirectorySpec(tmp_path, capacity),), segment_bytes=SEGMENT_BYTES)
     with pytest.raises(DirectoryError, match="at least 4"):
         SsdTier(small, [Arena().bytes])
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="give a directory that exists"):
-        Directory(Place(tmp_path / "nowhere", 1 << 30), SEGMENT_BYTES, Files())
+        Directory(SsdDirectorySpec(tmp_path / "nowhere", 1 << 30), SEGMENT_BYTES, Files())
 
 
 def test_a_lowered_capacity_is_kept_to(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
-    Place,
+    SsdDirectorySpec,
     SsdSettings,
     segment_bytes_for,
     segment_cost_bytes,
@@ -195,7 +195,7 @@ def test_segments_fit_into_the_capacity(capacity: int) -> None:
 
 
 def test_settings_are_checked() -> None:
-    place = Place(Path("one"), GIB)
+    place = SsdDirectorySpec(Path("one"), GIB)
     for bad in (
         {"places": ()},
         {"places": (place, place)},

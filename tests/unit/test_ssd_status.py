@@ -19,7 +19,7 @@ from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.settings import (
-    Place,
+    SsdDirectorySpec,
     SsdSettings,
     directory_overhead_bytes,
     segment_cost_bytes,
@@ -190,7 +190,7 @@ def test_a_load_that_is_no_use_leaves_blocks_as_cold_as_they_were(desk: Desk) ->
 
 def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
     reported = settings(tmp_path / "good")
-    bad = Place(tmp_path / "absent", reported.places[0].capacity_bytes)
+    bad = SsdDirectorySpec(tmp_path / "absent", reported.places[0].capacity_bytes)
     desk = a_tier(SsdSettings((*reported.places, bad), segment_bytes=reported.segment_bytes))
     good, unusable = figures(desk).directories
     assert good.findings == ()
@@ -278,11 +278,13 @@ def test_the_namespaces_have_room_of_their_own(tmp_path: Path) -> None:
 def test_a_capacity_that_was_raised_beyond_what_its_files_can_take(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     a_tier(settings(folder, segment_bytes=64 << 10)).tier.close()
-    raised = Place(folder, segment_cost_bytes(64 << 10) * 1024 + directory_overhead_bytes())
+    raised = SsdDirectorySpec(
+        folder, segment_cost_bytes(64 << 10) * 1024 + directory_overhead_bytes()
+    )
     desk = a_tier(SsdSettings((raised,)))
     assert not_slow(desk) == []
     desk.tier.close()
-    raised = Place(folder, 1 << 30)
+    raised = SsdDirectorySpec(folder, 1 << 30)
     desk = a_tier(SsdSettings((raised,)))
     reported = "only 64 MiB of 1024 MiB are used: its log began with files of 0.06 MiB"
     (finding,) = not_slow(desk)

@@ -17,7 +17,7 @@ from kvhearth_lab.bench.ssd.figures import GB, Result
 from kvhearth_lab.bench.ssd.raw import Raw
 from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, Sizes
 from kvhearth_lab.bench.ssd.slots import Slots
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _IDLE_S = 1.0
@@ -74,7 +74,7 @@ class Course:
         sizes, values = self._sizes, self._result.values
         values["pages"] = self._slots.pages
         raw = Raw(self._slots, sizes, self._interface)
-        place = Place(self._folder / "tier", sizes.tier_bytes)
+        place = SsdDirectorySpec(self._folder / "tier", sizes.tier_bytes)
         place.path.mkdir()
         settings = SsdSettings(
             (place,),

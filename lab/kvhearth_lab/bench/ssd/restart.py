@@ -30,7 +30,7 @@ from kvhearth_server.memory.journal import Journal, journal_bytes, read_journal
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, StoreBatch
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 _BATCH = 512
@@ -50,7 +50,7 @@ async def recovery_part(folder: Path, sizes: Sizes, interface: str, result: Resu
     folder.mkdir()
     memory = np.frombuffer(mmap.mmap(-1, SMALL_BYTES), np.uint8)
     settings = SsdSettings(
-        (Place(folder, sizes.small_tier_bytes),),
+        (SsdDirectorySpec(folder, sizes.small_tier_bytes),),
         segment_bytes=sizes.small_segment_bytes,
         interface=interface,
         request_bytes=_WRITE_BYTES,

@@ -17,7 +17,7 @@ from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory
 from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES, Reclaimer
 from kvhearth_server.tiers.ssd.recovery.restore import Progress, Restorer
-from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.transfers import Transfers
 
 
@@ -49,7 +49,7 @@ class TierComponents:
     counts: Counts
     clock: Callable[[], float]
     files: Files
-    failed_places: dict[Place, str]
+    failed_places: dict[SsdDirectorySpec, str]
     probe_results: list[ProbeResult]
     interface: str
     executor: IoExecutor
@@ -88,7 +88,7 @@ def build(
         OSError: no way to do disk I/O was found.
     """
     counts, clock = Counts(), environment.clock
-    failed: dict[Place, str] = {}
+    failed: dict[SsdDirectorySpec, str] = {}
     files = environment.files
     directories = open_directories(settings, files, counts, failed)
     try:

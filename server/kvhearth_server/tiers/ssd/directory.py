@@ -29,7 +29,7 @@ from kvhearth_server.tiers.ssd.settings import (
     MIB,
     SEGMENTS_LEAST,
     SEGMENTS_MAX,
-    Place,
+    SsdDirectorySpec,
     SsdSettings,
     capacity_least,
     segment_bytes_for,
@@ -240,7 +240,7 @@ class Segment:
 class Directory:
     """A locked directory and its files."""
 
-    def __init__(self, place: Place, segment_bytes: int, files: Files) -> None:
+    def __init__(self, place: SsdDirectorySpec, segment_bytes: int, files: Files) -> None:
         """Lock and open the directory.
 
         Raises:
@@ -442,7 +442,7 @@ def _mib(size: int) -> str:
 
 
 def open_directories(
-    settings: SsdSettings, files: Files, counts: Counts, failed: dict[Place, str]
+    settings: SsdSettings, files: Files, counts: Counts, failed: dict[SsdDirectorySpec, str]
 ) -> list[Directory]:
     """Open all usable directories and list their segments; reasons of failures go to ``failed``.
 
@@ -451,7 +451,7 @@ def open_directories(
     """
     end = time.monotonic() + settings.open_s
 
-    def ask(place: Place) -> Asked[Directory]:
+    def ask(place: SsdDirectorySpec) -> Asked[Directory]:
         def opened() -> Directory:
             return _open(settings, place, files)
 
@@ -472,7 +472,7 @@ def open_directories(
     return found
 
 
-def _open(settings: SsdSettings, place: Place, files: Files) -> Directory:
+def _open(settings: SsdSettings, place: SsdDirectorySpec, files: Files) -> Directory:
     found = Directory(place, settings.segment_bytes, files)
     try:
         found.list_segments()

@@ -62,7 +62,7 @@ def capacity_least(segment_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SsdDirectorySpec:
     """One directory and its capacity. Several directories should be on different drives."""
 
     path: Path
@@ -99,7 +99,7 @@ class SsdSettings:
         open_s: a directory that takes longer to open is not used.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[SsdDirectorySpec, ...]
     segment_bytes: int = 0
     interface: str = "auto"
     depth: int = 32
