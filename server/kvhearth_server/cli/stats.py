@@ -68,7 +68,6 @@ def _ssd(found: admin_pb2.SsdStats) -> Table:
 
 
 def _directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
-    """Return a table with one row for each directory."""
     heads = ("directory", *([""] if bars else []), "files", "of", "used", "open", "sealed", "free")
     shown = table(*heads, right=heads[1:])
     for each in found.directories:
@@ -116,7 +115,6 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
 
 
 def _daemon(found: admin_pb2.StatsResponse) -> Table:
-    """Return a table of the daemon and its clients."""
     asked, hits = found.counters["lookup_keys"], found.counters["hit_keys"]
     return facts(
         [
@@ -133,7 +131,6 @@ def _daemon(found: admin_pb2.StatsResponse) -> Table:
 
 
 def _segments(found: admin_pb2.StatsResponse) -> Table:
-    """Return a table with one row for each tenant's segment."""
     heads = ("segment", "pages", "bytes", "used", "free", "reserved", "held", "quarantined")
     shown = table(*heads, right=heads[2:])
     for part in found.segments:

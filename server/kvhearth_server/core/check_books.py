@@ -193,7 +193,6 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
 
 
 def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
-    """Compare the bytes of a segment."""
     table, segment = state.table, used.segment
     books = state.ledger.segments[segment]
     busy = used.bound & ((table.refs[used.rows] > 0) | (table.pins[used.rows] > 0))
@@ -313,7 +312,6 @@ def _check_blocks(state: CoreState, segment: int, parts: list[slice]) -> None:
 
 
 def _check_pair(state: CoreState, segment: int, number: int, kv_group: int, heads: I64) -> None:
-    """Check heads of one namespace and KV group."""
     table, what = state.table, f"namespace {number} group {kv_group}"
     if number not in state.namespaces:
         raise BooksError(f"{what}: {len(heads)} blocks of no namespace")

@@ -347,7 +347,6 @@ class Evictor:
         return np.asarray(heads[unsaved])
 
     def _heads_in(self, segment: int, slab: int) -> I64:
-        """Heads of all blocks that have a shard in a slab."""
         table = self._state.table
         rows = self._state.pools[segment].slots_in(slab)
         slots = np.flatnonzero(table.state[rows] != State.FREE).astype(np.int64) + rows.start

@@ -172,7 +172,6 @@ class Singles:
         return spec if spec is not None and spec.shards == 1 else None
 
     def _is_reserved(self, group: Group, slot: int, generation: int, size: int) -> bool:
-        """Whether this group has reserved it, at this generation, in a slab of this slot size."""
         return (
             0 <= slot < self._slot_count
             and self._slot_state[slot] == _RESERVED
@@ -290,7 +289,6 @@ class Wholes:
         return books.leased_slots + count <= limits.leased_slots_max
 
     def _are_served(self, rows: Pick, count: int, namespace: Namespace, kv_group: int) -> bool:
-        """Whether all are blocks of this namespace and group that may be served."""
         # Bytes are compared at once; numbers cost several times as much, mostly numpy's own
         # overhead.
         table = self._state.table

@@ -409,7 +409,6 @@ class Chains:
             column[heads] = 0
 
     def _make_roots(self, link: int) -> None:
-        """Make a child and its older siblings roots."""
         while link:
             child = link - 1
             link = self._older[child]

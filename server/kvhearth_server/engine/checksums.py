@@ -117,7 +117,6 @@ class ChecksumWorkers:
         return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
 
     def _lengths(self, slots: I64) -> I64:
-        """Return the bytes of the shard in each bound slot."""
         state = self._engine.core.state
         table = state.table
         lengths = np.zeros(len(slots), np.int64)

@@ -124,7 +124,6 @@ def mix(
 
 
 def _mix_row(row: Sequence[int], value: int) -> int:
-    """Compute the check of one row; see ``mix``."""
     for word in row:
         value = (value ^ word) * _PRIME_NUMBER & _WORD
         value ^= value >> 29

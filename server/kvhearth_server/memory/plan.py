@@ -151,7 +151,6 @@ def _refuse(plan: ArenaPlan, wrong: str, fix: str) -> Found:
 
 
 def _step(old: Geometry, new: Geometry) -> Step | None:
-    """The step from one geometry to another, None if there is none."""
     if old == new:
         return Step.ADOPT
     alike = (old.slab_bytes, old.slot_bytes_min) == (new.slab_bytes, new.slot_bytes_min)

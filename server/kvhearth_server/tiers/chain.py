@@ -489,7 +489,6 @@ def _note(load: _Load, rows: I64, outcome: Outcome) -> None:
 
 
 def _absent(tiers: Sequence[Tier], family: BlockSpec, keys: list[bytes]) -> list[bytes]:
-    """Return the keys that none of the tiers has."""
     for tier in tiers:
         gone = ~tier.look_up(family, keys).present
         keys = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]

@@ -199,7 +199,6 @@ class EngineCache:
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """Hold one of the places for copies."""
         async with asyncio.timeout(self._deadline_s):
             await self._places.acquire()
         try:
@@ -295,7 +294,6 @@ class EngineCache:
             raise
 
     def _remove(self, keys: list[bytes], kv_group: int) -> None:
-        """Remove blocks from all tiers."""
         core, tiering = self._engine.core, self._engine.tiering
         state = core.state
         namespace = state.namespaces.get(state.group_of(self._session.number).namespace)
@@ -328,7 +326,6 @@ class EngineCache:
 
 
 def _parts(views: Sequence[U8], extents: Records) -> list[U8]:
-    """Return the memory of each extent."""
     places = zip(
         extents["segment"].tolist(),
         extents["offset"].tolist(),

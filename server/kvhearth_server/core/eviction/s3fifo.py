@@ -48,7 +48,6 @@ class Ghost:
         return self._size + self._split
 
     def _reserve(self) -> None:
-        """Reserve places for twice the size."""
         wanted = 2 * self._size
         while self._parts and self._start(len(self._parts)) > max(wanted, _PART):
             self._parts.pop()

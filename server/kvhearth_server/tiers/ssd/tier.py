@@ -549,7 +549,6 @@ class SsdTier(Tier):
 
 
 def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:
-    """Count the blocks of a refusal and return it."""
     counts.add(f"{what}_refused_{refusal.reason}", blocks)
     return refusal
 
