@@ -33,7 +33,7 @@ from kvhearth_server.observability.timings import (
     Histogram,
     TickClock,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
+from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -309,7 +309,7 @@ def test_labels_are_the_tiers_own_words() -> None:
 
 
 def test_reasons_of_refusals_are_those_that_the_tier_gives() -> None:
-    used = _words(r"""Throttled\(\s*"(\w+)\"""", "tiers/ssd")
+    used = {Refusal[word].value for word in _words(r"Refusal\.(\w+)", "tiers/ssd")}
     found = scraped(a_snapshot(ssd=an_ssd_tier(counts={})))
     shown = {dict(labels)["reason"] for name, labels in found if "ssd_refused_blocks" in name}
     assert used

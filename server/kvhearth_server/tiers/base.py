@@ -9,6 +9,7 @@ rule of this module.
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,13 +40,24 @@ class Done:
     """Stored: the block survives a crash of this process. Loaded: it is verified and in place."""
 
 
+class Refusal(enum.StrEnum):
+    """Reasons why a tier refuses blocks; for ``TOO_LARGE`` as it is configured."""
+
+    QUEUE = "queue"
+    ADMISSION = "admission"
+    BUDGET = "budget"
+    RECOVERING = "recovering"
+    DEGRADED = "degraded"
+    FULL = "full"
+    DRAINING = "draining"
+    TOO_LARGE = "too_large"
+
+
 @dataclass(frozen=True)
 class Throttled:
-    """Refused for now. ``reason``: queue, admission, budget, recovering, degraded, full or
-    draining; too_large, if the tier as configured can never take the block.
-    """
+    """Refused for now."""
 
-    reason: str
+    reason: Refusal
     retry_after_s: float = 0.0
 
 
@@ -65,11 +77,22 @@ class Corrupt:
     where: str
 
 
+class Failure(enum.StrEnum):
+    """Reasons why a device, or a caller's ``cancel``, ended a batch."""
+
+    IO = "io"
+    SHORT = "short"
+    NO_SPACE = "no_space"
+    READ_ONLY = "read_only"
+    CANCELLED = "cancelled"
+    STUCK = "stuck"
+
+
 @dataclass(frozen=True)
 class Failed:
-    """Ended by the device or ``cancel``: io, short, no_space, read_only, cancelled, stuck."""
+    """Ended by the device, or by the caller's ``cancel``."""
 
-    reason: str
+    reason: Failure
 
 
 Outcome = Done | Throttled | Missing | Corrupt | Failed

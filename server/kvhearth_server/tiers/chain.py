@@ -34,6 +34,7 @@ from kvhearth_server.tiers.base import (
     Missing,
     Offer,
     Outcome,
+    Refusal,
     StoreBatch,
     Throttled,
     Tier,
@@ -48,7 +49,7 @@ DEMOTION_S = 2.0
 PAUSE_S = 10.0
 """Time for which nothing is demoted after that: stores wait for the room."""
 _PAGE_BYTES = 4096
-_BUSY = frozenset({"queue", "full"})
+_BUSY = frozenset({Refusal.QUEUE, Refusal.FULL})
 """Reasons for refusing a batch that is probably accepted in a moment."""
 
 

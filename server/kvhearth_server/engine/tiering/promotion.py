@@ -22,9 +22,11 @@ from kvhearth_server.tiers.base import (
     Corrupt,
     Done,
     Failed,
+    Failure,
     LoadBatch,
     Missing,
     Outcome,
+    Refusal,
     Throttled,
     Tier,
 )
@@ -276,7 +278,7 @@ class Promoter:
         batch = LoadBatch(family, keys, places, is_use=keep)
         ticket = self._tier.submit_load(batch)
         if isinstance(ticket, Throttled):
-            if ticket.reason == "queue":
+            if ticket.reason == Refusal.QUEUE:
                 self._lack = "queue"
             else:
                 self._core.state.count("promotion_failed", len(keys), ticket.reason)
@@ -341,11 +343,11 @@ class Promoter:
             gone = ~self._tier.look_up(family, keys).present
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
             self._core.writeback.lost(request.namespace, request.kv_group, lost)
-            if isinstance(outcome, Failed) and outcome != Failed("cancelled"):
+            if isinstance(outcome, Failed) and outcome != Failed(Failure.CANCELLED):
                 self._names.publish_removed(
                     request.namespace, request.kv_group, lost, outcome.reason
                 )
-        called_off = [r for outcome, r in completion.parts if outcome == Failed("cancelled")]
+        called_off = [r for outcome, r in completion.parts if outcome == Failed(Failure.CANCELLED)]
         if not load.keep:
             called_off = [np.arange(len(request.keys))]
         for requester in load.promotion.requesters if called_off else ():

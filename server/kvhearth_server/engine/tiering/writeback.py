@@ -19,6 +19,7 @@ from kvhearth_server.tiers.base import (
     Corrupt,
     Done,
     Failed,
+    Refusal,
     StoreBatch,
     Throttled,
     Tier,
@@ -46,7 +47,7 @@ _PORTIONS = 2
 A portion makes room for the next only when it is written completely, so the drive needs two. More
 and smaller ones would cost more processor time, most of it to wake up.
 """
-_AGAIN = frozenset({"full", "queue", "recovering", "draining"})
+_AGAIN = frozenset({Refusal.FULL, Refusal.QUEUE, Refusal.RECOVERING, Refusal.DRAINING})
 """Reasons for refusing a store that may soon be accepted."""
 _log = get_logger("kvhearth.tiering")
 
@@ -175,7 +176,7 @@ class WritebackLoop:
         given_up = state.writeback_queue.reject_all()
         state.count("demotion_refused", given_up, reason)
         if given_up:
-            _log.warning("ssd.not_saved", blocks=given_up, reason=reason)
+            _log.warning("ssd.not_saved", blocks=given_up, reason=str(reason))
 
     def _batch(self, portion: Portion) -> StoreBatch:
         names = self._names

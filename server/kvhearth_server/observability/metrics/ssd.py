@@ -12,8 +12,9 @@ from kvhearth_server.observability.metrics.metric import (
     counter,
     if_ssd,
     of_ssd,
+    words,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, TierFigures
+from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
 
 INTERFACES = ("io_uring", "libaio", "threads")
 PROBLEMS = (
@@ -28,10 +29,7 @@ _DROPPED = (
 _STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
 _LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}
 _REFUSED = {
-    "store": (
-        *("admission", "budget", "degraded", "draining", "full", "queue", "recovering"),
-        "too_large",
-    ),
+    "store": words(Refusal),
     "load": ("degraded", "draining", "queue"),
 }
 _TROUBLE = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhearth.model import U8, Records
-from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.base import Counts, Failure
 from kvhearth_server.tiers.ssd.directory import CapacityReached, Directory, Segment, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, signal_event
@@ -223,7 +223,7 @@ class PageWriter:
         """Report the result of a write to the directory's health."""
         if job.good:
             directory.health.write_done()
-        elif job.reason != "cancelled":
+        elif job.reason != Failure.CANCELLED:
             directory.health.write_failed(job.reason, self._clock())
 
 

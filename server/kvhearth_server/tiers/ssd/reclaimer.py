@@ -27,6 +27,7 @@ from kvhearth_server.tiers.base import (
     LoadBatch,
     Offer,
     Outcome,
+    Refusal,
     StoreBatch,
     Throttled,
 )
@@ -292,7 +293,7 @@ class Reclaimer:
         out = Task(0, store, lambda _: self._carried_out(work), entries[good])
         left = transfers.store(out, store, np.arange(len(keys)))
         self._counts.add("carries_without_place", len(left))
-        out.settle(left.tolist(), Throttled("full"))
+        out.settle(left.tolist(), Throttled(Refusal.FULL))
         out.finish_if_done()
 
     def _tell_doubted(self, batch: LoadBatch, done: Completion) -> None:

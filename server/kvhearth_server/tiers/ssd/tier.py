@@ -25,10 +25,12 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Facts,
     Failed,
+    Failure,
     Kind,
     LoadBatch,
     Missing,
     Offer,
+    Refusal,
     StoreBatch,
     Throttled,
     Tier,
@@ -85,7 +87,9 @@ class Watch:
                 for job in task.jobs:
                     job.reported_stuck = True
                 self._counts.add("stuck_batches")
-                notices.append(Completion(task.ticket, [(Failed("stuck"), task.out)], final=False))
+                notices.append(
+                    Completion(task.ticket, [(Failed(Failure.STUCK), task.out)], final=False)
+                )
         for log_dir in self._log.log_dirs:
             log_dir.directory.health.stuck = stuck.get(log_dir.directory, 0)
         return notices
@@ -171,7 +175,9 @@ class SsdTier(Tier):
             self._parts.pages.free - REINSERT_PAGES,
             self.settings.queue_writes - self._parts.transfers.writes,
         ):
-            refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.writes))
+            refusal = Throttled(
+                Refusal.QUEUE, self._parts.rate.wait_s(self._parts.transfers.writes)
+            )
             return _counted(self.counts, "stores", refusal, len(absent))
         task = self._task(batch)
         task.settle(np.flatnonzero(present).tolist(), Done())
@@ -192,13 +198,13 @@ class SsdTier(Tier):
         self._check(batch)
         executor = self._parts.executor
         if self._parts.log.draining or executor.broken or not executor.alive:
-            refusal = Throttled("draining" if self._parts.log.draining else "degraded")
+            refusal = Throttled(Refusal.DRAINING if self._parts.log.draining else Refusal.DEGRADED)
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
         present, entries = self._parts.index.present(family, batch.keys)
         rows = np.flatnonzero(present)
         if self._parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
-            refusal = Throttled("queue", self._parts.rate.wait_s(self._parts.transfers.reads))
+            refusal = Throttled(Refusal.QUEUE, self._parts.rate.wait_s(self._parts.transfers.reads))
             return _counted(self.counts, "loads", refusal, len(rows))
         task = self._task(batch)
         task.settle(np.flatnonzero(~present).tolist(), Missing())
@@ -260,11 +266,11 @@ class SsdTier(Tier):
 
     def _refusal(self) -> Throttled | None:
         if self._parts.log.draining:
-            return Throttled("draining")
+            return Throttled(Refusal.DRAINING)
         if self._parts.log.paused:
-            return Throttled("recovering", 0.1)
+            return Throttled(Refusal.RECOVERING, 0.1)
         if not self._parts.executor.alive or self._parts.executor.broken:
-            return Throttled("degraded", 60.0)
+            return Throttled(Refusal.DEGRADED, 60.0)
         return None
 
     def _admitted(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
@@ -273,7 +279,9 @@ class SsdTier(Tier):
         keys = [batch.keys[row] for row in rows.tolist()]
         good = self._admission.admit(family.namespace, family.group, keys, family.length)
         if not good.all():
-            refusal = _counted(self.counts, "stores", Throttled("admission"), int((~good).sum()))
+            refusal = _counted(
+                self.counts, "stores", Throttled(Refusal.ADMISSION), int((~good).sum())
+            )
             task.settle(rows[~good].tolist(), refusal)
             rows = rows[good]
         if self._budget.unbounded:
@@ -282,7 +290,7 @@ class SsdTier(Tier):
         size = _disk_bytes(family)
         through = self._budget.take(size, len(rows), now)
         if through < len(rows):
-            out_of = Throttled("budget", self._budget.wait_s(now))
+            out_of = Throttled(Refusal.BUDGET, self._budget.wait_s(now))
             task.settle(rows[through:].tolist(), out_of)
             _counted(self.counts, "stores", out_of, len(rows) - through)
         return rows[:through]
@@ -293,7 +301,7 @@ class SsdTier(Tier):
         if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
             pages, family.shards
         ):
-            return Throttled("too_large", 3600.0)
+            return Throttled(Refusal.TOO_LARGE, 3600.0)
         now = self._clock()
         healths = [
             log_dir.directory.health
@@ -302,9 +310,11 @@ class SsdTier(Tier):
         ]
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
-            return Throttled("degraded", max(0.1, min(waits, default=60.0)))
+            return Throttled(Refusal.DEGRADED, max(0.1, min(waits, default=60.0)))
         # Reclaiming begins only when recovery knows every stored block.
-        return Throttled("recovering", 0.1) if self.recovering else Throttled("full", 0.02)
+        return (
+            Throttled(Refusal.RECOVERING, 0.1) if self.recovering else Throttled(Refusal.FULL, 0.02)
+        )
 
     # -- lookup, removal ---------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvhearth_server.tiers.base import (
     Counts,
     Done,
     Failed,
+    Failure,
     LoadBatch,
     Missing,
     Outcome,
@@ -96,7 +97,7 @@ class Task:
 
     def completion(self) -> Completion:
         """Return the final completion; rows without an outcome count as failed."""
-        outcomes = [each or Failed("io") for each in self._outcomes]
+        outcomes = [each or Failed(Failure.IO) for each in self._outcomes]
         return Completion(self.ticket, gather(outcomes))
 
 
@@ -260,7 +261,7 @@ class Transfers:
                 self._counts.add("corrupt_sources", len(rows))
         else:
             run.task.settle(run.owners[span[0] : span[1]].tolist(), Failed(job.reason))
-            if job.reason != "cancelled":
+            if job.reason != Failure.CANCELLED:
                 health.write_failed(job.reason, self._clock())
                 self._counts.add("write_errors")
         run.writes -= 1
@@ -393,7 +394,7 @@ class Transfers:
         segment = self._log.segments[number]
         segment.reads -= len(records)
         health = segment.directory.health
-        if not job.good and job.begun_at and job.reason != "cancelled" and len(records) > 1:
+        if not job.good and job.begun_at and job.reason != Failure.CANCELLED and len(records) > 1:
             # A single unreadable page must not cost its neighbours.
             self._submit_reads(task, [(number, [record]) for record in records])
             return
@@ -402,13 +403,13 @@ class Transfers:
             task.shards_left[row] -= 1
         if not job.good:
             task.settle(rows, Failed(job.reason))
-            if job.reason != "cancelled":
+            if job.reason != Failure.CANCELLED:
                 health.read_failed(job.reason)
                 for row in rows:
                     self._counts.add("read_errors")
                     self._doubt(task.batch, row, number)
         elif job.cancelled:
-            task.settle(rows, Failed("cancelled"))
+            task.settle(rows, Failed(Failure.CANCELLED))
         else:
             for row in dict.fromkeys(rows[index] for index in job.wrong):
                 self._counts.add("corrupt_blocks")

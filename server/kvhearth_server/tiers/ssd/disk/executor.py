@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from kvhearth.checksum import checksum_of
 from kvhearth.failpoints import hit
+from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.disk.queues import (
     DiskQueue,
     Op,
@@ -29,10 +30,10 @@ Check = tuple[memoryview, bytes]
 """Bytes, and the xxh3_128 they must have."""
 
 _REASONS = {
-    errno.ENOSPC: "no_space",
-    errno.EDQUOT: "no_space",
-    errno.EROFS: "read_only",
-    errno.ECANCELED: "cancelled",
+    errno.ENOSPC: Failure.NO_SPACE,
+    errno.EDQUOT: Failure.NO_SPACE,
+    errno.EROFS: Failure.READ_ONLY,
+    errno.ECANCELED: Failure.CANCELLED,
 }
 
 
@@ -98,9 +99,9 @@ class Job:
         return not self.error and not self.short
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> Failure:
         """Reason of a failure, in a word."""
-        return "short" if self.short else _REASONS.get(self.error, "io")
+        return Failure.SHORT if self.short else _REASONS.get(self.error, Failure.IO)
 
 
 _FEW = 12
