@@ -228,18 +228,17 @@ def _short_path(folder: Path) -> Iterator[str]:
 def _connect(folder: Path) -> HolderLink | None:
     """Connect to the holder of a directory; None where none runs."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    line.settimeout(ANSWER_S)
-    try:
-        with _short_path(folder) as path:
-            line.connect(path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(line.close)
+        line.settimeout(ANSWER_S)
+        try:
+            with _short_path(folder) as path:
+                line.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
         if not _is_own(line):
             raise PermissionError(f"another user's process answers at {folder / SOCKET_NAME}")
-    except (FileNotFoundError, ConnectionRefusedError):
-        line.close()
-        return None
-    except BaseException:
-        line.close()
-        raise
+        undo.pop_all()
     return HolderLink(line)
 
 
