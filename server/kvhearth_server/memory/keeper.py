@@ -231,15 +231,17 @@ def _connect(folder: Path) -> HolderLink | None:
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         line.settimeout(ANSWER_S)
+        found = HolderLink(line)
         try:
             with _short_path(folder) as path:
                 line.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
+            if not _is_own(line):
+                raise PermissionError(f"another user's process answers at {folder / SOCKET_NAME}")
+            found.forget("")  # a holder that is about to end accepts connections, too
+        except (FileNotFoundError, ConnectionError):
             return None
-        if not _is_own(line):
-            raise PermissionError(f"another user's process answers at {folder / SOCKET_NAME}")
         undo.pop_all()
-    return HolderLink(line)
+    return found
 
 
 def _is_own(line: socket.socket) -> bool:
