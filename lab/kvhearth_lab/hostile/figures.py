@@ -140,22 +140,28 @@ class Row:
         }
 
 
+_TIMES = frozenset({"p99", "livez"})
+
+
 def least(rows: Sequence[Row]) -> Row:
     """Return the repetition with the least factor, with all else that went wrong in any of them.
 
     A stall that the daemon makes is there each time; one that the machine makes is not.
     """
     best = min(rows, key=lambda row: row.factor)
-    best.restarts = sum(row.restarts for row in rows)
-    best.wrong = [text for row in rows for text in row.wrong]
-    best.lost = [text for row in rows for text in row.lost]
+    others = [row for row in rows if row is not best]
+    best.restarts += sum(row.restarts for row in others)
+    best.wrong += [text for row in others for text in row.wrong]
+    best.lost += [text for row in others for text in row.lost]
+    best.failures += [text for row in others for text in row.failures]
+    more = {name for row in others for name in row.missed()} - _TIMES - set(best.missed())
+    best.own += sorted(more)
     return best
 
 
 def only_slow(row: Row) -> bool:
     """Whether nothing but times fell short: such an attack is repeated."""
-    missed = set(row.missed())
-    return bool(missed) and missed <= {"p99", "livez"}
+    return bool(row.missed()) and _TIMES.issuperset(row.missed())
 
 
 def summary(rows: Iterable[Row], skipped: dict[str, str]) -> dict[str, Any]:

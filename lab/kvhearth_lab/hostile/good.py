@@ -52,7 +52,8 @@ class Good:
         """Store new blocks; a block counts as known once the daemon has acknowledged it."""
         numbers = list(range(self._next, self._next + STORED))
         self._next += STORED
-        done = self.engine.store(numbers, parent=self.known[-1] if self.known else None)
+        # Without a parent: eviction takes a chain from its end, thus the newest blocks first.
+        done = self.engine.store(numbers)
         if done.reason or len(done.bound) < STORED:
             self.errors.append(f"store: {done.reason or 'short'}")
         self.known = (self.known + done.bound)[-KNOWN:]
