@@ -43,7 +43,7 @@ def knock(target: Target, door: str) -> socket.socket:
     try:
         place = target.http_address if door == HTTP else str(Path(target.socket_dir) / door)
         line.connect(place)
-    except BaseException:
+    except OSError:
         line.close()
         raise
     return line

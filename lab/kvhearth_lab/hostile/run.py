@@ -193,57 +193,14 @@ class Goods:
         self.lines.append({**line, "from": client.name})
 
 
+@dataclass(frozen=True)
 class Stage:
-    """One daemon with its good clients and its watch.
+    """A running daemon with its good clients, its watch, and the facts for attackers."""
 
-    Args:
-        settings: settings of the daemon beyond the suite's.
-    """
-
-    def __init__(self, folder: Path, users: Users, settings: Mapping[str, object]) -> None:
-        self._users = users
-        self._scratch = folder / "x"
-        self._scratch.mkdir(mode=0o777)
-        self._scratch.chmod(0o777)
-        (folder / "s").mkdir(mode=0o755)
-        (folder / "s").chmod(0o755)
-        own = {"http": "127.0.0.1:0", "hugepages": "off", "slab_bytes": "2MiB", **users.settings()}
-        self.daemon = Daemon(folder, None, {**own, **settings}, tied())
-        self._folder = folder
-
-    def start(self) -> None:
-        """Start everything."""
-        self.daemon.start()
-        self._http = str(self.daemon.ready()["http"]).removeprefix("http://")
-        self.watch = Watch(self.daemon, self._http)
-        self.goods = Goods(self.daemon, self._users, self._folder)
-        try:
-            self.goods.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        time.sleep(_WARM_S)
-
-    def stop(self) -> None:
-        """End everything."""
-        self.watch.stop()
-        self.goods.end()
-        self.daemon.kill()
-
-    def target(self) -> Target:
-        """Return the facts for attackers."""
-        users = self._users
-        return Target(
-            socket_dir=str(self.daemon.socket_dir),
-            http=self._http,
-            folder=str(self._scratch),
-            daemon_pid=self.daemon.pid,
-            good_pid=self.goods.staying.process.pid,
-            uid_a=users.a,
-            uid_b=users.b,
-            uid_nobody=users.nobody,
-            page_bytes=PAGE_BYTES,
-        )
+    daemon: Daemon
+    watch: Watch
+    goods: Goods
+    target: Target
 
     def measure(self, attack: Attack, seconds: float) -> Row:
         """Run one attack between two quiet times; the daemon may be dead afterwards."""
@@ -254,7 +211,7 @@ class Stage:
         row.rss_before, row.descriptors_before = self.watch.most(begin, quiet)
         log_from = len(self.daemon.own_lines())
         try:
-            attack.start(self.target())
+            attack.start(self.target)
             under = time.monotonic()
             self._wait(max(UNDER_S_LEAST, UNDER_SHARE * seconds, attack.seconds_least))
         finally:
@@ -272,7 +229,7 @@ class Stage:
         self._judge(row, quiet, end)
         row.rounds = attack.rounds()
         row.failures = [*attack.failures(), *self.goods.failures()]
-        row.own = attack.check(self.target(), self.daemon.own_lines()[log_from:])
+        row.own = attack.check(self.target, self.daemon.own_lines()[log_from:])
         return row
 
     def _judge(self, row: Row, quiet: float, end: float) -> None:
@@ -316,18 +273,44 @@ def staged(users: Users, settings: Callable[[Path], Mapping[str, object]]) -> It
 
     Args:
         settings: returns further settings of the daemon for the run's directory.
+
+    Raises:
+        KVHearthError: the daemon or a good client does not work.
     """
-    folder = Path(tempfile.mkdtemp(prefix="kvh-"))
-    folder.chmod(0o755)  # attackers of other users reach the sockets
-    try:
-        stage = Stage(folder, users, settings(folder))
-        stage.start()
-        try:
-            yield stage
-        finally:
-            stage.stop()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="kvh-"))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)  # attackers of other users reach the sockets
+        for name, mode in (("s", 0o755), ("x", 0o777)):
+            (folder / name).mkdir()
+            (folder / name).chmod(mode)
+        own = {"http": "127.0.0.1:0", "hugepages": "off", "slab_bytes": "2MiB", **users.settings()}
+        daemon = Daemon(folder, None, {**own, **settings(folder)}, tied())
+        undo.callback(daemon.kill)
+        daemon.start()
+        address = str(daemon.ready()["http"]).removeprefix("http://")
+        watch = Watch(daemon, address)
+        undo.callback(watch.stop)
+        goods = Goods(daemon, users, folder)
+        undo.callback(goods.end)
+        goods.wait_ready()
+        time.sleep(_WARM_S)
+        yield Stage(
+            daemon,
+            watch,
+            goods,
+            Target(
+                socket_dir=str(daemon.socket_dir),
+                http=address,
+                folder=str(folder / "x"),
+                daemon_pid=daemon.pid,
+                good_pid=goods.staying.process.pid,
+                uid_a=users.a,
+                uid_b=users.b,
+                uid_nobody=users.nobody,
+                page_bytes=PAGE_BYTES,
+            ),
+        )
 
 
 def run(
@@ -335,6 +318,7 @@ def run(
     only: Sequence[str] = (),
     told: Told = lambda text: None,
     attacks: Mapping[str, type[Attack]] | None = None,
+    users: Users | None = None,
 ) -> dict[str, Any]:
     """Run the attacks and return the object that the verb prints.
 
@@ -342,7 +326,8 @@ def run(
         seconds: measured time of all attacks together; each has a least time.
         only: names of the attacks; empty for all.
         told: called with a line of progress.
-        attacks: the table of attacks.
+        attacks: the table of attacks; by default all.
+        users: users of the run; by default those that this process may have.
 
     Raises:
         KVHearthError: ``config_invalid``: no attack of such a name; or the daemon or a good client
@@ -354,7 +339,7 @@ def run(
         raise KVHearthError(
             Reason.CONFIG_INVALID, f"no attack {', '.join(unknown)}; there are {', '.join(known)}"
         )
-    users = Users.here()
+    users = users or Users.here()
     chosen = [known[name]() for name in only or known]
     skipped = {
         attack.name: "; ".join(NEEDS[need] for need in sorted(attack.needs - users.holds))
