@@ -88,7 +88,8 @@ class Attack:
     """One attack: a subclass in a module ``attacks_*`` of this package is in the table.
 
     A subclass overrides ``run``, which processes of its own execute as ``who`` until ``stop`` kills
-    them with SIGKILL. An attack that needs something else overrides ``start`` and ``stop``.
+    them with SIGKILL. An attack that needs something else overrides ``start`` and ``stop``. Its
+    module imports all that ``run`` uses: other users may be unable to read the interpreter's files.
 
     The machine may have two cores only. Attackers therefore run with ``NICENESS``, and an attack
     whose ``run`` computes much sets ``pause_s``: measured is what the daemon does for an
@@ -255,6 +256,7 @@ def main(words: Sequence[str]) -> int:
     module, name, text, number, parent = words
     attack: Attack = getattr(importlib.import_module(module), name)()
     target = Target(**json.loads(text))
+    "".encode("idna")  # imports what a host name needs, while the files can be read
     descriptors = min(_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     become(target.uid_of(attack.who))
