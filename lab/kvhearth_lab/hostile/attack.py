@@ -103,6 +103,7 @@ class Attack:
         processes: number of its processes.
         pause_s: pause of each process after each round of ``run``.
         seconds_least: shortest time under attack that shows what it does.
+        arena: whether the daemon's arena is in files, so that it has a durable catalogue.
     """
 
     name: ClassVar[str] = ""
@@ -112,6 +113,7 @@ class Attack:
     processes: ClassVar[int] = 1
     pause_s: ClassVar[float] = 0.0
     seconds_least: ClassVar[float] = 0.0
+    arena: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._attackers: list[Attacker] = []

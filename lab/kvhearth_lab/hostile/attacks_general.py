@@ -11,22 +11,25 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from kvhearth.contract import TEXT_CHARS_MAX, Contract
 from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.session.attach import Session, attach
 from kvhearth.url import ATTACH_SOCKET, CALLS_SOCKET, GRPC_SOCKET, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import frames
-from kvhearth.wire.handshake import HEALTH_QUESTION, Hello, encode_frame
+from kvhearth.wire.handshake import FRAME_BYTES_MAX, HEALTH_QUESTION, Hello, encode_frame
 from kvhearth_lab.harness.engine import PAGES, Engine, contract_of, key_of
 from kvhearth_lab.hostile.attack import NOBODY, SECOND_UID, Attack, Target
 
 HTTP = "http"
 _WAIT_S = 0.5
+_ANSWER_S = 10.0
 _KEY_BYTES = 32
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 """The preface of HTTP/2 and empty settings."""
@@ -49,7 +52,9 @@ def knock(target: Target, door: str) -> socket.socket:
     return line
 
 
-def enter(target: Target, engine_id: str, *, map_arena: bool = False) -> Session:
+def enter(
+    target: Target, engine_id: str, *, made: Contract | None = None, map_arena: bool = False
+) -> Session:
     """Attach as an engine of tenant a.
 
     Raises:
@@ -58,7 +63,7 @@ def enter(target: Target, engine_id: str, *, map_arena: bool = False) -> Session
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         engine_id=engine_id,
-        contract=contract_of(target.page_bytes, model="hostile").to_json(),
+        contract=(made or contract_of(target.page_bytes, model="hostile")).to_json(),
         map_arena=map_arena,
         pid=os.getpid(),
     )
@@ -77,12 +82,36 @@ def frame(kind: int, body: bytes) -> bytes:
     return frames.HEADER.pack(len(body), kind, 1) + body
 
 
-def lookup(session: Session, count: int) -> bytes:
-    """Return a frame that looks up random keys."""
-    keys = os.urandom(count * _KEY_BYTES)
+def lookup(session: Session, keys: bytes, lease_id: int = 0) -> bytes:
+    """Return a frame that looks up keys and, with an id, leases the blocks."""
     group = types_pb2.GroupKeys(group=0, keys=keys)
-    request = cache_pb2.LookupRequest(groups=[group], epoch=session.welcome.epoch)
+    request = cache_pb2.LookupRequest(
+        groups=[group], epoch=session.welcome.epoch, lease_id=lease_id
+    )
     return frame(frames.METHODS["Lookup"], request.SerializeToString())
+
+
+def random_keys(session: Session) -> bytes:
+    """Return as many random keys as a call may have."""
+    return os.urandom(session.welcome.keys_max * _KEY_BYTES)
+
+
+def answer(line: socket.socket) -> bytes:
+    """Return the body of the next frame.
+
+    Raises:
+        ConnectionResetError: the daemon closed the connection.
+    """
+    data = b""
+    wanted = frames.HEADER.size
+    while len(data) < wanted:
+        more = line.recv(1 << 20)
+        if not more:
+            raise ConnectionResetError("the daemon closed it")
+        data += more
+        if len(data) >= frames.HEADER.size:
+            wanted = frames.HEADER.size + frames.HEADER.unpack_from(data)[0]
+    return data[frames.HEADER.size :]
 
 
 # -- hostile bytes ---------------------------------------------------------------------------------
@@ -306,6 +335,53 @@ class HealthStorm(Attack):
             yield
 
 
+class BigHellos(Attack):
+    """Hellos of the most bytes, which the daemon must parse before it can refuse them.
+
+    The bytes are made once, and each connection waits for the refusal.
+    """
+
+    name = "big_hellos"
+    help = "nobody sends hellos of 256 KiB, full of small objects, to the attach socket"
+    who = NOBODY
+    processes = 2
+
+    def run(self, target: Target, number: int) -> Iterator[None]:
+        """See ``Attack.run``."""
+        room = FRAME_BYTES_MAX - 100
+        body = b'{"kind":"hello","x":[' + b"{}," * (room // 3) + b"0]}"
+        hello = struct.pack("<I", len(body)) + body
+        while True:
+            with contextlib.suppress(OSError), knock(target, ATTACH_SOCKET) as line:
+                line.settimeout(_ANSWER_S)
+                line.sendall(hello)
+                line.recv(4096)
+            yield
+
+
+class BigContracts(Attack):
+    """Attaches with ever new contracts of 40 KB, beside an arena whose catalogue must hold them."""
+
+    name = "big_contracts"
+    help = "tenant a attaches with ever new contracts of 40 KB, which the catalogue must hold"
+
+    arena = True
+
+    def run(self, target: Target, number: int) -> Iterator[None]:
+        """See ``Attack.run``."""
+        long = "\u00e9" * TEXT_CHARS_MAX
+        texts = ("revision", "layout", "quantization", "hash_seed", "rope_digest", "draft_model")
+        filled: dict[str, Any] = dict.fromkeys(texts, long)
+        turn = 0
+        while True:
+            turn += 1
+            named = f"{os.getpid()}-{turn}-{long}"[:TEXT_CHARS_MAX]
+            made = replace(contract_of(target.page_bytes, model=named), **filled)
+            with contextlib.suppress(KVHearthError):
+                enter(target, f"contracts-{turn % 4}", made=made).goodbye()
+            yield
+
+
 class LookupStorm(Attack):
     """Lookups of the most keys that a call may have, on several connections of one session.
 
@@ -321,7 +397,7 @@ class LookupStorm(Attack):
     def run(self, target: Target, number: int) -> Iterator[None]:
         """See ``Attack.run``."""
         session = enter(target, f"lookups-{number}")
-        calls = [lookup(session, session.welcome.keys_max) for _ in range(self.requests)]
+        calls = [lookup(session, random_keys(session)) for _ in range(self.requests)]
         ready = select.poll()
         lines = {}
         for _ in range(self.connections):
@@ -363,6 +439,35 @@ class EvictingStores(Attack):
             yield
 
 
+class ManyLeases(Attack):
+    """As many leases as an engine may have, each of all blocks that a segment may hold."""
+
+    name = "many_leases"
+    help = "tenant a takes 4,096 leases of 2,048 blocks each, which the daemon must remember"
+    needs = frozenset({SECOND_UID})
+    blocks: ClassVar[int] = 2048
+
+    def run(self, target: Target, number: int) -> Iterator[None]:
+        """See ``Attack.run``."""
+        model = f"leases-{os.getpid()}"
+        contract = contract_of(target.page_bytes, model=model)
+        engine = Engine(target.url, contract, model, key_of=partial(key_of, model))
+        engine.wait_ready()
+        for first in range(0, self.blocks, PAGES):
+            engine.store(range(first, first + PAGES))
+        session = enter(target, f"{model}-2", made=contract)
+        keys = b"".join(engine.keys(range(self.blocks)))
+        with opened(target, session) as line:
+            line.settimeout(_ANSWER_S)
+            answer(line)
+            turn = 0
+            while True:
+                turn += 1
+                line.sendall(lookup(session, keys, turn))
+                answer(line)
+                yield
+
+
 # -- slow readers ----------------------------------------------------------------------------------
 
 
@@ -377,7 +482,7 @@ class SlowFrames(Attack):
     def run(self, target: Target, number: int) -> Iterator[None]:
         """See ``Attack.run``."""
         session = enter(target, f"slow-{number}")
-        call = lookup(session, session.welcome.keys_max)
+        call = lookup(session, random_keys(session))
         yield from pushed(self.connections, partial(opened, target, session), call)
 
 

@@ -50,6 +50,8 @@ class Row:
 
     Attributes:
         idle, under, after: the good client's calls in the three phases.
+        idle_wait, under_wait: part of the time in which the daemon's loop waited for a processor:
+            what other processes of the machine add to the times.
         attach_ms: longest attach of the client that comes and goes, under attack.
         errors: failed calls of the good clients, by reason.
         rss_before, rss_max, rss_after: resident bytes of the daemon without the arena.
@@ -66,6 +68,8 @@ class Row:
     idle: Calls = field(default_factory=Calls)
     under: Calls = field(default_factory=Calls)
     after: Calls = field(default_factory=Calls)
+    idle_wait: float = 0.0
+    under_wait: float = 0.0
     attach_ms: float = 0.0
     late: int = 0
     errors: dict[str, int] = field(default_factory=dict)

@@ -32,6 +32,7 @@ IDLE_S_LEAST, UNDER_S_LEAST, AFTER_S_LEAST = 1.0, 1.5, 0.5
 SETTLE_S = 10.0
 READY_S = 30.0
 _WARM_S = 1.0
+_SHARED_MEMORY = Path("/dev/shm")
 _TOLD_S = 5.0
 _SAMPLE_S = 0.05
 _LIVEZ_PAUSE_S = 0.1
@@ -74,6 +75,8 @@ class Watch:
         self._daemon = daemon
         self._address = address
         self._ending = threading.Event()
+        self.waits: list[tuple[float, float]] = []
+        """Time, seconds that the daemon's loop has waited for a processor."""
         self.memory: list[tuple[float, int, int]] = []
         """Time, resident bytes, descriptors."""
         self.livez: list[tuple[float, float]] = []
@@ -103,9 +106,20 @@ class Watch:
         """Return the longest answer that ended in a time, or began and has not ended."""
         return max((took for at, took in self.livez if begin <= at <= end), default=0.0)
 
+    def wait_share(self, begin: float, end: float) -> float:
+        """Return the part of a time in which the daemon's loop waited for a processor."""
+        found = [each for each in self.waits if begin <= each[0] <= end]
+        if len(found) < 2:
+            return 0.0
+        return round((found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), 3)
+
     def _sample(self) -> None:
+        pid = self._daemon.pid
         while not self._ending.wait(_SAMPLE_S):
             self.memory.append((time.monotonic(), *self.now()))
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+                self.waits.append((time.monotonic(), int(text.split()[1]) / 1e9))
 
     def _ask(self) -> None:
         while not self._ending.wait(_LIVEZ_PAUSE_S):
@@ -226,6 +240,8 @@ class Stage:
         row.idle = Calls.of([took for _, took in self.goods.calls(begin, quiet)])
         row.under = Calls.of([took for _, took in self.goods.calls(under, over)])
         row.after = Calls.of([took for _, took in self.goods.calls(settled, end)])
+        row.idle_wait = self.watch.wait_share(begin, quiet)
+        row.under_wait = self.watch.wait_share(under, over)
         self._judge(row, quiet, end)
         row.rounds = attack.rounds()
         row.failures = [*attack.failures(), *self.goods.failures()]
@@ -268,11 +284,11 @@ def _deadline_s(name: str) -> float:
 
 
 @contextlib.contextmanager
-def staged(users: Users, settings: Callable[[Path], Mapping[str, object]]) -> Iterator[Stage]:
+def staged(users: Users, attack: Attack) -> Iterator[Stage]:
     """Provide a running stage; its directories and processes are gone at the end.
 
     Args:
-        settings: returns further settings of the daemon for the run's directory.
+        attack: an attack whose settings the daemon has.
 
     Raises:
         KVHearthError: the daemon or a good client does not work.
@@ -285,7 +301,11 @@ def staged(users: Users, settings: Callable[[Path], Mapping[str, object]]) -> It
             (folder / name).mkdir()
             (folder / name).chmod(mode)
         own = {"http": "127.0.0.1:0", "hugepages": "off", "slab_bytes": "2MiB", **users.settings()}
-        daemon = Daemon(folder, None, {**own, **settings(folder)}, tied())
+        arena = None
+        if attack.arena:
+            arena = Path(tempfile.mkdtemp(prefix="kvh-", dir=_SHARED_MEMORY))
+            undo.callback(shutil.rmtree, arena, ignore_errors=True)
+        daemon = Daemon(folder, arena, {**own, **attack.settings(folder)}, tied())
         undo.callback(daemon.kill)
         daemon.start()
         address = str(daemon.ready()["http"]).removeprefix("http://")
@@ -357,7 +377,8 @@ def _groups(attacks: Sequence[Attack]) -> list[list[Attack]]:
     """Return the attacks of equal settings together, since they share a daemon."""
     groups: dict[str, list[Attack]] = {}
     for attack in attacks:
-        groups.setdefault(repr(sorted(attack.settings(Path("/")).items())), []).append(attack)
+        settings = sorted(attack.settings(Path("/")).items())
+        groups.setdefault(repr((attack.arena, settings)), []).append(attack)
     return list(groups.values())
 
 
@@ -365,7 +386,7 @@ def _run_group(group: list[Attack], users: Users, seconds: float, told: Told) ->
     """Run attacks on one daemon; a dead one, or one that lost a good client, is replaced."""
     waiting = list(group)
     while waiting:
-        with staged(users, waiting[0].settings) as stage:
+        with staged(users, waiting[0]) as stage:
             whole = True
             while waiting and whole:
                 kind = type(waiting.pop(0))
