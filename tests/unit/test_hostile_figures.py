@@ -68,7 +68,9 @@ def test_only_times_are_measured_again() -> None:
     assert only_slow(row(under=slow))
     assert only_slow(row(under=slow, livez_s=2.0))
     assert not only_slow(row())
-    assert not only_slow(row(under=slow, errors={"load: deadline": 1}))
+    assert only_slow(row(late=1, errors={"load: deadline": 2, "store: deadline": 1}))
+    assert not only_slow(row(under=slow, errors={"load: deadline": 1, "load: daemon_away": 1}))
+    assert not only_slow(row(under=slow, lost=["block 1"]))
 
 
 def test_the_least_of_repetitions_keeps_what_else_went_wrong() -> None:
@@ -81,7 +83,8 @@ def test_the_least_of_repetitions_keeps_what_else_went_wrong() -> None:
         failures=["f"],
     )
     good = row(under=Calls(100, 1, 2, 80))
-    found = least([slow, bad, good])
+    late = row(late=1, errors={"load: deadline": 1})
+    found = least([slow, bad, good, late])
     assert found.factor == 2.0
     assert sorted(found.missed()) == ["attack", "lost", "restarts", "rss"]
 
