@@ -445,6 +445,7 @@ class ManyLeases(Attack):
     name = "many_leases"
     help = "tenant a takes 4,096 leases of 2,048 blocks each, which the daemon must remember"
     needs = frozenset({SECOND_UID})
+    seconds_least = 3.0
     blocks: ClassVar[int] = 2048
 
     def run(self, target: Target, number: int) -> Iterator[None]:
@@ -455,6 +456,7 @@ class ManyLeases(Attack):
         engine.wait_ready()
         for first in range(0, self.blocks, PAGES):
             engine.store(range(first, first + PAGES))
+            yield
         session = enter(target, f"{model}-2", made=contract)
         keys = b"".join(engine.keys(range(self.blocks)))
         with opened(target, session) as line:
@@ -466,6 +468,44 @@ class ManyLeases(Attack):
                 line.sendall(lookup(session, keys, turn))
                 answer(line)
                 yield
+
+
+class ManyPins(Attack):
+    """Pins of absent blocks in ever new namespaces, several at once on a connection.
+
+    Each pin lives for a day and costs the daemon memory, although it protects nothing.
+    """
+
+    name = "many_pins"
+    help = "tenant a pins absent blocks for a day, 1,000 times in each of ever new namespaces"
+    pins: ClassVar[int] = 1000
+    at_once: ClassVar[int] = 50
+
+    def run(self, target: Target, number: int) -> Iterator[None]:
+        """See ``Attack.run``."""
+        group = types_pb2.GroupKeys(group=0, keys=os.urandom(_KEY_BYTES))
+        turn = 0
+        while True:
+            turn += 1
+            made = contract_of(target.page_bytes, model=f"pins-{os.getpid()}-{turn}")
+            session = enter(target, f"pins-{turn}", made=made)
+            pins = [
+                cache_pb2.PinRequest(
+                    pin_id=each, groups=[group], epoch=session.welcome.epoch, ttl_ms=86_400_000
+                )
+                for each in range(1, 1 + self.pins)
+            ]
+            calls = [frame(frames.METHODS["Pin"], each.SerializeToString()) for each in pins]
+            with opened(target, session) as line:
+                line.settimeout(_ANSWER_S)
+                for first in range(0, self.pins, self.at_once):
+                    line.sendall(b"".join(calls[first : first + self.at_once]))
+                    line.recv(1 << 20)
+                    yield
+                line.shutdown(socket.SHUT_WR)
+                while line.recv(1 << 20):
+                    pass
+            session.goodbye()
 
 
 # -- slow readers ----------------------------------------------------------------------------------
