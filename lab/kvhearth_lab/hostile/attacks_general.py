@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -436,6 +436,39 @@ class EvictingStores(Attack):
         while True:
             engine.store(range(first, first + PAGES), sums=False)
             first += PAGES
+            yield
+
+
+class SsdThrash(Attack):
+    """Stores of more than the memory holds, and prefetches of what was evicted.
+
+    The daemon has an SSD tier on the machine's temporary directory, whose speed takes part.
+    """
+
+    name = "ssd_thrash"
+    help = "tenant a stores more than its memory and prefetches evicted blocks from the SSD tier"
+    needs = frozenset({SECOND_UID})
+    seconds_least = 4.0
+    asked: ClassVar[int] = 1024
+
+    def settings(self, folder: Path) -> Mapping[str, object]:
+        """See ``Attack.settings``."""
+        return {"ssd_dirs": [f"{folder / 'ssd'}=1GiB"]}
+
+    def run(self, target: Target, number: int) -> Iterator[None]:
+        """See ``Attack.run``."""
+        model = f"thrash-{os.getpid()}"
+        contract = contract_of(target.page_bytes, model=model)
+        engine = Engine(target.url, contract, model, key_of=partial(key_of, model))
+        engine.wait_ready()
+        rng = random.Random(number)
+        first = 0
+        while True:
+            engine.store(range(first, first + PAGES))
+            first += PAGES
+            old = rng.randrange(first)
+            keys = engine.keys(range(old, min(first, old + self.asked)))
+            engine.client.prefetch({0: keys})
             yield
 
 
