@@ -36,6 +36,13 @@ def add_torture(app: typer.Typer) -> None:
     app.command("torture", epilog=torture.EPILOG)(torture.torture)
 
 
+def add_hostile(app: typer.Typer) -> None:
+    """Add ``kvhearth hostile``."""
+    from kvhearth_lab.cli import hostile
+
+    app.command("hostile", epilog=hostile.EPILOG)(hostile.hostile)
+
+
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the block like an exception, so that nothing is left behind.
