@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvhearth_lab.cli import cleaned_up
 from kvhearth_server.cli.output import AsJson, console, note, row, say_json, table
-from kvhearth_server.cli.signals import cleaned_up
 
 EPILOG = "Example: kvhearth hostile --seconds 600 --json | tail -n 1 | jq .missed"
 EXIT_MISSED = 1
