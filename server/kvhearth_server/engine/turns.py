@@ -2,12 +2,13 @@
 
 Deficit round robin by session. A session that has used up its time of a round waits in a ring; one
 member of the ring has its turn at a time, and between two turns the loop serves sessions that have
-time left. A session that is alone waits once a quantum, for whatever else the loop has to do.
+time left. A session waits only for others: while no descriptor of the loop is ready, it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Callable
 
@@ -42,16 +43,37 @@ class Turns:
         self._now: deque[Turn] = deque()
         self._next: deque[Turn] = deque()
         self._scheduled = False
+        self._ready: select.poll | None = None
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Learn from the loop's selector whether anybody waits; without one, somebody always does.
+
+        asyncio offers no public way to ask. A descriptor of epoll can itself be polled.
+        """
+        selector = getattr(loop, "_selector", None)
+        if selector is not None and hasattr(selector, "fileno"):
+            self._ready = select.poll()
+            self._ready.register(selector.fileno(), select.POLLIN)
 
     def may_go(self, turn: Turn) -> bool:
-        """Return whether a session has time left; a new round brings new time."""
+        """Return whether a session has time left. A new round brings new time, and so does a loop
+        in which nobody else waits.
+        """
         if turn.left_s > 0:
             return True
-        if turn.queued or turn.round == self._round:
+        if turn.queued:
             return False
-        turn.round = self._round
-        turn.left_s += QUANTUM_S
+        if turn.round != self._round:
+            turn.round = self._round
+            turn.left_s += QUANTUM_S
+        elif not self._anybody_waits():
+            turn.left_s = QUANTUM_S
         return turn.left_s > 0
+
+    def _anybody_waits(self) -> bool:
+        if self._now or self._next or self._ready is None:
+            return True
+        return bool(self._ready.poll(0))
 
     def wait(self, turn: Turn, go_on: Callable[[], None]) -> None:
         """Call ``go_on`` in one of the session's next turns."""

@@ -29,6 +29,7 @@ from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
     COUNTERS_PER_HEARTBEAT_MAX,
     IDS_PER_CALL_MAX,
+    SMALL_BODY_BYTES,
     Ready,
     add_presence,
     add_present,
@@ -107,8 +108,8 @@ class Dispatcher:
         """
         return self._engine.authenticate(token)
 
-    def body_bounds(self, session: Session) -> Mapping[int, int]:
-        """Return the most bytes of each call's body for a session, by the call's kind.
+    def body_bounds(self, session: Session) -> Mapping[int, tuple[str, int]]:
+        """Return each call's name and the most bytes of its body for a session, by its kind.
 
         Raises:
             KVHearthError: ``group_gone``.
@@ -131,7 +132,8 @@ class Dispatcher:
         Raises:
             KVHearthError: ``bad_message``; ``TooManyParts``.
         """
-        check_parts(data)
+        if len(data) > SMALL_BODY_BYTES:
+            check_parts(data)
         try:
             return self._parse[name](data)
         except DecodeError as error:

@@ -21,6 +21,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import frames
 from kvhearth.wire.status import encode_status
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.garbage import give_back_memory
 from kvhearth_server.engine.sessions import Closed, Session
 from kvhearth_server.engine.turns import Turn
 from kvhearth_server.observability.logs import LimitedLog, get_logger
@@ -161,6 +162,8 @@ class Stream:
 CONNECTIONS_PER_SESSION_MAX = 64
 KEPT_BYTES_MAX = 32 << 20
 """Unfinished frames and unread replies of all connections together."""
+_GIVE_BACK_BYTES = 8 << 20
+_GIVE_BACK_S = 0.2
 _UNOPENED_MAX = 64
 _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
@@ -175,11 +178,13 @@ _troubles = LimitedLog(_log)
 class Kept:
     """Bytes that connections keep for their peers, by session: one budget for all of them.
 
-    When it is spent, the session that keeps the most loses the connection that keeps the most.
+    When it is spent, the session that keeps the most loses the connection that keeps the most. Once
+    most of a large amount is free again, the memory is given back.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
+        self._most_bytes = 0
         self._bytes: dict[_Connection, int] = {}
         self._by_session: Counter[int] = Counter()
         self.total_bytes = 0
@@ -200,6 +205,10 @@ class Kept:
         self.total_bytes += added
         while self.total_bytes > self._bytes_max:
             self._largest().close_for(Closed.MEMORY)
+        self._most_bytes = max(self._most_bytes, self.total_bytes)
+        if self.total_bytes <= self._most_bytes // 8 and self._most_bytes >= _GIVE_BACK_BYTES:
+            self._most_bytes = 0
+            asyncio.get_running_loop().call_later(_GIVE_BACK_S, give_back_memory)
 
     def _largest(self) -> _Connection:
         owner = max(self._by_session, key=self._by_session.__getitem__)
@@ -313,7 +322,7 @@ class _Connection(Stream):
         self._turns = server.engine.turns
         self._turn = server.strangers
         self._dispatcher = server.dispatcher
-        self._bounds: Mapping[int, int] = {}
+        self._calls: Mapping[int, tuple[str, int]] = {}
         self._buffer = bytearray()
         self._token = ""
         self._session: Session | None = None
@@ -347,9 +356,10 @@ class _Connection(Stream):
         if self._task is not None or self.full or self.closing:
             return False
         size, kind, number = header.unpack_from(data)
-        if len(data) != header.size + size or size > self._bounds.get(kind, -1):
+        call = self._calls.get(kind)
+        if call is None or len(data) != header.size + size or size > call[1]:
             return False
-        self._answer(frames.NAMES[kind], number, bytes(data[header.size :]))
+        self._answer(call[0], number, bytes(data[header.size :]))
         return True
 
     def filled(self) -> None:
@@ -454,7 +464,7 @@ class _Connection(Stream):
             self._refuse_and_close(error, Closed.PROTOCOL)
             return False
         try:
-            frames.check_size(size, self._bounds[kind] if self._session else _TOKEN_BYTES_MAX)
+            frames.check_size(size, self._calls[kind][1] if self._session else _TOKEN_BYTES_MAX)
         except KVHearthError as error:
             self._refuse_and_close(error, Closed.TOO_LARGE)
             return False
@@ -502,7 +512,7 @@ class _Connection(Stream):
             self._token = token.decode("ascii", "replace")
             session = self._server.open(self, self._token)
             self._session, self._turn = session, session.turn
-            self._bounds = self._dispatcher.body_bounds(session)
+            self._calls = self._dispatcher.body_bounds(session)
         except KVHearthError as error:
             self._refuse_and_close(error, Closed.BAD_OPENING)
             return
