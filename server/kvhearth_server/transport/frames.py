@@ -162,6 +162,8 @@ class Stream:
 CONNECTIONS_PER_SESSION_MAX = 64
 KEPT_BYTES_MAX = 32 << 20
 """Unfinished frames and unread replies of all connections together."""
+_BYTE_S = 5e-10
+"""Time that a byte of an unfinished frame costs its session: to receive and to keep it."""
 _GIVE_BACK_BYTES = 8 << 20
 _GIVE_BACK_S = 0.2
 _UNOPENED_MAX = 64
@@ -338,10 +340,17 @@ class _Connection(Stream):
         """Number of its session; 0 before it is opened."""
         return 0 if self._session is None else self._session.number
 
+    def _read(self) -> None:
+        if self._turn.queued:
+            self._wait_for_turn()
+        else:
+            super()._read()
+
     def received(self, data: memoryview) -> None:
         """See ``Stream``."""
         if not self._answered_alone(data):
             self._buffer += data
+            self._turn.left_s -= len(data) * _BYTE_S
             self._work()
 
     def _answered_alone(self, data: memoryview) -> bool:
@@ -429,20 +438,17 @@ class _Connection(Stream):
         self.kept()
 
     def _wait_for_turn(self) -> None:
-        """Go on in the session's next turn. A peer that sends more meanwhile is no longer read.
-
-        Reading goes on until then, since a peer with one call under way sends nothing, and to stop
-        and resume it costs as much as half a lookup.
-        """
-        if self._in_line:
-            self.read_on(False)
-            return
-        self._in_line = True
-        self._turns.wait(self._turn, self._have_turn)
+        """Read and answer nothing more until the session's next turn."""
+        self.read_on(False)
+        if not self._in_line:
+            self._in_line = True
+            self._turns.wait(self._turn, self._have_turn)
 
     def _have_turn(self) -> None:
         self._in_line = False
         self._work()
+        if self._reading:
+            super()._read()  # what came meanwhile belongs to this turn
 
     def _may_answer(self) -> bool:
         """Return False while a call is under way, replies pile up, or nothing follows."""
