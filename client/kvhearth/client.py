@@ -85,14 +85,18 @@ class Returns:
         )
 
     def abort(self, link: Link, groups: Mapping[int, Records], *, in_doubt: bool) -> None:
-        """Give back reserved extents."""
-        slots = [
-            codec.pack_slots(self._contract, group, extents) for group, extents in groups.items()
+        """Give back reserved extents, in as many calls as they need."""
+        most = link.welcome.keys_max
+        portions = [
+            codec.pack_slots(self._contract, group, flat[start : start + most])
+            for group, flat in ((group, each.reshape(-1)) for group, each in groups.items())
+            for start in range(0, max(flat.size, 1), most)
         ]
-        request = pb.AbortRequest(groups=slots, in_doubt=in_doubt)
         kind = f"{base.ABORT.name}:in_doubt" if in_doubt else base.ABORT.name
-        weight = sum(int(extents.size) for extents in groups.values())
-        self._caller.post(link, base.ABORT, request, kind=kind, weight=weight, parts=len(slots))
+        for slots in portions:
+            request = pb.AbortRequest(groups=[slots], in_doubt=in_doubt)
+            weight = len(slots.slots) // 4
+            self._caller.post(link, base.ABORT, request, kind=kind, weight=weight, parts=1)
 
     def abort_reservation(self, link: Link, reservation_id: int) -> None:
         """Give back a reservation whose reply was lost."""

@@ -98,6 +98,7 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     stopping = _stop_signal(loop)
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    engine.turns.watch(loop)
     supervisor = Supervisor(counters)
     background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted

@@ -28,6 +28,7 @@ from kvhearth.contract import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire.frames import NAMES
 from kvhearth.wire.handshake import (
     FRAME_BYTES_MAX,
     FrameDecoder,
@@ -40,7 +41,14 @@ from kvhearth.wire.handshake import (
 from kvhearth.wire.status import decode_status, encode_status
 from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
 from kvhearth_server.transport.messages import (
+    COUNTERS_PER_HEARTBEAT_MAX,
+    GROUPS_PER_CALL_MAX,
+    IDS_PER_CALL_MAX,
+    SMALL_BODY_BYTES,
     TEXT_BYTES_MAX,
+    TooManyParts,
+    body_bounds,
+    check_parts,
     commit_items,
     counts,
     keys_items,
@@ -268,6 +276,81 @@ def test_any_slots(groups: list[types_pb2.GroupSlots]) -> None:
 def test_any_counts(groups: list[types_pb2.GroupCount]) -> None:
     wants = tried(lambda: counts(groups, keys_max))
     assert wants is None or sum(count for _, count in wants) <= keys_max
+
+
+@fuzz
+@given(st.binary(max_size=300), st.integers(0, 3))
+@example(b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", 0)
+@example(b"\x0a" + b"\x80" * 50_000, 0)
+def test_the_parts_of_any_body(data: bytes, copies: int) -> None:
+    with contextlib.suppress(TooManyParts):
+        check_parts(data * copies)
+
+
+@fuzz
+@given(st.lists(st.binary(max_size=2000), max_size=70), st.booleans())
+def test_parts_are_counted_as_they_are_parsed(keys: list[bytes], lease: bool) -> None:
+    groups = [types_pb2.GroupKeys(group=number, keys=key) for number, key in enumerate(keys)]
+    request = cache_pb2.LookupRequest(groups=groups, epoch=7, lease_id=1 << 62 if lease else 0)
+    try:
+        check_parts(request.SerializeToString())
+    except TooManyParts:
+        assert len(keys) > GROUPS_PER_CALL_MAX
+    else:
+        assert len(keys) <= GROUPS_PER_CALL_MAX + 2
+
+
+def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
+    """Returns for each call the largest request that its handler accepts."""
+    group_count, number = GROUPS_PER_CALL_MAX, 0xFFFFFFFF
+    ids = [(1 << 63) - 1] * IDS_PER_CALL_MAX
+    shares = [keys // group_count] * (group_count - 1)
+    shares.append(keys - sum(shares))
+    named = [types_pb2.GroupKeys(group=number, keys=bytes(key_bytes * n)) for n in shares]
+    words = [bytes(4 * shards * n) for n in shares]
+    slots = [types_pb2.GroupSlots(group=number, slots=w, generations=w) for w in words]
+    bad = [types_pb2.GroupSlots(group=number, slots=w[: 4 * n], generations=w[: 4 * n])
+           for w, n in zip(words, shares, strict=True)]  # fmt: skip
+    commits = [
+        cache_pb2.GroupCommit(
+            group=number, keys=each.keys, slots=word, generations=word,
+            checksums=word * 4, parent=bytes(key_bytes),
+        )
+        for each, word in zip(named, words, strict=True)
+    ]  # fmt: skip
+    counters = {f"{index:048}": (1 << 64) - 1 for index in range(COUNTERS_PER_HEARTBEAT_MAX)}
+    huge = (1 << 64) - 1
+    lists = [types_pb2.GroupCount(group=number, count=number)] * group_count
+    return {
+        "Heartbeat": cache_pb2.HeartbeatRequest(counters=counters),
+        "Lookup": cache_pb2.LookupRequest(groups=named, epoch=huge, lease_id=huge, prefetch=True),
+        "Reserve": cache_pb2.ReserveRequest(reservation_id=huge, epoch=huge, groups=lists),
+        "Commit": cache_pb2.CommitRequest(epoch=huge, groups=commits),
+        "Abort": cache_pb2.AbortRequest(groups=slots, reservation_ids=ids, in_doubt=True),
+        "Release": cache_pb2.ReleaseRequest(lease_ids=ids, bad=bad, cancelled_ids=ids),
+        "Prefetch": cache_pb2.PrefetchRequest(groups=named, epoch=huge),
+        "Pin": cache_pb2.PinRequest(pin_id=huge, groups=named, epoch=huge, ttl_ms=huge),
+        "Unpin": cache_pb2.UnpinRequest(pin_ids=ids),
+        "Touch": cache_pb2.TouchRequest(groups=named, epoch=huge),
+        "BumpEpoch": cache_pb2.BumpEpochRequest(expected_epoch=huge, only_alone=True),
+    }
+
+
+@pytest.mark.parametrize(("keys", "shards", "key_bytes"), [(8192, 1, 32), (400, 8, 64), (1, 1, 16)])
+def test_the_largest_request_of_each_call_is_within_its_bound(
+    keys: int, shards: int, key_bytes: int
+) -> None:
+    bounds = body_bounds(key_bytes, shards, keys, keys, 1 << 30)
+    requests = largest(keys, shards, key_bytes)
+    assert {name for name, _ in bounds.values()} == set(NAMES.values()) == set(requests)
+    for name, most in bounds.values():
+        data = requests[name].SerializeToString()
+        assert len(data) <= most, name
+        check_parts(data)
+    assert body_bounds(key_bytes, shards, keys, keys, 4096)[1][1] == 4096
+    empty = b"\x0a\x00" * SMALL_BODY_BYTES
+    with pytest.raises(TooManyParts):
+        check_parts(empty)
 
 
 # -- rejections ----------------------------------------------------------------------------------

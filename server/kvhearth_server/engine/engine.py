@@ -41,6 +41,7 @@ from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.recovery import catalogue_content, loading_from, safe_after, take_over
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
+from kvhearth_server.engine.turns import Turns
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.observability.counters import Counters, Reported
@@ -102,6 +103,7 @@ class Engine:
         self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()
+        self.turns = Turns()
         self.timings = CallTimings()
         self.reported = Reported()
         self.ticks = TickClock(self.started_at)

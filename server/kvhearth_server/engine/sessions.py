@@ -9,9 +9,11 @@ import secrets
 import select
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.engine.turns import Turn
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,19 @@ class Peer:
     uid: int
     pid: int
     pidfd: int
+
+
+class Closed(StrEnum):
+    """Why the daemon closed a connection for calls; values of a counter's label."""
+
+    BAD_OPENING = "bad_opening"
+    LATE_FRAME = "late_frame"
+    LATE_TOKEN = "late_token"
+    MEMORY = "memory"
+    PROTOCOL = "protocol"
+    TOO_LARGE = "too_large"
+    TOO_MANY_PARTS = "too_many_parts"
+    UNREAD = "unread"
 
 
 class Connection(Protocol):
@@ -39,7 +54,8 @@ class Session:
 
     ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
     attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
-    that a call may name; ``connections`` are those for calls.
+    that a call may name; ``connections`` are those for calls; ``turn`` is its share of the loop's
+    time.
     """
 
     number: int
@@ -55,6 +71,7 @@ class Session:
     drained_since: float | None = None
     keys_max: int = 0
     connections: set[Connection] = field(default_factory=set)
+    turn: Turn = field(default_factory=Turn)
 
     def exited(self) -> bool | None:
         """Return whether the process has ended, or None if that cannot be determined."""

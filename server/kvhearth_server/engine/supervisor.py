@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -90,3 +91,14 @@ async def collect_when_idle(
             await asyncio.sleep(idle_s)
         gc.unfreeze()
         gc.collect()
+
+
+def give_back_memory() -> None:
+    """Give the C library's free memory back to the kernel, where the library can (glibc): it keeps
+    the pages of many small buffers after they are freed.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -9,7 +9,7 @@ import socket
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,30 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(uid, pid, pidfd)
 
 
+@contextlib.contextmanager
+def _ends_with(connection: socket.socket, peer: Peer) -> Iterator[None]:
+    """Let a connection end with its peer's process, even if a forked child keeps it open.
+
+    Bytes that the process sent before are still read. Without a pidfd the connection ends when its
+    last holder closes it.
+    """
+    if peer.pidfd < 0:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def exited() -> None:
+        loop.remove_reader(peer.pidfd)
+        with contextlib.suppress(OSError):  # both ends may be closed already
+            connection.shutdown(socket.SHUT_RD)
+
+    loop.add_reader(peer.pidfd, exited)
+    try:
+        yield
+    finally:
+        loop.remove_reader(peer.pidfd)
+
+
 @dataclass(frozen=True)
 class Tenancy:
     """A tenant and its users; with empty ``uids`` it admits no user."""
@@ -70,6 +94,8 @@ def _not_allowed(uid: int) -> KVHearthError:
 
 
 _READ_BYTES = 64 * 1024
+_BYE_BYTES_MAX = 4096
+"""Most bytes of a message after the welcome; a session may leave one unfinished for its life."""
 _BACKLOG = 128
 _HANDSHAKES_MAX = 64
 _ACCEPT_AGAIN_S = 0.001
@@ -163,7 +189,8 @@ class AttachServer:
                 if attached is not None:
                     await self._welcome(connection, attached)
                     self._tell(attached, peer, "engine.attached")
-                    finished = await self._life_line(connection, decoder)
+                    with _ends_with(connection, peer):
+                        finished = await self._life_line(connection, decoder)
             except OSError as error:
                 _log.debug("attach.broken", error=str(error))
             except Exception:  # noqa: BLE001 - a connection's main: its bug is not the others'
@@ -283,6 +310,7 @@ class AttachServer:
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         """Wait for the end; return whether the client said that its copies are done."""
         loop = asyncio.get_running_loop()
+        decoder.bytes_max = _BYE_BYTES_MAX
         while data := await loop.sock_recv(connection, _READ_BYTES):
             try:
                 messages = decoder.feed(data)

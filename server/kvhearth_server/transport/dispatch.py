@@ -27,11 +27,16 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
+    COUNTERS_PER_HEARTBEAT_MAX,
+    IDS_PER_CALL_MAX,
+    SMALL_BODY_BYTES,
     Ready,
     add_presence,
     add_present,
     asked_for,
     bitmaps,
+    body_bounds,
+    check_parts,
     commit_items,
     counts,
     keys_items,
@@ -41,8 +46,6 @@ from kvhearth_server.transport.messages import (
     slots_items,
 )
 
-COUNTERS_PER_HEARTBEAT_MAX = 64
-IDS_PER_CALL_MAX = 4096
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
 BOUND_PER_TURN_MAX = 64
@@ -105,13 +108,32 @@ class Dispatcher:
         """
         return self._engine.authenticate(token)
 
+    def body_bounds(self, session: Session) -> Mapping[int, tuple[str, int]]:
+        """Return each call's name and the most bytes of its body for a session, by its kind.
+
+        Raises:
+            KVHearthError: ``group_gone``.
+        """
+        engine = self._engine
+        group = engine.core.state.group_of(session.number)
+        contract = engine.core.state.namespaces.get(group.namespace).contract
+        return body_bounds(
+            contract.hash_bytes,
+            max(spec.shards for spec in contract.groups),
+            session.keys_max,
+            engine.limits.keys_max,
+            engine.shell.message_bytes_max,
+        )
+
     def parse(self, name: str, data: bytes) -> Any:
         """Parse the request of a call; only for admitted callers, because parsing can cost a
         hundred times what it cost to send.
 
         Raises:
-            KVHearthError: ``bad_message``.
+            KVHearthError: ``bad_message``; ``TooManyParts``.
         """
+        if len(data) > SMALL_BODY_BYTES:
+            check_parts(data)
         try:
             return self._parse[name](data)
         except DecodeError as error:
@@ -236,7 +258,7 @@ class Dispatcher:
         engine, number = self._engine, request.reservation_id
         more = True
         while more:
-            await asyncio.sleep(0)
+            await self._next_turn(caller)
             try:
                 reserved = engine.call(
                     engine.core.writing.reserve_more,
@@ -253,6 +275,14 @@ class Dispatcher:
                 raise
             more = reserved.more
         return self._reserved(caller, reserved)
+
+    async def _next_turn(self, caller: CallContext) -> None:
+        """Let other sessions have their turns before the next portion of a call."""
+        session = self._engine.sessions.find(caller.session)
+        if session is None:
+            await asyncio.sleep(0)
+        else:
+            await self._engine.turns.next(session.turn)
 
     def _reserved(self, caller: CallContext, reserved: Reserved) -> cache_pb2.ReserveResponse:
         engine = self._engine
@@ -286,12 +316,12 @@ class Dispatcher:
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
-        return self._commit_more(commit) if commit.unfinished else self._committed(commit)
+        return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
 
-    async def _commit_more(self, commit: Commit) -> cache_pb2.CommitResponse:
+    async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:
         """Bind in portions, and serve others in between."""
         while commit.unfinished:
-            await asyncio.sleep(0)
+            await self._next_turn(caller)
             hit("commit.between")
             self._engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
         return self._committed(commit)
@@ -309,7 +339,8 @@ class Dispatcher:
         self, request: cache_pb2.AbortRequest, caller: CallContext
     ) -> cache_pb2.AbortResponse:
         engine = self._engine
-        items = slots_items(request.groups, IDS_PER_CALL_MAX * 256)
+        shards = max(spec.shards for spec in caller.contract.groups)
+        items = slots_items(request.groups, caller.keys_max * shards)
         _few(len(request.reservation_ids), "reservation ids")
         freed, quarantined = engine.call(
             engine.core.writing.abort,

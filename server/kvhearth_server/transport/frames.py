@@ -1,7 +1,9 @@
 """The calls socket: CacheService calls as frames (``kvhearth.frames``), handled where they are
 read.
 
-A call whose work needs no waiting costs no task: its reply is written before the next event.
+A call whose work needs no waiting costs no task: its reply is written before the next event. A
+session that has used its time of a round waits for its next turn (``engine.turns``). Unfinished
+frames and unread replies of all connections have one budget.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import CoroutineType
 from typing import Any
@@ -18,10 +21,13 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import frames
 from kvhearth.wire.status import encode_status
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.sessions import Session
+from kvhearth_server.engine.supervisor import give_back_memory
+from kvhearth_server.engine.sessions import Closed, Session
+from kvhearth_server.engine.turns import Turn
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import open_to_all
 from kvhearth_server.transport.dispatch import Dispatcher, failure
+from kvhearth_server.transport.messages import TooManyParts
 
 
 class Stream:
@@ -63,6 +69,10 @@ class Stream:
         """Handle that the stream is no longer ``full``."""
         raise NotImplementedError
 
+    def kept(self) -> None:
+        """Handle that the number of written bytes that wait has changed."""
+        raise NotImplementedError
+
     def ended(self) -> None:
         """Handle the end of the connection, from either side; called once, by the loop."""
         raise NotImplementedError
@@ -81,6 +91,7 @@ class Stream:
         if len(self._waiting) > self._waiting_bytes_max and not self.full:
             self.full = True
             self.filled()
+        self.kept()
 
     def read_on(self, reading: bool) -> None:
         """Set whether to read from the peer, or to leave its bytes in the socket."""
@@ -134,9 +145,10 @@ class Stream:
 
     def _flush(self) -> None:
         sent = self._send(self._waiting)
-        del self._waiting[:sent]
         if self._has_ended:
             return
+        del self._waiting[:sent]
+        self.kept()
         if not self._waiting:
             self._loop.remove_writer(self._socket)
             if self.closing:
@@ -148,17 +160,62 @@ class Stream:
 
 
 CONNECTIONS_PER_SESSION_MAX = 64
+KEPT_BYTES_MAX = 32 << 20
+"""Unfinished frames and unread replies of all connections together."""
+_BYTE_S = 5e-10
+"""Time that a byte of an unfinished frame costs its session: to receive and to keep it."""
+_GIVE_BACK_BYTES = 8 << 20
+_GIVE_BACK_S = 0.2
 _UNOPENED_MAX = 64
 _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
-_TURN_S = 0.001
-"""Calls of one connection are answered for about this long before others have their turn."""
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 _READ_BYTES = 64 * 1024
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.05
 _log = get_logger("kvhearth.calls")
 _troubles = LimitedLog(_log)
+
+
+class Kept:
+    """Bytes that connections keep for their peers, by session: one budget for all of them.
+
+    When it is spent, the session that keeps the most loses the connection that keeps the most. Once
+    most of a large amount is free again, the memory is given back.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._most_bytes = 0
+        self._bytes: dict[_Connection, int] = {}
+        self._by_session: Counter[int] = Counter()
+        self.total_bytes = 0
+
+    def note(self, connection: _Connection, count: int) -> None:
+        """Record how many bytes a connection keeps now."""
+        added = count - self._bytes.get(connection, 0)
+        if not added:
+            return
+        if count:
+            self._bytes[connection] = count
+        else:
+            del self._bytes[connection]
+        owner = connection.session_number
+        self._by_session[owner] += added
+        if not self._by_session[owner]:
+            del self._by_session[owner]
+        self.total_bytes += added
+        while self.total_bytes > self._bytes_max:
+            self._largest().close_for(Closed.MEMORY)
+        self._most_bytes = max(self._most_bytes, self.total_bytes)
+        if self.total_bytes <= self._most_bytes // 8 and self._most_bytes >= _GIVE_BACK_BYTES:
+            self._most_bytes = 0
+            asyncio.get_running_loop().call_later(_GIVE_BACK_S, give_back_memory)
+
+    def _largest(self) -> _Connection:
+        owner = max(self._by_session, key=self._by_session.__getitem__)
+        its = [each for each in self._bytes if each.session_number == owner]
+        return max(its, key=self._bytes.__getitem__)
 
 
 class CallsServer:
@@ -175,6 +232,9 @@ class CallsServer:
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
+        self.kept = Kept(KEPT_BYTES_MAX)
+        self.strangers = Turn()
+        """Turn that all connections without a session share."""
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
@@ -228,7 +288,7 @@ class CallsServer:
             oldest = next(iter(self._unopened))
             # Delete it now, not when it is lost: many may come before that.
             del self._unopened[oldest]
-            oldest.abort()
+            oldest.close_for(Closed.LATE_TOKEN)
 
     def open(self, connection: _Connection, token: str) -> Session:
         """Open a connection with its token.
@@ -261,19 +321,36 @@ class _Connection(Stream):
         super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
         self._server = server
         self._engine = server.engine
+        self._turns = server.engine.turns
+        self._turn = server.strangers
         self._dispatcher = server.dispatcher
-        self._body_bytes_max = server.engine.shell.message_bytes_max
+        self._calls: Mapping[int, tuple[str, int]] = {}
         self._buffer = bytearray()
         self._token = ""
         self._session: Session | None = None
+        self._in_line = False
         self._task: asyncio.Task[None] | None = None
-        self._deadline = self._loop.call_later(server.timeout_s, self._late)
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
+            server.timeout_s, self._late
+        )
         self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def session_number(self) -> int:
+        """Number of its session; 0 before it is opened."""
+        return 0 if self._session is None else self._session.number
+
+    def _read(self) -> None:
+        if self._turn.queued:
+            self._wait_for_turn()
+        else:
+            super()._read()
 
     def received(self, data: memoryview) -> None:
         """See ``Stream``."""
         if not self._answered_alone(data):
             self._buffer += data
+            self._turn.left_s -= len(data) * _BYTE_S
             self._work()
 
     def _answered_alone(self, data: memoryview) -> bool:
@@ -283,15 +360,15 @@ class _Connection(Stream):
         Returns False, with nothing done, if ``_work`` must handle the data.
         """
         header = frames.HEADER
-        if self._buffer or self._session is None or len(data) < header.size:
+        if self._buffer or self._turn.left_s <= 0 or len(data) < header.size:
             return False
         if self._task is not None or self.full or self.closing:
             return False
         size, kind, number = header.unpack_from(data)
-        name = frames.NAMES.get(kind)
-        if name is None or len(data) != header.size + size or size > self._body_bytes_max:
+        call = self._calls.get(kind)
+        if call is None or len(data) != header.size + size or size > call[1]:
             return False
-        self._answer(name, number, bytes(data[header.size :]))
+        self._answer(call[0], number, bytes(data[header.size :]))
         return True
 
     def filled(self) -> None:
@@ -305,6 +382,10 @@ class _Connection(Stream):
             self._patience.cancel()
         self._work()
 
+    def kept(self) -> None:
+        """See ``Stream``."""
+        self._server.kept.note(self, len(self._buffer) + len(self._waiting))
+
     def ended(self) -> None:
         """See ``Stream``."""
         for timer in (self._deadline, self._patience):
@@ -312,28 +393,66 @@ class _Connection(Stream):
                 timer.cancel()
         self._server.lost(self, self._session)
 
+    def abort(self) -> None:
+        """See ``Stream``."""
+        super().abort()
+        self._buffer.clear()
+        self._server.kept.note(self, 0)
+
+    def close_for(self, why: Closed) -> None:
+        """End now, for a reason that is counted."""
+        if not self.closing:
+            self._engine.counters.add("calls_closed", 1, why)
+        self.abort()
+
     def _flush_in_time(self) -> None:
         """Abort the connection if the peer does not read its replies in time; they must not be kept
         for as long as it lives.
         """
-        self._patience = self._loop.call_later(self._server.timeout_s, self.abort)
+        self._patience = self._loop.call_later(
+            self._server.timeout_s, self.close_for, Closed.UNREAD
+        )
 
     def _late(self) -> None:
+        """Refuse a peer whose token or whose frame is not whole in time."""
+        what, why = "frame", Closed.LATE_FRAME
         if self._session is None:
-            self._refuse_and_close(
-                KVHearthError(Reason.DEADLINE, f"no token within {self._server.timeout_s} s")
-            )
+            what, why = "token", Closed.LATE_TOKEN
+        if not self.closing and not self._whole():
+            message = f"no whole {what} within {self._server.timeout_s} s"
+            self._refuse_and_close(KVHearthError(Reason.DEADLINE, message), why)
 
     def _work(self) -> None:
-        """Answer calls that have arrived whole for one turn; then yield to other connections."""
-        end = time.perf_counter() + _TURN_S
-        while time.perf_counter() < end:
+        """Answer calls that have arrived whole while the session has time left; then wait for its
+        next turn.
+        """
+        while self._may_answer():
+            if not self._turns.may_go(self._turn):
+                self._wait_for_turn()
+                break
             if not self._answer_next():
                 if self._task is None and not self.full:
                     self.read_on(True)
-                return
+                self._wait_for_rest()
+                break
+        self.kept()
+
+    def _wait_for_turn(self) -> None:
+        """Read and answer nothing more until the session's next turn."""
         self.read_on(False)
-        self._loop.call_soon(self._work)
+        if not self._in_line:
+            self._in_line = True
+            self._turns.wait(self._turn, self._have_turn)
+
+    def _have_turn(self) -> None:
+        self._in_line = False
+        self._work()
+        if self._reading:
+            super()._read()  # what came meanwhile belongs to this turn
+
+    def _may_answer(self) -> bool:
+        """Return False while a call is under way, replies pile up, or nothing follows."""
+        return self._task is None and not self.full and not self.closing
 
     def _answer_next(self) -> bool:
         """Answer one frame; return False if none is complete, a call is under way, or replies pile
@@ -346,44 +465,75 @@ class _Connection(Stream):
             return False
         size, kind, number = header.unpack_from(self._buffer)
         try:
-            self._check(size, kind)
+            self._check_kind(kind)
         except KVHearthError as error:
-            self._refuse_and_close(error)
+            self._refuse_and_close(error, Closed.PROTOCOL)
+            return False
+        try:
+            frames.check_size(size, self._calls[kind][1] if self._session else _TOKEN_BYTES_MAX)
+        except KVHearthError as error:
+            self._refuse_and_close(error, Closed.TOO_LARGE)
             return False
         end = header.size + size
         if len(self._buffer) < end:
             return False
         body = bytes(memoryview(self._buffer)[header.size : end])
         del self._buffer[:end]
+        self._stop_deadline()
         if self._session is None:
             self._open(body)
         else:
             self._answer(frames.NAMES[kind], number, body)
         return True
 
-    def _check(self, size: int, kind: int) -> None:
-        frames.check_size(size, self._body_bytes_max if self._session else _TOKEN_BYTES_MAX)
+    def _whole(self) -> bool:
+        """Return whether a frame has arrived whole and waits for its turn."""
+        size = frames.HEADER.size
+        if len(self._buffer) >= size:
+            size += frames.HEADER.unpack_from(self._buffer)[0]
+        return len(self._buffer) >= size
+
+    def _wait_for_rest(self) -> None:
+        """Give an unfinished frame its time, from its first byte on; a peer without a session has
+        the time of its token.
+        """
+        if self._buffer and self._deadline is None:
+            self._deadline = self._loop.call_later(self._server.timeout_s, self._late)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _check_kind(self, kind: int) -> None:
         if (kind == frames.OPEN) is not (self._session is None):
             raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
         if self._session is not None and kind not in frames.NAMES:
             raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
 
     def _open(self, token: bytes) -> None:
+        began = time.perf_counter()
+        self._server.kept.note(self, 0)  # what it keeps is its session's from now on
         try:
             self._token = token.decode("ascii", "replace")
-            self._session = self._server.open(self, self._token)
+            session = self._server.open(self, self._token)
+            self._session, self._turn = session, session.turn
+            self._calls = self._dispatcher.body_bounds(session)
         except KVHearthError as error:
-            self._refuse_and_close(error)
+            self._refuse_and_close(error, Closed.BAD_OPENING)
             return
+        finally:
+            self._server.strangers.left_s -= time.perf_counter() - began
         self._reply(frames.DONE, 0, b"")
 
     def _answer(self, name: str, number: int, body: bytes) -> None:
         try:
-            self._answer_first(name, number, body)
+            self._turn.left_s -= self._answer_first(name, number, body)
         finally:
             self._engine.settle()
 
-    def _answer_first(self, name: str, number: int, body: bytes) -> None:
+    def _answer_first(self, name: str, number: int, body: bytes) -> float:
+        """Answer, or begin to; return the seconds that it took."""
         began = time.perf_counter()
         try:
             # Check before parsing, and for every call: the session may have ended.
@@ -394,13 +544,12 @@ class _Connection(Stream):
                 name, self._dispatcher.parse(name, body), session
             )
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
-            self._refuse(name, number, began, error)
-            return
+            return self._refuse(name, number, began, error)
         if isinstance(reply, CoroutineType):
             self.read_on(False)
             self._task = self._loop.create_task(self._finish(name, number, began, reply))
-            return
-        self._done(name, number, began, reply)
+            return time.perf_counter() - began
+        return self._done(name, number, began, reply)
 
     async def _finish(
         self, name: str, number: int, began: float, work: Coroutine[Any, Any, Any]
@@ -414,22 +563,36 @@ class _Connection(Stream):
         self._task = None
         self._loop.call_soon(self._work)  # not here: this turn has done enough
 
-    def _done(self, name: str, number: int, began: float, reply: Any) -> None:
+    def _done(self, name: str, number: int, began: float, reply: Any) -> float:
         self._reply(frames.DONE, number, reply.SerializeToString())
-        self._engine.timings.observe(name, "OK", time.perf_counter() - began)
+        taken_s = time.perf_counter() - began
+        self._engine.timings.observe(name, "OK", taken_s)
+        return taken_s
 
-    def _refuse(self, name: str, number: int, began: float, error: Exception) -> None:
+    def _refuse(self, name: str, number: int, began: float, error: Exception) -> float:
         refusal = failure(self._engine, error)
         self._reply(frames.REFUSED, number, encode_status(refusal))
-        code = refusal.status.code.name
-        self._engine.timings.observe(name, code, time.perf_counter() - began)
+        taken_s = time.perf_counter() - began
+        self._engine.timings.observe(name, refusal.status.code.name, taken_s)
+        if isinstance(error, TooManyParts):
+            self._close_after(Closed.TOO_MANY_PARTS)
+        return taken_s
 
-    def _refuse_and_close(self, error: KVHearthError) -> None:
+    def _refuse_and_close(self, error: KVHearthError, why: Closed) -> None:
         """Send an error after which the stream is unusable, and close it."""
         if error.reason is Reason.BAD_MESSAGE:
             self._engine.counters.add("attach_frames_bad")
         self._reply(frames.REFUSED, 0, encode_status(failure(self._engine, error)))
+        self._close_after(why)
+
+    def _close_after(self, why: Closed) -> None:
+        """Close the connection, for a reason that is counted, once the peer has its replies."""
+        if self.closing:
+            return
+        self._engine.counters.add("calls_closed", 1, why)
+        self._buffer.clear()
         self.close()
+        self.kept()
         self._flush_in_time()
 
     def _reply(self, kind: int, number: int, body: bytes) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keys import PackedKeys, split_keys
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
+from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.fast_path import Asked, One
 from kvhearth_server.core.lookup import KeysItem, Presence
@@ -19,10 +21,106 @@ from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.state import group_spec, require
 
 GROUPS_PER_CALL_MAX = 64
+IDS_PER_CALL_MAX = 4096
+COUNTERS_PER_HEARTBEAT_MAX = 64
+SMALL_BODY_BYTES = 32 << 10
+"""Bodies up to this size are parsed unseen: even one of empty parts costs only 0.1 ms."""
+_PARTS_MAX = GROUPS_PER_CALL_MAX + 2
+"""Groups, and two packed lists of ids."""
+_FIELDS_MAX = 2 * IDS_PER_CALL_MAX + GROUPS_PER_CALL_MAX
+_ID_BYTES = 11
+"""A varint of 64 bits with its tag."""
+_NUMBER_BYTES = 4
+_GROUP_BYTES = 32
+"""Bytes of a group's numbers and lengths."""
+_COUNTER_BYTES = 80
+_OTHER_BYTES = 4096
+_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
 _DRAM = bytes([Tier.DRAM])
 _SUM_LENGTHS = (0, CHECKSUM_BYTES)
 _YES = b"\1"
 """A bitmap of one set bit."""
+
+
+class TooManyParts(KVHearthError):
+    """More groups than a call may have; such a caller's connection is closed."""
+
+
+@lru_cache(maxsize=64)
+def body_bounds(
+    hash_bytes: int, shards: int, keys_max: int, bad_max: int, message_bytes_max: int
+) -> Mapping[int, tuple[str, int]]:
+    """Return each call's name and the most bytes of its body, by the call's kind.
+
+    Args:
+        hash_bytes: length of a key.
+        shards: shards of a block, of the group with the most.
+        keys_max: keys that a call may name.
+        bad_max: slots that a release may report.
+        message_bytes_max: bytes of any message.
+    """
+    groups, ids = GROUPS_PER_CALL_MAX * _GROUP_BYTES, IDS_PER_CALL_MAX * _ID_BYTES
+    keys, slots = keys_max * hash_bytes + groups, keys_max * shards * 2 * _NUMBER_BYTES
+    parents = GROUPS_PER_CALL_MAX * hash_bytes
+    bounds = {
+        "Heartbeat": COUNTERS_PER_HEARTBEAT_MAX * _COUNTER_BYTES,
+        "Lookup": keys,
+        "Reserve": groups,
+        "Commit": keys + parents + slots + keys_max * shards * CHECKSUM_BYTES,
+        "Abort": groups + slots + ids,
+        "Release": groups + 2 * ids + bad_max * 2 * _NUMBER_BYTES,
+        "Prefetch": keys,
+        "Pin": keys,
+        "Unpin": ids,
+        "Touch": keys,
+        "BumpEpoch": 0,
+    }
+    return {
+        kind: (name, min(bounds[name] + _OTHER_BYTES, message_bytes_max))
+        for name, kind in METHODS.items()
+    }
+
+
+def check_parts(data: bytes) -> None:
+    """Count the parts of a body above ``SMALL_BODY_BYTES`` before it is parsed: an empty part takes
+    two bytes on the wire and a message in memory.
+
+    Raises:
+        TooManyParts: more parts than any call may have.
+    """
+    at, end, parts, fields = 0, len(data), 0, 0
+    try:
+        while at < end:
+            tag, at = _varint(data, at)
+            kind = tag & 7
+            fields += 1
+            if kind == _LENGTH:
+                size, at = _varint(data, at)
+                at += size
+                parts += 1
+            elif kind == _VARINT:
+                _, at = _varint(data, at)
+            elif kind in (_FIXED_64, _FIXED_32):
+                at += 8 if kind == _FIXED_64 else 4
+            else:
+                return  # no schema of ours has it; the parser says what is wrong
+            if parts > _PARTS_MAX or fields > _FIELDS_MAX:
+                raise TooManyParts(
+                    Reason.BAD_GROUP,
+                    f"more than {GROUPS_PER_CALL_MAX} groups in one call",
+                )
+    except IndexError:
+        return  # cut short, which the parser refuses
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at ``at`` and the place after it."""
+    value = shift = 0
+    while (byte := data[at]) & 0x80:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+    return value | byte << shift, at + 1
 
 
 def keys_items(
@@ -83,8 +181,8 @@ def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> O
 
 def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tuple[int, int]]:
     """Return the number of blocks of each group, as (group, blocks)."""
-    total = sum(group.count for group in groups)
     _few_groups(groups)
+    total = sum(group.count for group in groups)
     require(
         total <= blocks_max,
         Reason.TOO_MANY_KEYS,
@@ -95,9 +193,10 @@ def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tupl
 
 def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[SlotsItem]:
     """Return each group's slots with their generations, flat."""
-    total = sum(len(group.slots) for group in groups) // 4
+    _few_groups(groups, Reason.TOO_MANY_KEYS)
+    total = sum(len(group.slots) for group in groups) // _NUMBER_BYTES
     require(
-        len(groups) <= GROUPS_PER_CALL_MAX and total <= slots_max,
+        total <= slots_max,
         Reason.TOO_MANY_KEYS,
         f"{total} slots in one call, at most {slots_max}",
     )
@@ -177,10 +276,10 @@ def _few_keys(key_blob_bytes: int, contract: Contract, keys_max: int) -> None:
         raise KVHearthError(Reason.TOO_MANY_KEYS, f"{count} keys in one call, at most {keys_max}")
 
 
-def _few_groups(groups: Sequence[object]) -> None:
+def _few_groups(groups: Sequence[object], reason: Reason = Reason.BAD_GROUP) -> None:
     if len(groups) > GROUPS_PER_CALL_MAX:
-        raise KVHearthError(
-            Reason.BAD_GROUP, f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}"
+        raise TooManyParts(
+            reason, f"{len(groups)} groups in one call, at most {GROUPS_PER_CALL_MAX}"
         )
 
 

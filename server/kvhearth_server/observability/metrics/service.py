@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
+from kvhearth_server.engine.sessions import Closed
 from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.metrics.metric import (
@@ -155,6 +156,16 @@ SERVICE: tuple[Metric, ...] = (
         "Frames on the attach socket that were no valid message.",
         "Something else than a client talks to the socket.",
         "attach_frames_bad",
+    ),
+    counter(
+        "kvhearth_calls_closed_total",
+        "Connections for calls that the daemon closed, by reason.",
+        "A client that breaks a bound of the protocol; `memory`: what clients leave unfinished or "
+        "unread exceeds its budget.",
+        "calls_closed",
+        "reason",
+        words(Closed),
+        unit="connections",
     ),
     counter(
         "kvhearth_refusals_total",
