@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvhearth_server.config.load import Settings
-from kvhearth_server.config.rlimit import raise_limit
+from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -104,14 +104,15 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     )
     admin_token = secrets.token_hex(32)
     dispatcher = Dispatcher(engine, background.verify_blocks)
-    rpc = RpcServer(engine, dispatcher, admin_token)
+    shares = door_shares(settings)
+    rpc = RpcServer(settings, engine, dispatcher, admin_token, shares.grpc)
     calls = CallsServer(engine, dispatcher, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
     web = _open_web(settings, engine, admin_token)
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
-    await rpc.start(settings.grpc_socket)
+    await rpc.start(supervisor)
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
@@ -300,7 +301,8 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> Non
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),
         calls=str(settings.calls_socket),
-        grpc=str(settings.grpc_socket),
+        grpc=str(settings.grpc_socket) if settings.grpc == "on" else settings.grpc,
+        admin=str(settings.admin_socket),
         http=web.address if web else HTTP_OFF,
     )
 

@@ -246,7 +246,7 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
 
 
 def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:
-    for name in ("grpc.sock", "attach.sock"):
+    for name in ("admin.sock", "attach.sock"):
         (tmp_path / name).symlink_to(daemon.socket_dir / name)
     (tmp_path / "admin.token").write_text("x" * 64)
     code, out, err = run("stat", "--socket-dir", str(tmp_path), "--json")

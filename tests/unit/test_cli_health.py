@@ -241,7 +241,7 @@ def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
     folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
     folder.mkdir(0o700 if os.geteuid() == 0 else 0)
     try:
-        for verb, name in (("health", "attach.sock"), ("stat", "grpc.sock")):
+        for verb, name in (("health", "attach.sock"), ("stat", "admin.sock")):
             done = _as_nobody(verb, "--socket-dir", str(folder / "s"))
             owner = folder.stat()
             mode = f"{stat.S_IMODE(owner.st_mode):04o}"
@@ -257,7 +257,7 @@ def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
 def test_a_user_who_may_not_use_the_socket(tmp_path: Path) -> None:
     folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
     folder.mkdir(0o755)
-    path = folder / "grpc.sock"
+    path = folder / "admin.sock"
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(path))
         path.chmod(0o010 if os.geteuid() == 0 else 0)

@@ -1,0 +1,192 @@
+"""Attacks on the doors of a real daemon by a peer without any right: a door that breaks is opened
+again, takes no other door's descriptors, and writes nothing into the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from support.daemon import Daemon, running_daemon, until
+from support.http_door import ANY_PORT, ask
+from support.raw_door import CALL_S, PAGE_BYTES, RawSession, end_well, goes_on
+
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth_lab.harness.engine import contract_of, engine_of
+
+REPRODUCTION = Path(__file__).resolve().parents[2] / "docs/repro_grpc_aio_bad_path.py"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS, END_STREAM = 4, 1
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """One HTTP/2 frame."""
+    size = len(payload).to_bytes(3, "big")
+    return size + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    """One header as an HPACK literal with a new name."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def call_of(path: bytes, *more: bytes, stream: int = 1, flags: int = END_HEADERS) -> bytes:
+    """The headers of a call."""
+    words = [b"\x83\x86\x04", bytes([len(path)]), path, b"\x01\x01a", field(b"te", b"trailers")]
+    words += [field(b"content-type", b"application/grpc"), *more]
+    return frame(HEADERS, flags, stream, b"".join(words))
+
+
+OPENING = PREFACE + frame(SETTINGS, 0, 0, b"")
+BAD_PATH = OPENING + call_of(b"/\xff", flags=END_HEADERS | END_STREAM)
+
+
+def send(path: Path, data: bytes) -> None:
+    """Send bytes on a connection of its own, and read until its end."""
+    with socket.socket(socket.AF_UNIX) as line, contextlib.suppress(ConnectionError):
+        line.settimeout(20)
+        line.connect(str(path))
+        line.sendall(data)
+        while line.recv(4096):
+            pass
+
+
+def heard(session: RawSession) -> bool:
+    """Whether a call over gRPC is answered."""
+    try:
+        session.call("Heartbeat", pb.HeartbeatRequest())
+    except AssertionError:  # a status without a reason: gRPC's own
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture(autouse=True)
+def _all_doors_are_open(daemon: Daemon) -> None:
+    until(lambda: ask(daemon, "/readyz").status == 200, "all doors are open")
+
+
+def restarts(daemon: Daemon, door: str) -> int:
+    return daemon.counters().get(f"door_restarts{{{door}}}", 0)
+
+
+# -- one call that ends gRPC's loop --------------------------------------------------------------
+
+
+def test_the_reproduction_for_upstream_tells_what_is_so() -> None:
+    """It exits with 1 as long as grpcio has the bug; with 0, the restart below is not needed."""
+    done = subprocess.run(
+        [sys.executable, str(REPRODUCTION)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "a good call is answered: True" in done.stdout
+    assert done.returncode == (0 if done.stdout.endswith("True\n") else 1), done.stderr
+
+
+def test_a_path_that_is_no_text_shuts_the_door_for_a_moment_only(daemon: Daemon) -> None:
+    before = restarts(daemon, "grpc")
+    with (
+        engine_of(daemon.url(), contract_of(PAGE_BYTES), "by frames") as engine,
+        RawSession(daemon) as session,
+    ):
+        boot_id = daemon.stats().boot_id
+        for number in range(3):
+            send(daemon.socket_dir / "grpc.sock", BAD_PATH)
+            goes_on(engine)
+            until(lambda: heard(session), "the session's calls go on")
+            until(lambda n=number: restarts(daemon, "grpc") == before + 1 + n, "counted")
+        until(lambda: ask(daemon, "/readyz").status == 200, "ready")
+        assert daemon.stats().boot_id == boot_id
+        assert b"kvhearth_doors_shut 0" in ask(daemon, "/metrics").body
+    assert (daemon.socket_dir / "grpc.sock").stat().st_mode & 0o777 == 0o666
+    shut = [json.loads(line) for line in daemon.own_lines() if "grpc.door_shut" in line]
+    assert {(line["door"], line["reason"]) for line in shut} == {
+        ("grpc", "gRPC's loop ended: UnicodeDecodeError")
+    }
+
+
+def test_not_ready_while_a_door_is_shut(daemon: Daemon) -> None:
+    """A directory where the socket belongs keeps the door shut."""
+    path, before = daemon.socket_dir / "grpc.sock", restarts(daemon, "grpc")
+    path.unlink()
+    path.mkdir()
+    try:
+        answer = until(
+            lambda: (found := ask(daemon, "/readyz")).status == 503 and found, "not ready"
+        )
+        assert b"[-]grpc-door: " in answer.body
+        assert b"[+]arena\n" in answer.body
+        assert ask(daemon, "/livez").status == 200
+        assert daemon.stats().boot_id
+        assert b"kvhearth_doors_shut 1" in ask(daemon, "/metrics").body
+    finally:
+        path.rmdir()
+    until(lambda: ask(daemon, "/readyz").status == 200, "ready again")
+    assert restarts(daemon, "grpc") == before + 1
+
+
+# -- the operators' socket -----------------------------------------------------------------------
+
+
+def test_operators_have_a_socket_of_their_own(daemon: Daemon) -> None:
+    path = daemon.socket_dir / "admin.sock"
+    found = path.stat()
+    assert stat.S_ISSOCK(found.st_mode)
+    assert found.st_mode & 0o777 == 0o600
+    before = restarts(daemon, "admin")
+    send(daemon.socket_dir / "grpc.sock", BAD_PATH)
+    assert daemon.stats().boot_id
+    send(path, BAD_PATH)  # only the daemon's user and root can
+    until(lambda: _asked(daemon), "operators are served again")
+    assert restarts(daemon, "admin") == before + 1
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def _asked(daemon: Daemon) -> bool:
+    try:
+        return bool(daemon.stats().boot_id)
+    except grpc.RpcError:
+        return False
+
+
+def test_the_engines_door_serves_engines_only(daemon: Daemon) -> None:
+    token = (daemon.socket_dir / "admin.token").read_text()
+    with RawSession(daemon) as session:
+        for path in (
+            "/kvhearth.proto.v1.AdminService/Stats",
+            "/grpc.health.v1.Health/Check",
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                session.channel.unary_unary(path)(
+                    admin_pb2.StatsRequest().SerializeToString(),
+                    timeout=CALL_S,
+                    metadata=(("kvhearth-admin-token", token),),
+                )
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_engines_door_can_be_closed() -> None:
+    with running_daemon(arena=False, grpc="off", http=ANY_PORT) as daemon:
+        assert not (daemon.socket_dir / "grpc.sock").exists()
+        assert daemon.ready()["grpc"] == "off"
+        with engine_of(daemon.url(), contract_of(PAGE_BYTES), "by frames") as engine:
+            goes_on(engine)
+        assert daemon.stats().boot_id
+        assert ask(daemon, "/readyz").status == 200
+        end_well(daemon)
