@@ -106,9 +106,12 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
     rpc = RpcServer(settings, engine, dispatcher, admin_token, shares.grpc)
-    calls = CallsServer(engine, dispatcher, timeout_s=settings.attach_timeout_s)
-    attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
-    web = _open_web(settings, engine, admin_token)
+    timeout_s = settings.attach_timeout_s
+    calls = CallsServer(engine, dispatcher, shares, timeout_s=timeout_s)
+    attach = AttachServer(
+        engine, _tenancies(settings), timeout_s=timeout_s, descriptors_max=shares.attach
+    )
+    web = _open_web(settings, engine, admin_token, shares.http)
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
@@ -274,7 +277,9 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
         raise socket_refusal(folder, error) from None
 
 
-def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
+def _open_web(
+    settings: Settings, engine: Engine, admin_token: str, connections_max: int
+) -> WebServer | None:
     """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
     import.
 
@@ -285,7 +290,7 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
         return None
     from kvhearth_server.transport.web.server import WebServer
 
-    return WebServer(settings, engine, admin_token)
+    return WebServer(settings, engine, admin_token, connections_max)
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

@@ -6,22 +6,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import stat
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import grpc
 import pytest
-from support.daemon import Daemon, running_daemon, until
-from support.http_door import ANY_PORT, ask
-from support.raw_door import CALL_S, PAGE_BYTES, RawSession, end_well, goes_on
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.http_door import ANY_PORT, address_of, ask
+from support.raw_door import CALL_S, PAGE_BYTES, RawSession, end_well, goes_on, refusals
 
+from kvhearth.errors import Reason
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.wire import frames
+from kvhearth_lab.harness.daemon import Process, clean_environment
 from kvhearth_lab.harness.engine import contract_of, engine_of
+from kvhearth_server.config.model import Settings
+from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, RESERVE, door_shares
 
 REPRODUCTION = Path(__file__).resolve().parents[2] / "docs/repro_grpc_aio_bad_path.py"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -190,3 +198,139 @@ def test_the_engines_door_can_be_closed() -> None:
         assert daemon.stats().boot_id
         assert ask(daemon, "/readyz").status == 200
         end_well(daemon)
+
+
+# -- what a stranger may send --------------------------------------------------------------------
+
+WINDOW_BYTES = 64 << 10
+INITIAL_WINDOW = 4
+HEARTBEAT = b"/kvhearth.proto.v1.CacheService/Heartbeat"
+
+
+def frames_of(line: socket.socket) -> Iterator[tuple[int, int, bytes]]:
+    """Yield kind, stream and payload of each HTTP/2 frame that arrives, to the end."""
+    data = b""
+    while True:
+        while len(data) < 9 or len(data) < 9 + int.from_bytes(data[:3], "big"):
+            more = line.recv(1 << 16)
+            if not more:
+                return
+            data += more
+        size = int.from_bytes(data[:3], "big")
+        yield data[3], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]
+        data = data[9 + size :]
+
+
+def test_nothing_of_a_stranger_is_waited_for(daemon: Daemon) -> None:
+    """Refused at its headers: gRPC would receive 4 MiB of everybody first."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(CALL_S)
+        line.connect(str(daemon.socket_dir / "grpc.sock"))
+        line.sendall(OPENING + call_of(HEARTBEAT))
+        for kind, stream, payload in frames_of(line):
+            if kind == SETTINGS and payload:
+                pairs = dict(struct.iter_unpack(">HI", payload))
+                assert pairs.get(INITIAL_WINDOW, 65535) <= WINDOW_BYTES
+            if (kind, stream) == (HEADERS, 1):
+                assert b"unknown_token" in payload or b"grpc-status" in payload
+                break
+    assert refusals(daemon, Reason.UNKNOWN_TOKEN) > 0
+
+
+def test_a_message_that_does_not_end(daemon: Daemon) -> None:
+    """Its call ends by a deadline, and others of the same tenant are served meanwhile."""
+    before = refusals(daemon, Reason.DEADLINE)
+    begun = struct.pack(">BI", 0, 1 << 20) + bytes(100)
+    with RawSession(daemon) as session, contextlib.ExitStack() as lines:
+        token = field(b"kvhearth-token", session.token.encode())
+        for _ in range(3):
+            line = lines.enter_context(socket.socket(socket.AF_UNIX))
+            line.connect(str(daemon.socket_dir / "grpc.sock"))
+            calls = [call_of(HEARTBEAT, token, stream=n) + frame(DATA, 0, n, begun) for n in (1, 3)]
+            line.sendall(OPENING + b"".join(calls))
+        session.call("Heartbeat", pb.HeartbeatRequest())
+        until(lambda: refusals(daemon, Reason.DEADLINE) == before + 6, "each has its deadline")
+        session.call("Heartbeat", pb.HeartbeatRequest())
+
+
+# -- descriptors ---------------------------------------------------------------------------------
+
+LIMIT = 420
+
+
+def limited(flags: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Process:
+    """Start a daemon that may have ``LIMIT`` descriptors."""
+    script = f'ulimit -n {LIMIT}; exec "$@"'
+    main = [sys.executable, "-m", "kvhearth_lab.harness.daemon_main", str(os.getpid()), "", "serve"]
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "sh", *main, *flags],
+        stdout=log,
+        stderr=log,
+        env={**clean_environment(), **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def poor() -> Iterator[Daemon]:
+    """A daemon with few descriptors."""
+    with stopped_daemon(arena=False, starter=limited, http=ANY_PORT, sessions_max=4) as daemon:
+        daemon.start()
+        yield daemon
+        end_well(daemon)
+
+
+def idle(address: str | tuple[str, int], count: int, lines: contextlib.ExitStack) -> None:
+    """Open connections that send nothing, as many as are taken."""
+    for _ in range(count):
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        line = lines.enter_context(socket.socket(family))
+        line.settimeout(CALL_S)
+        with contextlib.suppress(OSError):
+            line.connect(address)
+
+
+@pytest.mark.parametrize("door", ["grpc.sock", "calls.sock", "attach.sock", "http", "all"])
+def test_idle_connections_leave_room_for_others(poor: Daemon, door: str) -> None:
+    before = poor.descriptor_count()
+    sockets = ("grpc.sock", "calls.sock", "attach.sock")
+    addresses = {name: str(poor.socket_dir / name) for name in sockets}
+    places = {**addresses, "http": address_of(poor)}
+    with contextlib.ExitStack() as lines:
+        for name, address in places.items():
+            if door in (name, "all"):
+                idle(address, LIMIT, lines)
+        for _ in range(3):
+            assert ask(poor, "/livez").status == 200
+            assert poor.descriptor_count() <= LIMIT - RESERVE
+        with engine_of(poor.url(), contract_of(PAGE_BYTES), f"beside {door}") as engine:
+            goes_on(engine)
+        assert poor.stats().boot_id
+        if door not in ("grpc.sock", "all"):
+            name = door.removesuffix(".sock")
+            assert poor.counters()[f"connections_refused{{{name}}}"] > 0
+    until(lambda: poor.descriptor_count() <= before + 2, "descriptors come back")
+    assert "Too many open files" not in poor.log_text()
+
+
+def test_a_session_has_its_fair_part_of_calls(poor: Daemon) -> None:
+    """One session that opens all it can leaves places for the next one."""
+
+    def opened(session: RawSession, lines: contextlib.ExitStack) -> int:
+        count = 0
+        for _ in range(CALLS_PER_SESSION_MAX + 1):
+            line = lines.enter_context(socket.socket(socket.AF_UNIX))
+            line.settimeout(CALL_S)
+            line.connect(str(poor.socket_dir / "calls.sock"))
+            token = session.token.encode()
+            line.sendall(frames.HEADER.pack(len(token), frames.OPEN, 0) + token)
+            _, kind, _ = frames.HEADER.unpack(line.recv(frames.HEADER.size))
+            count += kind == frames.DONE
+        return count
+
+    shares = door_shares(Settings(sessions_max=4), LIMIT)
+    with contextlib.ExitStack() as lines:
+        sessions = [lines.enter_context(RawSession(poor, engine_id=f"e{n}")) for n in range(4)]
+        counts = [opened(session, lines) for session in sessions]
+        assert shares.calls_fair <= min(counts)
+        assert sum(counts) <= shares.calls
+        assert max(counts) < CALLS_PER_SESSION_MAX + 1
