@@ -334,3 +334,27 @@ def test_a_session_has_its_fair_part_of_calls(poor: Daemon) -> None:
         assert shares.calls_fair <= min(counts)
         assert sum(counts) <= shares.calls
         assert max(counts) < CALLS_PER_SESSION_MAX + 1
+
+
+# -- the log -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n\r\n",
+        b"Host: elsewhere\r\n\r\n",
+        b"Host: localhost\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
+        b"Host: localhost\r\nContent-Length: x\r\n\r\n",
+    ],
+    ids=["no chunk", "another host", "too long", "no length"],
+)
+def test_a_refused_head_is_no_failure(daemon: Daemon, rest: bytes) -> None:
+    """The answer to HEAD has no body: sending one raised, and each wrote a traceback."""
+    before = refusals(daemon, Reason.BAD_MESSAGE)
+    with socket.create_connection(address_of(daemon)) as line:
+        line.settimeout(CALL_S)
+        line.sendall(b"HEAD /livez HTTP/1.1\r\n" + rest)
+        assert line.recv(1000).startswith(b"HTTP/1.1 4")
+    assert refusals(daemon, Reason.BAD_MESSAGE) == before + 1
+    assert "Traceback" not in daemon.log_text()

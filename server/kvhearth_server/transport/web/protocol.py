@@ -142,9 +142,17 @@ class BoundedProtocol(H11Protocol):
             head = h11.Response(
                 status_code=status, headers=response.raw_headers, reason=status.phrase.encode()
             )
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            # The answer to HEAD has no body; h11 raises if one is sent.
+            body = [] if self._is_head(cycle) else [h11.Data(data=bytes(response.body))]
+            for event in (head, *body, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _is_head(self, cycle: RequestResponseCycle | None) -> bool:
+        """Whether the request under way is a HEAD; between two requests the cycle is an old one."""
+        if cycle is None or self.conn.our_state is not h11.SEND_RESPONSE:
+            return False
+        return bool(cycle.scope["method"] == "HEAD")
 
     def _make_room(self) -> None:
         self._places.crowded()

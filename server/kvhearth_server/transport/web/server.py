@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
 
@@ -16,7 +15,6 @@ from starlette.types import ASGIApp
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.observability.logs import LimitedRecords
 from kvhearth_server.transport.web.protocol import (
     CONNECTIONS_MAX,
     BoundedProtocol,
@@ -31,7 +29,6 @@ _ACCEPTS_PER_TURN = 16
 """asyncio accepts a backlog's worth of connections before the first of them is counted."""
 _STOP_S = 2.0
 _TICK_S = 1.0
-_LIMITED = LimitedRecords()
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -99,7 +96,6 @@ class Listener:
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
-        logging.getLogger("uvicorn.error").addFilter(_LIMITED)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
         while not self._server.started:
