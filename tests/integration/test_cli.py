@@ -89,7 +89,12 @@ def test_stat(run: Run, daemon: Daemon) -> None:
 
 def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
     assert run("health") == (0, "serving\n", "")
-    assert asked(run, "health") == {"serving": True, "problem": "", "degraded": []}
+    assert asked(run, "health") == {
+        "serving": True,
+        "problem": "",
+        "degraded": [],
+        "doors_shut": [],
+    }
     # the command of a container's HEALTHCHECK
     words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
     environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}

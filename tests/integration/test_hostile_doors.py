@@ -28,6 +28,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth_lab.harness.daemon import Process, clean_environment
 from kvhearth_lab.harness.engine import contract_of, engine_of
+from kvhearth_server.cli import liveness
 from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, RESERVE, door_shares
 
@@ -141,6 +142,8 @@ def test_not_ready_while_a_door_is_shut(daemon: Daemon) -> None:
         assert b"[+]arena\n" in answer.body
         assert ask(daemon, "/livez").status == 200
         assert daemon.stats().boot_id
+        problem, _, (shut,) = liveness.look(str(daemon.socket_dir))
+        assert (problem, shut.partition(":")[0]) == ("", "grpc")
         assert b"kvhearth_doors_shut 1" in ask(daemon, "/metrics").body
     finally:
         path.rmdir()

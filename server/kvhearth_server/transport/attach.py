@@ -279,7 +279,13 @@ class AttachServer:
         """Return the answer to a health request, which any peer that can connect may send."""
         tiering = self._engine.tiering
         degraded = list(tiering.tier.health().reasons) if tiering else []
-        return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
+        shut = [f"{door}: {reason}" for door, reason in self._engine.doors_shut.items()]
+        return {
+            "kind": "health",
+            "serving": not self._engine.draining,
+            "degraded": degraded,
+            "doors_shut": shut,
+        }
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
         """Return the first frame, or None if it asks for the daemon's health."""
