@@ -53,6 +53,7 @@ _SUMMED = (
 )
 """Counters that the last log line of a run shows."""
 _TRIM_PAUSE_S = 0.25
+_KEEP_PAUSE_S = 1.0
 _log = get_logger("kvhearth.daemon")
 
 
@@ -215,8 +216,18 @@ def _spawn(
         degraded = DegradedLog(engine.tiering.tier.problems)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
+    if engine.arena.keeper is not None:
+        supervisor.spawn("keeper", partial(_keep, engine.arena))
     if not engine.arena.trim():
         supervisor.spawn("trim", partial(_trim, engine))
+
+
+async def _keep(arena: Arena) -> None:
+    """Replace a holder of the memory that has ended."""
+    while True:
+        await asyncio.sleep(_KEEP_PAUSE_S)
+        if await asyncio.to_thread(arena.keep):
+            _log.warning("arena.keeper_replaced")
 
 
 async def _trim(engine: Engine) -> None:

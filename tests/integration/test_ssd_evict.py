@@ -125,6 +125,7 @@ def test_from_memory_only_the_copies_on_ssd_are_served(daemon: Daemon, verb: Ver
         assert removed(verb, DIGEST, "--keep", "0", "--tier", "memory") == (BLOCKS, 0)
         assert found(engine, keys) == (0, BLOCKS)
         assert sorted(fetch_all(engine, keys)) == sorted(keys)
+        until(lambda: not daemon.stats().leases, "the last load's lease is released")
         assert removed(verb, DIGEST, "--keep", "1MiB") == (BLOCKS - 16, 0)
         assert found(engine, keys) == (16, BLOCKS)
 

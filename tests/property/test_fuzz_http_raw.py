@@ -197,22 +197,35 @@ SIZED, CHUNKS = b"Content-Length: 18\r\n\r\n", b"Transfer-Encoding: chunked\r\n\
 HALVES = (SIZED, SIZED + b'{"keep_bytes"', CHUNKS, CHUNKS + b"zz\r\n")
 
 
+def evictions_of(daemon: Daemon, namespace: bytes) -> int:
+    """Returns how many evictions of a namespace the daemon has logged."""
+    return sum("admin.evict" in line and namespace.decode() in line for line in daemon.own_lines())
+
+
 @pytest.mark.parametrize("sent", HALVES)
 def test_half_a_body_does_nothing(daemon: Daemon, neighbour: Engine, sent: bytes) -> None:
-    """Without its body the action would evict everything not held."""
+    """Without its body the action would evict everything not held. The log tells whether it ran,
+    because the neighbour evicts blocks, too.
+    """
     token = (daemon.socket_dir / "admin.token").read_bytes()
     contract = raw_contract(model="halved").to_json()
     with unharmed(daemon, neighbour), RawSession(daemon, contract=contract) as session:
         keys, _ = session.store(4)
         space = session.welcome["namespace"].encode()
         before = refusals_by_reason(daemon)[Reason.BAD_MESSAGE]
+        evictions = evictions_of(daemon, space)
         with opened(daemon) as line:
             line.sendall(b"POST /v1/namespaces/%b:evict HTTP/1.1\r\nHost: localhost\r\n" % space)
             line.sendall(b"Content-Type: application/json\r\nAuthorization: Bearer %b\r\n" % token)
             line.sendall(sent)
             line.shutdown(socket.SHUT_WR)
         until(lambda: refusals_by_reason(daemon)[Reason.BAD_MESSAGE] == before + 1, "it is counted")
-        assert session.lookup(keys).groups[0].present == b"\x0f"
+        path = f"/v1/namespaces/{space.decode()}:evict"
+        assert ask(daemon, path, "POST", b"{}", admin=True).status == 200
+        assert session.lookup(keys).groups[0].present == b"\0"
+        assert evictions_of(daemon, space) == evictions + 1, (
+            "the whole request alone is carried out"
+        )
 
 
 # -- too many, too slow ----------------------------------------------------------------------------

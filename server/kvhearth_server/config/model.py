@@ -62,6 +62,14 @@ class Settings(BaseSettings):
         description="Directory on hugetlbfs or tmpfs for the arena's files; the cache then "
         "survives a restart of the daemon. Default: anonymous memory.",
     )
+    keep_memory: bool = Field(
+        False,
+        description="Keep the arena's memory across restarts with a keeper, systemd's descriptor "
+        "store or a holder process, and not in files of arena_dir: a tenant can then cut off none.",
+    )
+    keep_memory_s: Seconds = Field(
+        900, gt=0, description="Time after which a holder process without a daemon ends."
+    )
     discard_arena: bool = Field(
         False,
         description="Delete the arena in arena_dir if these settings cannot take it over. By "
@@ -239,6 +247,8 @@ class Settings(BaseSettings):
                 f"socket_dir: {str(self.attach_socket)!r} has {path_bytes} bytes, a unix socket's "
                 f"path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter directory"
             )
+        if self.keep_memory and self.arena_dir is None:
+            problems.append("keep_memory: needs an arena_dir for the journal; give one on tmpfs")
         if self.stock_fraction_max > self.held_fraction_max:
             problems.append(
                 f"stock_fraction_max: {self.stock_fraction_max} is more than held_fraction_max "

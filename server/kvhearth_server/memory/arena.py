@@ -7,6 +7,7 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,10 @@ import numpy as np
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import U32
-from kvhearth_server.core.slot_table import SlotTable
+from kvhearth_server.core.slot_table import Geometry, SlotTable
 from kvhearth_server.memory.durable_file import DurableBlob, lock_directory
-from kvhearth_server.memory.journal import VERSION, Journal, journal_path
+from kvhearth_server.memory.journal import VERSION, Journal, journal_path, tables
+from kvhearth_server.memory.keeper import Keeper, open_keeper
 from kvhearth_server.memory.page_kinds import HugepagePolicy, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import (
     CATALOGUE_BYTES_MAX,
@@ -31,11 +33,12 @@ from kvhearth_server.memory.plan import (
     Found,
     Step,
     describe,
+    kept_name,
     segment_path,
 )
 from kvhearth_server.memory.resize import resize, settle
 from kvhearth_server.memory.room import check_room, room_of
-from kvhearth_server.memory.segments import Segment, create_segment, open_segment
+from kvhearth_server.memory.segments import Segment, create_segment, open_memfd, open_segment
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
@@ -65,7 +68,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Arena:
-    """An open arena. ``catalogue`` is the earlier run's, None after a cold start."""
+    """An open arena.
+
+    ``catalogue`` is the earlier run's, None after a cold start. ``keeper`` holds the segments under
+    names that begin with ``kept``; without one they are files, or end with the daemon.
+    """
 
     plan: ArenaPlan
     segments: list[Segment]
@@ -74,6 +81,8 @@ class Arena:
     notes: list[str] = field(default_factory=list)
     _blob: DurableBlob | None = None
     _journal_file: Segment | None = None
+    keeper: Keeper | None = None
+    kept: str = ""
     _lock_fd: int = -1
     _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
 
@@ -103,6 +112,8 @@ class Arena:
             "geometry": describe(self.plan.geometry),
             **content,
         }
+        if self.kept:
+            full["kept"] = self.kept
         if self._surplus:
             (segment, _), *_ = self._surplus
             full["mapped_bytes"] = segment.bytes + segment.surplus_bytes
@@ -122,8 +133,26 @@ class Arena:
                 self._surplus.remove((segment, held))
         return not self._surplus
 
+    def keep(self) -> bool:
+        """Give the segments to a new keeper if theirs has ended; True if that was so.
+
+        Raises:
+            OSError: no keeper can be had.
+        """
+        if self.keeper is None or self.keeper.alive:
+            return False
+        assert self.plan.folder is not None
+        self.keeper.close()
+        self.keeper = open_keeper(self.plan.folder, self.plan.keep_s)
+        for index, segment in enumerate(self.segments):
+            assert self.keeper is not None
+            self.keeper.put(kept_name(self.kept, index), segment.fd)
+        return True
+
     def close(self) -> None:
-        """Unmap everything; files stay for a successor."""
+        """Unmap everything; files and kept memory stay for a successor."""
+        if self.keeper is not None:
+            self.keeper.close()
         for segment in self.segments:
             segment.close()
         if self._journal_file is not None:
@@ -155,7 +184,7 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
         generations = _generations(plan)
         undo.callback(generations.close)
         if plan.folder is None:
-            segments = _create_segments(plan, progress)
+            segments = _Memory(plan, None, None, "", progress).open(_numbers(plan))
             arena = Arena(plan, segments, generations, notes=_notes(segments))
         else:
             arena = _open_folder(plan, plan.folder, lock_fd, found, generations, progress)
@@ -196,20 +225,31 @@ def _open_folder(
         blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
         undo.callback(blob.close)
         notes = list(found.notes)
-        old = None
+        keeper = _keeper(plan, folder)
+        if keeper is not None:
+            undo.callback(keeper.close)
+        old, kept = None, ""
         if found.catalogue is None or found.geometry is None:
-            segments, journal = _cold(plan, folder, blob, progress)
+            kept = secrets.token_hex(8) if keeper else ""
+            segments, journal = _cold(
+                plan, folder, blob, _Memory(plan, folder, keeper, kept, progress)
+            )
         else:
             old = settle(folder, blob, found.catalogue)
+            kept = old.get("kept", "")
             if found.step is Step.RESIZE:
                 grown = partial(progress, plan.geometry.segments[0].tenant)
                 old, message = resize(plan, folder, blob, old, found.geometry, grown)
                 notes.append(message)
-            segments = _open_segments(plan, folder, progress)
             journal = open_segment(journal_path(folder))
+            undo.callback(journal.close)
+            _free_slots(journal, plan.geometry, found.lost)
+            segments = _Memory(plan, folder, keeper, kept, progress).open(found.lost)
         notes += _notes(segments)
         surplus = [(each, set(each.held_bytes())) for each in segments if each.surplus_bytes]
-        arena = Arena(plan, segments, generations, old, notes, blob, journal, lock_fd, surplus)
+        arena = Arena(
+            plan, segments, generations, old, notes, blob, journal, keeper, kept, lock_fd, surplus
+        )
         arena.trim()
         undo.pop_all()
         return arena
@@ -225,57 +265,130 @@ def _numbers(plan: ArenaPlan) -> range:
     return range(len(plan.geometry.segments))
 
 
-def _cold(
-    plan: ArenaPlan, folder: Path, blob: DurableBlob, progress: Progress
-) -> tuple[list[Segment], Segment]:
-    """Make new files under the same names.
+def _keeper(plan: ArenaPlan, folder: Path) -> Keeper | None:
+    """The keeper of the segments' memory, if the plan wants one.
 
-    Old ones are unlinked first: an engine that still maps one continues to write to memory that is
+    Raises:
+        KVHearthError: ``arena_unusable``.
+    """
+    if not plan.keep_s:
+        return None
+    try:
+        return open_keeper(folder, plan.keep_s)
+    except OSError as error:
+        message = f"no process keeps the memory of {folder} ({error}); turn keep_memory off"
+        raise KVHearthError(Reason.ARENA_UNUSABLE, message) from error
+
+
+def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> None:
+    """Free all slots of segments whose memory is missing, before new memory takes its place."""
+    words, headers = tables(journal.view, geometry)
+    for index in lost:
+        segment = geometry.segments[index]
+        end = segment.first_slab + segment.slabs
+        words[segment.first_slab : end] = 0
+        headers["state"][segment.first_slab * geometry.stride : end * geometry.stride] = 0
+    hit("arena.slots_freed")
+
+
+def _cold(
+    plan: ArenaPlan, folder: Path, blob: DurableBlob, memory: _Memory
+) -> tuple[list[Segment], Segment]:
+    """Make new segments and a new journal.
+
+    Old files are unlinked first: an engine that still maps one continues to write to memory that is
     never read.
     """
     blob.write(json.dumps({"format": CATALOGUE_FORMAT, "geometry": None}).encode())
     for path in [*folder.glob("segment-*"), journal_path(folder), folder / RESIZED_NAME]:
         path.unlink(missing_ok=True)
-    segments = _create_segments(plan, progress, folder)
+    memory.forget()
+    segments = memory.open(_numbers(plan))
     size = room_of(plan.geometry, filesystem_kind(folder)).journal
     journal = create_segment(
         size,
         HugepagePolicy.PREFER,
         path=journal_path(folder),
-        on_progress=partial(progress, "journal"),
+        on_progress=partial(memory.progress, "journal"),
     )
     return segments, journal
 
 
-def _open_segments(plan: ArenaPlan, folder: Path, progress: Progress) -> list[Segment]:
-    return [
-        open_segment(
-            segment_path(folder, index),
-            plan.hugepages,
-            size_bytes=plan.geometry.segment_bytes(index),
-            on_progress=partial(progress, plan.geometry.segments[index].tenant),
-        )
-        for index in _numbers(plan)
-    ]
+def _close_all(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
-def _create_segments(
-    plan: ArenaPlan, progress: Progress, folder: Path | None = None
-) -> list[Segment]:
-    with contextlib.ExitStack() as undo:
+@dataclass
+class _Memory:
+    """The places of a plan's segments: files in ``folder``, or memfds that a keeper holds.
+
+    Without a folder they are memfds that end with the daemon.
+    """
+
+    plan: ArenaPlan
+    folder: Path | None
+    keeper: Keeper | None
+    kept: str
+    progress: Progress
+
+    def forget(self) -> None:
+        """Release all kept memory."""
+        if self.keeper is not None:
+            for name, descriptor in self.keeper.take().items():
+                os.close(descriptor)
+                self.keeper.forget(name)
+
+    def open(self, fresh: Collection[int]) -> list[Segment]:
+        """Open all segments; those of the numbers ``fresh`` are made anew."""
+        taken = self.keeper.take() if self.keeper is not None else {}
         segments: list[Segment] = []
-        for index in _numbers(plan):
-            name = plan.geometry.segments[index].tenant
-            segment = create_segment(
-                plan.geometry.segment_bytes(index),
-                plan.hugepages,
-                path=segment_path(folder, index) if folder else None,
-                on_progress=partial(progress, name),
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as unused:
+            unused.callback(_close_all, taken)
+            for index in _numbers(self.plan):
+                name = kept_name(self.kept, index)
+                if index in fresh:
+                    segment = self._make(index)
+                else:
+                    segment = self._adopt(index, taken.pop(name, -1))
+                undo.callback(segment.close)
+                segments.append(segment)
+            undo.pop_all()
+            return segments
+
+    def _make(self, index: int) -> Segment:
+        path = None
+        if self.folder is not None and self.keeper is None:
+            path = segment_path(self.folder, index)
+            path.unlink(missing_ok=True)
+        elif self.keeper is not None:
+            self.keeper.forget(kept_name(self.kept, index))
+        segment = create_segment(
+            self.plan.geometry.segment_bytes(index),
+            self.plan.hugepages,
+            path=path,
+            on_progress=self._noted(index),
+        )
+        if self.keeper is not None:
+            self.keeper.put(kept_name(self.kept, index), segment.fd)
+        return segment
+
+    def _adopt(self, index: int, descriptor: int) -> Segment:
+        size = self.plan.geometry.segment_bytes(index)
+        if self.keeper is not None:
+            return open_memfd(
+                descriptor, self.plan.hugepages, size_bytes=size, on_progress=self._noted(index)
             )
-            undo.callback(segment.close)
-            segments.append(segment)
-        undo.pop_all()
-        return segments
+        assert self.folder is not None, "memory without a place is never adopted"
+        return open_segment(
+            segment_path(self.folder, index),
+            self.plan.hugepages,
+            size_bytes=size,
+            on_progress=self._noted(index),
+        )
+
+    def _noted(self, index: int) -> Callable[[int, int], None]:
+        return partial(self.progress, self.plan.geometry.segments[index].tenant)
 
 
 def _notes(segments: list[Segment]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kvhearth_server.config.value_types import format_size
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.durable_file import peek
 from kvhearth_server.memory.journal import VERSION, journal_bytes, journal_path
+from kvhearth_server.memory.keeper import is_sealed, open_keeper
 from kvhearth_server.memory.page_kinds import HugepagePolicy
 
 CATALOGUE_FORMAT = 2
@@ -28,13 +30,16 @@ JOURNALS = ("journal", RESIZED_NAME)
 class ArenaPlan:
     """The requested arena: tenants with whole slabs of bytes, and its directory.
 
-    ``discard``: an arena in the directory that cannot become this one is deleted.
+    ``discard``: an arena in the directory that cannot become this one is deleted. ``keep_s``: the
+    segments are sealed memfds with a keeper, which holds them for so long without a daemon; with 0
+    they are files in the directory.
     """
 
     geometry: Geometry
     folder: Path | None
     hugepages: HugepagePolicy
     discard: bool = False
+    keep_s: float = 0.0
 
 
 class Step(enum.Enum):
@@ -49,13 +54,15 @@ class Step(enum.Enum):
 class Found:
     """The content of an arena directory, compared with a plan.
 
-    ``catalogue`` and ``geometry`` are the earlier run's, None for a cold start. ``notes`` explain
-    why an existing arena is not adopted.
+    ``catalogue`` and ``geometry`` are the earlier run's, None for a cold start. ``lost`` are the
+    segments whose memory is missing: they alone start cold. ``notes`` explain why an existing
+    arena, or a segment of it, is not adopted.
     """
 
     step: Step
     catalogue: dict[str, Any] | None = None
     geometry: Geometry | None = None
+    lost: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
 
 
@@ -112,20 +119,72 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
         )
     if geometry is None or not old.get("complete"):
         return _cold(f"the arena in {folder} was never finished: starting cold")
+    kept = old.get("kept", "")
+    if bool(kept) != bool(plan.keep_s):
+        where = "with a keeper" if kept else f"in {folder}"
+        return _refuse(
+            plan, f"the arena's memory is {where}", "set keep_memory as it was to keep the cache"
+        )
     step = _step(geometry, plan.geometry)
-    if step is None:
+    if step is None or (kept and step is Step.RESIZE):
         return _refuse(
             plan,
             f"the arena in {folder} was made with {_message(geometry)}; these settings ask for "
-            f"{_message(plan.geometry)}, and only the memory of a single tenant can change",
+            f"{_message(plan.geometry)}, and only the memory of a single tenant can change, where "
+            "keep_memory is off",
             "restore the old settings to keep the cache",
         )
-    wanted = {segment_path(folder, i): geometry.segment_bytes(i) for i in _numbers(geometry)}
-    wanted[current_journal(folder, old)] = journal_bytes(geometry, 1)
-    for path, size in wanted.items():
-        if not path.exists() or path.stat().st_size < size:
-            return _cold(f"{path} is missing or too short: starting cold")
-    return Found(step, old, geometry)
+    journal = current_journal(folder, old)
+    if not _long_enough(journal, journal_bytes(geometry, 1)):
+        return _cold(f"{journal} is missing or too short: starting cold")
+    lost = _lost_kept(folder, kept, geometry) if kept else _lost_files(folder, geometry)
+    if len(lost) == len(geometry.segments):
+        return _cold("the memory of all tenants is missing or too short: starting cold")
+    tenants = [geometry.segments[index].tenant for index in sorted(lost)]
+    notes = [f"the memory of {name} is missing or too short: it starts cold" for name in tenants]
+    return Found(step, old, geometry, lost, notes)
+
+
+def kept_name(arena: str, index: int) -> str:
+    """The name of a segment with its keeper; ``arena`` tells this cold start from any other."""
+    return f"{arena}.{index}"
+
+
+def _lost_files(folder: Path, geometry: Geometry) -> frozenset[int]:
+    return frozenset(
+        index
+        for index in _numbers(geometry)
+        if not _long_enough(segment_path(folder, index), geometry.segment_bytes(index))
+    )
+
+
+def _lost_kept(folder: Path, arena: str, geometry: Geometry) -> frozenset[int]:
+    """The segments that the keeper does not have, or not as the daemon made them."""
+    kept: dict[str, int] = {}
+    try:
+        keeper = open_keeper(folder, 0.0, start=False)
+        if keeper is not None:
+            kept = keeper.take()
+            keeper.close()
+        return frozenset(
+            index
+            for index in _numbers(geometry)
+            if (fd := kept.get(kept_name(arena, index))) is None
+            or not is_sealed(fd)
+            or os.fstat(fd).st_size != geometry.segment_bytes(index)
+        )
+    except OSError as error:
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            f"the keeper of the arena's memory does not answer ({error}); end it to start cold",
+        ) from error
+    finally:
+        for descriptor in kept.values():
+            os.close(descriptor)
+
+
+def _long_enough(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size >= size
 
 
 def _cold(note: str) -> Found:

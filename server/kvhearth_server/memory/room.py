@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
@@ -99,6 +99,8 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
         )
     check_place(plan.folder, filesystem, plan.hugepages)
     found = examine(plan, plan.folder)
+    if plan.keep_s and found.step is Step.COLD:
+        _check_anonymous(plan, kernel)
     _check_files(plan, plan.folder, filesystem, found, kernel)
     return found
 
@@ -134,6 +136,8 @@ def _check_files(
 ) -> None:
     """Compare the files to be made or extended with the space that is left."""
     room = room_of(plan.geometry, filesystem)
+    if plan.keep_s:
+        room = replace(room, segments=0)
     missing = _missing(plan, folder, room, found)
     if filesystem.kind is not FilesystemKind.HUGETLBFS:
         check_memory(kernel, missing)
@@ -175,7 +179,7 @@ def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
     segments = [segment_path(folder, i) for i in range(len(plan.geometry.segments))]
     missing = max(room.journal - _taken(journal), 0)
     missing += max(room.catalogue - _taken(folder / CATALOGUE_NAME), 0)
-    for index, path in enumerate(segments):
+    for index, path in enumerate([] if plan.keep_s else segments):
         missing += max(plan.geometry.segment_bytes(index) - _taken(path), 0)
     return missing
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
+from kvhearth_server.memory.keeper import is_sealed
 from kvhearth_server.memory.mapping import (
     Progress,
     Segment,
@@ -116,6 +117,26 @@ def open_segment(
             segment = maker.adopt(fd, path, filesystem, facts)
             undo.pop_all()
             return segment
+
+
+def open_memfd(
+    fd: int,
+    policy: HugepagePolicy = HugepagePolicy.PREFER,
+    *,
+    size_bytes: int,
+    on_progress: Progress | None = None,
+    kernel: KernelMemory | None = None,
+) -> Segment:
+    """Map a sealed memfd that ``create_segment`` made in an earlier daemon; its contents do not
+    change. The segment takes ``fd`` over.
+
+    Raises:
+        KVHearthError: ``ARENA_UNUSABLE`` (another size), ``MEMORY_UNAVAILABLE`` or
+            ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled).
+    """
+    maker = _Maker(size_bytes, policy, on_progress, kernel or KernelMemory())
+    with closed_on_failure(fd):
+        return maker.adopt_memfd(fd)
 
 
 def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) -> None:
@@ -231,6 +252,20 @@ class _Maker:
             os.ftruncate(fd, self._bytes)
         return self._fill(fd, path, filesystem)
 
+    def adopt_memfd(self, fd: int) -> Segment:
+        if os.fstat(fd).st_size != self._bytes:
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE, f"a kept segment has {os.fstat(fd).st_size} bytes"
+            )
+        page_bytes = os.fstatvfs(fd).f_bsize
+        if page_bytes not in HUGE_BYTES.values():
+            return self._plain(fd, None, huge=not self._off and self._kernel.memfd_thp_allowed())
+        kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
+        try:
+            return self._hugetlb(fd, kind, None)
+        except OSError as error:
+            raise self._no_hugepages(page_bytes) from error
+
     @property
     def _off(self) -> bool:
         return self._policy is HugepagePolicy.OFF
@@ -287,7 +322,7 @@ class _Maker:
     def _plain(self, fd: int, path: Path | None, *, huge: bool) -> Segment:
         """Fill ``fd`` with transparent huge pages or 4 KiB pages."""
         try:
-            if path is None:
+            if path is None and not is_sealed(fd):
                 os.ftruncate(fd, self._bytes)
                 _seal(fd)
             mapping = map_shared(fd, self._bytes)
