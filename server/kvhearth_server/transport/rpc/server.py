@@ -153,6 +153,7 @@ class GrpcDoor:
         if self._loop_task is not None:
             self._loop_task.add_done_callback(self._note_end)
         self._probe = grpc.aio.insecure_channel(f"unix:{self._path}", options=_PROBE_OPTIONS)
+        self._probe.get_state(try_to_connect=True)  # before others take all places
         await self._turned(True)
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
