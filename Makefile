@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs clean
+.PHONY: help setup run test test-slow torture test-hostile test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -44,6 +44,9 @@ TORTURE_SECONDS ?= 600
 
 torture: $(VENV)/.ready ## faults on real daemons, clients and files; TORTURE_SEED, TORTURE_SECONDS; the last line is one JSON object
 	$(BIN)/kvhearth torture --json --seed $(TORTURE_SEED) --seconds $(TORTURE_SECONDS) $(TORTURE_ARGS)
+
+test-hostile: $(VENV)/.ready ## attackers beside a good client, two minutes; HOSTILE_ARGS='--seconds 1200'; the last line is one JSON object
+	$(BIN)/kvhearth hostile --json $(HOSTILE_ARGS)
 
 test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
 	$(BIN)/pytest -m gpu tests/gpu tests/contract $(TEST_ARGS)

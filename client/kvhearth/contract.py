@@ -19,6 +19,10 @@ from kvhearth.errors import KVHearthError, Reason
 
 CONTRACT_VERSION = 1
 CONTRACT_JSON_BYTES_MAX = 64 * 1024
+CONTRACT_PARTS_MAX = 4096
+"""Commas and opening brackets in a contract's JSON, its texts included, which bounds the time of
+parsing it; 16 groups have some 150.
+"""
 GROUPS_MAX = 16
 SHARDS_MAX = 256
 KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 64
@@ -122,6 +126,8 @@ class Contract:
         """
         if len(text) > CONTRACT_JSON_BYTES_MAX:
             raise _bad("", f"longer than {CONTRACT_JSON_BYTES_MAX} bytes")
+        if sum(map(text.count, ",{[")) > CONTRACT_PARTS_MAX:
+            raise _bad("", f"more than {CONTRACT_PARTS_MAX} commas and brackets")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:

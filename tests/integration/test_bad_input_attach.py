@@ -28,11 +28,11 @@ from support.raw_door import (
     seats,
 )
 
-from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth.contract import CONTRACT_PARTS_MAX, GroupKind, GroupSpec
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire.handshake import FRAME_BYTES_MAX, encode_frame
+from kvhearth.wire.handshake import FRAME_BYTES_MAX, HEALTH_QUESTION, HELLO_PARTS_MAX, encode_frame
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 TIMEOUT_S = 0.6
@@ -106,6 +106,31 @@ def test_bad_frame(daemon: Daemon, name: str) -> None:
     with refused(daemon, Reason.BAD_MESSAGE):
         say(daemon, BAD_FRAMES[name])
     assert daemon.counters()["attach_frames_bad"] == before + 1
+
+
+def test_a_frame_that_takes_long_to_parse(daemon: Daemon) -> None:
+    """87,000 objects in one hello stop the loop for 10 ms; they are refused without parsing."""
+    body = b'{"kind":"hello","x":[' + b"{}," * 80_000 + b"0]}"
+    with refused(daemon, Reason.BAD_MESSAGE) as caught:
+        say(daemon, frame(body))
+    assert f"at most {HELLO_PARTS_MAX}" in caught.value.message
+
+
+def test_a_user_of_no_tenant_is_refused_by_the_length_of_its_hello() -> None:
+    """Nobody else's bytes are read; only the daemon's health may be asked for."""
+    tenants = f"other={os.geteuid() + 1}:8MiB"
+    with running_daemon(arena=False, tenants=tenants) as daemon:
+        with RawLine(attach_path(daemon)) as line:
+            line.send(struct.pack("<I", FRAME_BYTES_MAX))
+            assert line.refusal().reason is Reason.PEER_NOT_ALLOWED
+        with RawLine(attach_path(daemon)) as line:
+            line.send(encode_frame(HEALTH_QUESTION))
+            assert line.answer() == {"kind": "health", "serving": True, "degraded": []}
+        for short in (frame(b"nonsense"), frame(b"{}")):
+            with RawLine(attach_path(daemon)) as line:
+                line.send(short)
+                assert line.refusal().reason is Reason.PEER_NOT_ALLOWED
+        end_well(daemon)
 
 
 def test_who_says_nothing_and_leaves_is_nobody(daemon: Daemon) -> None:
@@ -222,7 +247,7 @@ BAD_CONTRACTS: dict[str, tuple[object, str]] = {
     "a list": ("[]", ""),
     "nothing": ("{}", "model"),
     "65 KiB": (changed(model="m" * (65 << 10)), ""),
-    "nested": ("[" * 60_000, ""),
+    "nested": ("[" * 3000, ""),
     "no model": (changed(model=...), "model"),
     "empty model": (changed(model=""), "model"),
     "model is a number": (changed(model=7), "model"),
@@ -269,6 +294,16 @@ def test_bad_contract(daemon: Daemon, name: str) -> None:
         say(daemon, encode_frame(raw_hello(contract=text)))
     assert caught.value.details.get("field", "") == field
     assert caught.value.status.code is Code.INVALID_ARGUMENT
+
+
+def test_a_contract_that_takes_long_to_parse(daemon: Daemon) -> None:
+    """Its brackets are escaped, thus the frame around it has few."""
+    escaped = "\\u005b\\u005d\\u002c" * 14_000
+    hello = raw_hello(contract="@")
+    body = json.dumps(hello).replace("@", "\\u005b" + escaped + "0]")
+    with refused(daemon, Reason.BAD_CONTRACT) as caught:
+        say(daemon, frame(body.encode()))
+    assert f"more than {CONTRACT_PARTS_MAX}" in caught.value.message
 
 
 def test_a_page_that_no_slab_can_hold(daemon: Daemon) -> None:

@@ -179,3 +179,49 @@ def test_a_time_that_is_none(ttl_s: float) -> None:
     session = rig.attach()
     with refused(Reason.BAD_TTL):
         rig.pin(session, 1, keys(0), ttl_s=ttl_s)
+
+
+def test_pins_without_a_block_are_bounded_too() -> None:
+    """Each takes 500 bytes of the daemon's memory, and namespaces are many."""
+    rig = Rig(pins_max=2, tenant_pins_max=3, tenants=("t", "u"))
+    first, second = rig.attach(), rig.attach(contract(full(), model="another"), engine_id="f")
+    theirs = rig.attach(tenant="u")
+    for pin_id in (1, 2):
+        assert rig.pin(first, pin_id, keys(7)) == [False]
+    with refused(Reason.TOO_MANY_PINS):
+        rig.pin(first, 3, keys(7))
+    rig.pin(second, 1, keys(7))
+    with refused(Reason.TOO_MANY_PINS):
+        rig.pin(second, 2, keys(7))
+    rig.pin(theirs, 1, keys(7))
+    rig.core.pinning.unpin(first, [2])
+    rig.pin(second, 2, keys(7))
+    rig.check()
+
+
+def test_pins_expire_in_portions_oldest_first() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0, 1, 2))
+    for pin_id in (1, 2, 3):
+        rig.pin(session, pin_id, keys(pin_id - 1), ttl_s=40.0 - pin_id, now=100.0)
+    assert rig.core.pinning.expire(200.0, 2) == 2
+    rig.check()
+    assert rig.state.table.pins.sum() == 1
+    rig.core.pinning.unpin(session, [1])  # the one that was to live longest
+    assert rig.core.pinning.expire(200.0, 2) == 0
+    rig.check()
+
+
+def test_a_pin_that_is_made_again_lives_as_long_as_the_second_time() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.put(session, keys(0))
+    for ttl_s in [10.0, *[20.0] * 3000]:
+        rig.pin(session, 1, keys(0), ttl_s=ttl_s, now=100.0)
+        rig.core.pinning.unpin(session, [1])
+    rig.pin(session, 1, keys(0), ttl_s=30.0, now=100.0)
+    assert len(rig.core.pinning._due) < 2000, "expiries of ended pins are dropped"
+    assert rig.core.pinning.expire(125.0) == 0
+    rig.check()
+    assert rig.core.pinning.expire(130.0) == 1

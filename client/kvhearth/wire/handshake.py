@@ -20,7 +20,12 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 
 FRAME_BYTES_MAX = 256 * 1024
+HELLO_PARTS_MAX = 4096
+"""Commas and opening brackets in a client's frame, its texts included. A hello with a contract of
+all its groups has a few hundred. A frame of brackets alone would take 10 ms to parse.
+"""
 HEALTH_QUESTION = {"kind": "health"}
+HEALTH_BYTES_MAX = 64
 _LENGTH = struct.Struct("<I")
 FRAME_HEADER_BYTES = _LENGTH.size
 SEGMENTS_MAX = 1 << 16
@@ -49,9 +54,17 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into messages; holds at most one frame."""
+    """Cuts a byte stream into messages; holds at most one frame.
 
-    def __init__(self) -> None:
+    Args:
+        bytes_max: bound of a frame.
+        parts_max: bound of the commas and opening brackets in a frame, which bounds the time of
+            parsing it; by default none.
+    """
+
+    def __init__(self, bytes_max: int = FRAME_BYTES_MAX, parts_max: int | None = None) -> None:
+        self._bytes_max = bytes_max
+        self._parts_max = parts_max
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
@@ -65,16 +78,26 @@ class FrameDecoder:
         messages = []
         while len(self._buffer) >= FRAME_HEADER_BYTES:
             (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > FRAME_BYTES_MAX:
+            if size > self._bytes_max:
                 raise KVHearthError(
-                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {FRAME_BYTES_MAX}"
+                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {self._bytes_max}"
                 )
             end = FRAME_HEADER_BYTES + size
             if len(self._buffer) < end:
                 break
-            messages.append(_parse(bytes(self._buffer[FRAME_HEADER_BYTES:end])))
+            messages.append(self._parse(bytes(self._buffer[FRAME_HEADER_BYTES:end])))
             del self._buffer[:end]
         return messages
+
+    def _parse(self, body: bytes) -> dict[str, Any]:
+        if self._parts_max is not None:
+            parts = sum(map(body.count, (b",", b"{", b"[")))
+            if parts > self._parts_max:
+                raise KVHearthError(
+                    Reason.BAD_MESSAGE,
+                    f"frame with {parts} commas and brackets, at most {self._parts_max}",
+                )
+        return _parse(body)
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -27,3 +27,10 @@ def add_torture(app: typer.Typer) -> None:
     from kvhearth_lab.cli import torture
 
     app.command("torture", epilog=torture.EPILOG)(torture.torture)
+
+
+def add_hostile(app: typer.Typer) -> None:
+    """Add ``kvhearth hostile``."""
+    from kvhearth_lab.cli import hostile
+
+    app.command("hostile", epilog=hostile.EPILOG)(hostile.hostile)

@@ -41,12 +41,18 @@ class Client:
     Args:
         name: name for people and for its log.
         folder: folder of its log.
-        start: parameters of ``torture.client``, as JSON.
+        start: parameters of the process, as JSON.
         heard: called on a thread with each line that is no answer.
+        module: module whose main is the process.
     """
 
     def __init__(
-        self, name: str, folder: Path, start: Line, heard: Callable[[Client, Line], None]
+        self,
+        name: str,
+        folder: Path,
+        start: Line,
+        heard: Callable[[Client, Line], None],
+        module: str = "kvhearth_lab.torture.client",
     ) -> None:
         self.name = name
         self.model = str(start["model"])
@@ -57,7 +63,7 @@ class Client:
         self._heard = heard
         self._answers: queue.Queue[Line] = queue.Queue()
         self._next_id = 0
-        command = [sys.executable, "-m", "kvhearth_lab.torture.client", json.dumps(start)]
+        command = [sys.executable, "-m", module, json.dumps(start)]
         command.append(str(os.getpid()))
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -48,7 +48,7 @@ CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
 
 VERBS_GROUP = "kvhearth.verbs"
 """Entry points that add a verb to the command: functions of the ``typer.Typer``."""
-LAB_VERBS = ("bench", "torture")
+LAB_VERBS = ("bench", "hostile", "torture")
 """Verbs of the distribution ``kvhearth-lab``."""
 
 SERVER_EXTRA = frozenset(

@@ -91,6 +91,7 @@ def _portions(state: CoreState, holders: Holders, slots_max: int | None) -> Iter
         blocks = sum(space.blocks for space in state.namespaces)
         _equal("blocks in the index", len(state.index), blocks)
         _equal("heads in the policies", state.policies.member_count, len(state.index))
+        holders.pinning.check()
         for place in state.policies.places():
             state.policies.check(*place)
             yield

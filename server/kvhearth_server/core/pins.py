@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +27,23 @@ class Pin:
     expires_at: float
 
 
+_Name = tuple[int, int]
+"""Number of the namespace, and the client's id."""
+_STALE_LEAST = 1024
+
+
 class Pinning:
     """Pins of all namespaces; they outlive the session that made them, until they expire."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._pins: dict[tuple[int, int], Pin] = {}
+        self._pins: dict[_Name, Pin] = {}
+        self._due: list[tuple[float, _Name]] = []
+        """Heap of expiries; entries of pins that ended earlier are stale."""
+        self._of_namespace: Counter[int] = Counter()
+        self._of_segment: Counter[int] = Counter()
+        self._listed: Counter[int] = Counter()
+        """Slots that a segment's pins name."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -65,8 +78,9 @@ class Pinning:
         require(asked <= limits.keys_max, Reason.TOO_MANY_KEYS, f"at most {limits.keys_max} keys")
         name = (namespace.number, pin_id)
         require(pin_id and name not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
-        mine = sum(number == namespace.number for number, _ in self._pins)
+        mine, all_ = self._of_namespace[namespace.number], self._of_segment[group.segment]
         require(mine < limits.pins_max, Reason.TOO_MANY_PINS, f"the namespace has {mine} pins")
+        require(all_ < limits.tenant_pins_max, Reason.TOO_MANY_PINS, f"the tenant has {all_} pins")
         flags, parts = [], [np.zeros(0, np.int64)]
         for item in items:
             spec = state.spec(namespace, item.kv_group)
@@ -85,11 +99,11 @@ class Pinning:
         hold(state, group.segment, slots, pin=True)
         generations = table.generation[slots].copy()
         kept = slots.astype(np.uint32)
-        self._pins[name] = Pin(group.segment, kept, generations, now + ttl_s)
+        self._add(name, Pin(group.segment, kept, generations, now + ttl_s))
         return flags
 
     def _check_lists(self, segment: int, more: int) -> None:
-        listed = sum(len(pin.slots) for pin in self._pins.values() if pin.segment == segment)
+        listed = self._listed[segment]
         most = self._state.limits.pinned_slots_max
         require(
             listed + more <= most,
@@ -109,12 +123,15 @@ class Pinning:
             text = ", ".join(map(str, unknown[:8]))
             raise KVHearthError(Reason.UNKNOWN_PIN, f"this namespace has no pin {text}")
 
-    def expire(self, now: float) -> int:
-        """End expired pins; returns their number."""
-        over = [name for name, pin in self._pins.items() if pin.expires_at <= now]
-        for name in over:
-            self._end(name)
-        return len(over)
+    def expire(self, now: float, most: int | None = None) -> int:
+        """End expired pins, at most ``most``; returns their number."""
+        ended = 0
+        while self._due and self._due[0][0] <= now and ended != most:
+            expires_at, name = heapq.heappop(self._due)
+            pin = self._pins.get(name)
+            if pin is not None and pin.expires_at == expires_at:
+                ended += self._end(name)
+        return ended
 
     def held(self, segment: int) -> list[I64]:
         """Slots of each pin on a segment that are still part of it."""
@@ -127,9 +144,42 @@ class Pinning:
         own: I64 = pin.slots[same & bound].astype(np.int64)
         return own
 
-    def _end(self, name: tuple[int, int]) -> bool:
+    def check(self) -> None:
+        """Compare the counts with the pins.
+
+        Raises:
+            ValueError: with the counts that differ.
+        """
+        found = Counter[int](), Counter[int](), Counter[int]()
+        for (namespace, _), pin in self._pins.items():
+            found[0][namespace] += 1
+            found[1][pin.segment] += 1
+            found[2][pin.segment] += len(pin.slots)
+        booked = self._of_namespace, self._of_segment, self._listed
+        # Counters are equal if they differ only by zeros.
+        if found != booked or len(self._due) < len(self._pins):
+            raise ValueError(f"pins: counted {found}, booked {booked}, {len(self._due)} expiries")
+
+    def _add(self, name: _Name, pin: Pin) -> None:
+        self._pins[name] = pin
+        if len(self._due) > 2 * len(self._pins) + _STALE_LEAST:
+            self._due = [(each.expires_at, of) for of, each in self._pins.items()]
+            heapq.heapify(self._due)
+        else:
+            heapq.heappush(self._due, (pin.expires_at, name))
+        self._count(name, pin, 1)
+
+    def _count(self, name: _Name, pin: Pin, sign: int) -> None:
+        self._of_namespace[name[0]] += sign
+        if not self._of_namespace[name[0]]:
+            del self._of_namespace[name[0]]
+        self._of_segment[pin.segment] += sign
+        self._listed[pin.segment] += sign * len(pin.slots)
+
+    def _end(self, name: _Name) -> bool:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
+        self._count(name, pin, -1)
         unhold(self._state, pin.segment, self._own(pin), pin=True)
         return True

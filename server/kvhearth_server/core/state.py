@@ -47,6 +47,8 @@ class Limits:
     """Slots of all pins on one tenant's segment, a slot once per pin: their lists take 8 bytes
     each.
     """
+    tenant_pins_max: int = 1 << 14
+    """Pins on one tenant's segment: one without any slot takes 500 bytes, too."""
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
     eviction: str = "s3fifo"

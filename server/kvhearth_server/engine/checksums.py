@@ -31,6 +31,8 @@ checksums.
 """
 _REMOVED_MAX = 256
 """Upper bound on the corrupt blocks that one call on the loop removes."""
+_EXPIRED_MAX = 64
+"""Upper bound on the pins that one call on the loop ends; each names up to ``keys_max`` blocks."""
 
 _SUM_AFTER_S = 0.001
 _WATCH_S = 0.05
@@ -252,7 +254,8 @@ class ChecksumWorkers:
     async def _expire_forever(self) -> None:
         engine = self._engine
         while True:
-            engine.call(engine.core.pinning.expire, engine.now())
+            while engine.call(engine.core.pinning.expire, engine.now(), _EXPIRED_MAX):
+                await asyncio.sleep(0)
             if engine.tiering is None and engine.now() - engine.started_at > ORPHANED_LOADS_S:
                 engine.call(engine.core.promotions.free_orphaned_loads)
             engine.ticks.note(engine.core.state.clock, engine.now())

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire.handshake import HEALTH_QUESTION, FrameDecoder, Hello, encode_frame, refused
+from kvhearth.wire.handshake import (
+    FRAME_BYTES_MAX,
+    HEALTH_BYTES_MAX,
+    HEALTH_QUESTION,
+    HELLO_PARTS_MAX,
+    FrameDecoder,
+    Hello,
+    encode_frame,
+    refused,
+)
 from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
@@ -51,16 +60,14 @@ class Tenancy:
     uids: tuple[int, ...]
 
 
-def tenant_of(uid: int, tenancies: Sequence[Tenancy]) -> str:
-    """Return the tenant of a user id.
+def tenant_of(uid: int, tenancies: Sequence[Tenancy]) -> str | None:
+    """Return the tenant of a user id, or None."""
+    return next((tenancy.name for tenancy in tenancies if uid in tenancy.uids), None)
 
-    Raises:
-        KVHearthError: ``peer_not_allowed`` naming the uid and the setting.
-    """
-    for tenancy in tenancies:
-        if uid in tenancy.uids:
-            return tenancy.name
-    raise KVHearthError(
+
+def _not_allowed(uid: int) -> KVHearthError:
+    """Return the refusal of a user of no tenant, which names the uid and the settings."""
+    return KVHearthError(
         Reason.PEER_NOT_ALLOWED,
         f"user id {uid} belongs to no tenant; name it in the daemon's tenants or allow_uids",
     )
@@ -85,6 +92,10 @@ class AttachServer:
     A silent peer occupies one of ``_HANDSHAKES_MAX`` places, but no peer waits for a place: when
     all are taken, the user with the most of them loses the oldest. The same happens when
     ``descriptors_max`` are taken; a peer for whom there is no place even then is refused.
+
+    A user of no tenant may only ask for the daemon's health: a longer frame is refused by its
+    length. Hellos are read one in a turn of the loop, since many may arrive together and each takes
+    up to a millisecond, for which engines' calls would wait.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class AttachServer:
         self._closing = False
         self._engines = LimitedLog(_log, Throttle(burst=_LINES_A_SECOND))
         self._silent: dict[asyncio.Timeout, int] = {}
+        self._turn = asyncio.Lock()
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self, path: Path, supervisor: Supervisor) -> None:
@@ -179,8 +191,10 @@ class AttachServer:
         finished = False
         with connection:
             try:
-                decoder = FrameDecoder()
-                attached = await self._handshake(connection, peer, decoder)
+                tenant = tenant_of(peer.uid, self._tenancies)
+                bytes_max = HEALTH_BYTES_MAX if tenant is None else FRAME_BYTES_MAX
+                decoder = FrameDecoder(bytes_max, HELLO_PARTS_MAX)
+                attached = await self._handshake(connection, peer, tenant, decoder)
                 if attached is not None:
                     await self._welcome(connection, attached)
                     self._tell(attached, peer, "engine.attached")
@@ -222,7 +236,7 @@ class AttachServer:
         )
 
     async def _handshake(
-        self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
+        self, connection: socket.socket, peer: Peer, tenant: str | None, decoder: FrameDecoder
     ) -> Attached | None:
         """Return the session, or None after a refusal or an answer to ``health``; a slow or silent
         peer is refused too.
@@ -237,8 +251,11 @@ class AttachServer:
                 if hello is None:
                     await self._send(connection, self._health(), [])
                     return None
-            tenant = tenant_of(peer.uid, self._tenancies)
-            return self._engine.attach(hello, peer, tenant)
+            if tenant is None:
+                raise _not_allowed(peer.uid)
+            async with self._turn:
+                await asyncio.sleep(0)
+                return self._engine.attach(hello, peer, tenant)
         except TimeoutError:
             error = KVHearthError(
                 Reason.DEADLINE,
@@ -246,7 +263,7 @@ class AttachServer:
                 "connection; say hello at once and try again",
             )
         except KVHearthError as refusal:
-            error = plain_error(refusal)
+            error = plain_error(refusal) if tenant is not None else _not_allowed(peer.uid)
         await self._refuse(connection, peer, error)
         return None
 
@@ -299,7 +316,9 @@ class AttachServer:
                     raise ConnectionResetError("closed without a word")
                 raise KVHearthError(Reason.BAD_MESSAGE, "closed before its hello")
             heard = True
-            messages = decoder.feed(data)
+            async with self._turn:
+                await asyncio.sleep(0)
+                messages = decoder.feed(data)
             if len(messages) > 1:
                 raise KVHearthError(Reason.BAD_MESSAGE, "spoke before it was welcome")
             if messages:
