@@ -12,6 +12,7 @@ SCHEME = "kvhearth+unix"
 ATTACH_SOCKET = "attach.sock"
 CALLS_SOCKET = "calls.sock"
 GRPC_SOCKET = "grpc.sock"
+ADMIN_SOCKET = "admin.sock"
 ADMIN_TOKEN_FILE = "admin.token"
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvhearth_server.config.load import Settings
-from kvhearth_server.config.rlimit import raise_limit
+from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -105,14 +105,18 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     )
     admin_token = secrets.token_hex(32)
     dispatcher = Dispatcher(engine, background.verify_blocks)
-    rpc = RpcServer(engine, dispatcher, admin_token)
-    calls = CallsServer(engine, dispatcher, timeout_s=settings.attach_timeout_s)
-    attach = AttachServer(engine, _tenancies(settings), timeout_s=settings.attach_timeout_s)
-    web = _open_web(settings, engine, admin_token)
+    shares = door_shares(settings)
+    rpc = RpcServer(settings, engine, dispatcher, admin_token, shares.grpc)
+    timeout_s = settings.attach_timeout_s
+    calls = CallsServer(engine, dispatcher, shares, timeout_s=timeout_s)
+    attach = AttachServer(
+        engine, _tenancies(settings), timeout_s=timeout_s, descriptors_max=shares.attach
+    )
+    web = _open_web(settings, engine, admin_token, shares.http)
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
-    await rpc.start(settings.grpc_socket)
+    await rpc.start(supervisor)
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
@@ -284,7 +288,9 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
         raise socket_refusal(folder, error) from None
 
 
-def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer | None:
+def _open_web(
+    settings: Settings, engine: Engine, admin_token: str, connections_max: int
+) -> WebServer | None:
     """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
     import.
 
@@ -295,7 +301,7 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
         return None
     from kvhearth_server.transport.web.server import WebServer
 
-    return WebServer(settings, engine, admin_token)
+    return WebServer(settings, engine, admin_token, connections_max)
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
@@ -311,7 +317,8 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> Non
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),
         calls=str(settings.calls_socket),
-        grpc=str(settings.grpc_socket),
+        grpc=str(settings.grpc_socket) if settings.grpc == "on" else settings.grpc,
+        admin=str(settings.admin_socket),
         http=web.address if web else HTTP_OFF,
     )
 

@@ -34,11 +34,24 @@ def open_to_all() -> Iterator[None]:
 
     The mask is the process's: files made meanwhile need a mode of their own, as all have.
     """
-    mask = os.umask(0o111)
+    with _mask(0o111):
+        yield
+
+
+@contextlib.contextmanager
+def open_to_owner() -> Iterator[None]:
+    """Let only the daemon's user, and root, connect to a socket that is bound here."""
+    with _mask(0o177):
+        yield
+
+
+@contextlib.contextmanager
+def _mask(bits: int) -> Iterator[None]:
+    before = os.umask(bits)
     try:
         yield
     finally:
-        os.umask(mask)
+        os.umask(before)
 
 
 def check_own(descriptor: int, path: Path) -> None:

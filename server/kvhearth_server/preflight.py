@@ -37,8 +37,8 @@ def arena_plan(settings: Settings) -> ArenaPlan:
 
 def socket_files(settings: Settings) -> list[Path]:
     """Return the files that a daemon makes in its socket directory."""
-    sockets = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
-    return [*sockets, settings.socket_dir / ADMIN_TOKEN_FILE]
+    engines = [settings.attach_socket, settings.calls_socket, settings.grpc_socket]
+    return [*engines, settings.admin_socket, settings.socket_dir / ADMIN_TOKEN_FILE]
 
 
 def problems(

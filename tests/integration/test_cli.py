@@ -89,7 +89,12 @@ def test_stat(run: Run, daemon: Daemon) -> None:
 
 def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
     assert run("health") == (0, "serving\n", "")
-    assert asked(run, "health") == {"serving": True, "problem": "", "degraded": []}
+    assert asked(run, "health") == {
+        "serving": True,
+        "problem": "",
+        "degraded": [],
+        "doors_shut": [],
+    }
     # the command of a container's HEALTHCHECK
     words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
     environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}
@@ -246,7 +251,7 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
 
 
 def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:
-    for name in ("grpc.sock", "attach.sock"):
+    for name in ("admin.sock", "attach.sock"):
         (tmp_path / name).symlink_to(daemon.socket_dir / name)
     (tmp_path / "admin.token").write_text("x" * 64)
     code, out, err = run("stat", "--socket-dir", str(tmp_path), "--json")

@@ -33,7 +33,8 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
-from kvhearth_server.transport.frames import CONNECTIONS_PER_SESSION_MAX, KEPT_BYTES_MAX
+from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX
+from kvhearth_server.transport.frames import KEPT_BYTES_MAX
 
 TIMEOUT_S = 3.0
 GOOD_CALL_S = 1.0
@@ -130,7 +131,7 @@ def test_empty_parts_on_all_connections_of_a_session(
 ) -> None:
     """Parsing them and adding up their sizes took 1 s for each message of 4 MiB."""
     frame = packed(frames.METHODS["Abort"], 1, EMPTY_PARTS)
-    with connections(daemon, session, CONNECTIONS_PER_SESSION_MAX) as opened:
+    with connections(daemon, session, CALLS_PER_SESSION_MAX) as opened:
         begun = time.monotonic()
         works = [threading.Thread(target=each.send, args=(frame,)) for each in opened]
         for work in works:
@@ -235,7 +236,7 @@ def test_unfinished_frames_have_one_budget(daemon: Daemon) -> None:
         opened = []
         for _ in range(4):
             session = held.enter_context(RawSession(daemon))
-            opened += held.enter_context(connections(daemon, session, CONNECTIONS_PER_SESSION_MAX))
+            opened += held.enter_context(connections(daemon, session, CALLS_PER_SESSION_MAX))
         for each in opened:
             each.send(part)
         sent = len(opened) * len(part)
@@ -261,9 +262,7 @@ def test_who_keeps_the_most_loses_first(daemon: Daemon, session: RawSession) -> 
         with contextlib.ExitStack() as held:
             for _ in range(3):
                 other = held.enter_context(RawSession(daemon))
-                for each in held.enter_context(
-                    connections(daemon, other, CONNECTIONS_PER_SESSION_MAX)
-                ):
+                for each in held.enter_context(connections(daemon, other, CALLS_PER_SESSION_MAX)):
                     each.send(part)
             until(lambda: closed(daemon, "memory") > before, "some are closed")
             kept.send(heartbeat[-1:])
@@ -306,7 +305,7 @@ def test_unread_replies_have_the_same_budget(daemon: Daemon) -> None:
         for _ in range(2):
             session = held.enter_context(RawSession(daemon))
             frame = slow_lookup(session)
-            opened += held.enter_context(connections(daemon, session, CONNECTIONS_PER_SESSION_MAX))
+            opened += held.enter_context(connections(daemon, session, CALLS_PER_SESSION_MAX))
             for each in opened:
                 each._socket.setblocking(False)
         end = time.monotonic() + 2

@@ -53,14 +53,21 @@ class Daemon(harness.Daemon):
         arena_dir: on tmpfs; None for anonymous memory.
         command: start it by its command line. The default forks a process that has everything
             imported, which takes a third of the time.
+        starter: starts it; by default as ``command`` says.
         settings: by field name, over ``SMALL``.
     """
 
     def __init__(
-        self, folder: Path, arena_dir: Path | None, *, command: bool = False, **settings: object
+        self,
+        folder: Path,
+        arena_dir: Path | None,
+        *,
+        command: bool = False,
+        starter: harness.Starter | None = None,
+        **settings: object,
     ) -> None:
-        starter = harness.tied() if command else self._fork
-        super().__init__(folder, arena_dir, {**SMALL, **settings}, starter)
+        usual = harness.tied() if command else self._fork
+        super().__init__(folder, arena_dir, {**SMALL, **settings}, starter or usual)
         self.dram_bytes = 0
         """Size of a tier of memory behind the others, for a daemon that is forked."""
 
@@ -128,13 +135,17 @@ def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
 
 @contextlib.contextmanager
 def stopped_daemon(
-    *, arena: bool = True, command: bool = False, **settings: object
+    *,
+    arena: bool = True,
+    command: bool = False,
+    starter: harness.Starter | None = None,
+    **settings: object,
 ) -> Iterator[Daemon]:
     """Yield a daemon that the caller starts; a process that still runs at the end is killed by its
     pid.
     """
     with directories(arena=arena) as (folder, arena_dir):
-        daemon = Daemon(folder, arena_dir, command=command, **settings)
+        daemon = Daemon(folder, arena_dir, command=command, starter=starter, **settings)
         try:
             yield daemon
         except BaseException:

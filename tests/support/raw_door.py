@@ -24,7 +24,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import admin_pb2, cache_pb2_grpc
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupCount
-from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
+from kvhearth.url import ADMIN_SOCKET, ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
 from kvhearth.wire.status import STATUS_DETAILS_KEY, TOKEN_KEY, decode_status, rebuild_error
@@ -155,10 +155,8 @@ class RawSession:
         self.token = str(self.welcome["token"])
         self.epoch = int(self.welcome["epoch"])
         self.boot_id = str(self.welcome["boot_id"])
-        self.channel = grpc.insecure_channel(
-            f"unix:{daemon.socket_dir / GRPC_SOCKET}",
-            options=[("grpc.use_local_subchannel_pool", 1)],
-        )
+        self.channel = _channel(daemon.socket_dir / GRPC_SOCKET)
+        self._operators = _channel(daemon.socket_dir / ADMIN_SOCKET)
         self._stub = cache_pb2_grpc.CacheServiceStub(self.channel)
 
     def __enter__(self) -> RawSession:
@@ -173,6 +171,7 @@ class RawSession:
             self.line.send(encode_frame({"kind": "bye"}))
         self.line.close()
         self.channel.close()
+        self._operators.close()
 
     def call(self, method: str, request: Any, *, token: str | None = None) -> Any:
         """Make one call; ``token``: replaces the session's token, empty for none.
@@ -193,7 +192,8 @@ class RawSession:
         Raises:
             KVHearthError: the refusal.
         """
-        call = self.channel.unary_unary(path)
+        channel = self._operators if "AdminService" in path else self.channel
+        call = channel.unary_unary(path)
         try:
             reply: bytes = call(data, timeout=CALL_S, metadata=metadata or self.metadata)
         except grpc.RpcError as error:
@@ -235,6 +235,10 @@ class RawSession:
         """Give reserved extents back."""
         reply: pb.AbortResponse = self.call("Abort", pb.AbortRequest(groups=[slots_of(extents)]))
         return reply
+
+
+def _channel(path: Path) -> grpc.Channel:
+    return grpc.insecure_channel(f"unix:{path}", [("grpc.use_local_subchannel_pool", 1)])
 
 
 def commit_group(keys: list[bytes], extents: Records, /, **changes: Any) -> pb.GroupCommit:

@@ -147,7 +147,7 @@ def test_no_daemon_is_one_clear_line_and_1(
 ) -> None:
     code, out, err = run(verb, "--socket-dir", str(tmp_path), *form)
     assert code == 1
-    name = "attach.sock" if verb == "health" else "grpc.sock"
+    name = "attach.sock" if verb == "health" else "admin.sock"
     assert err.startswith(f"kvhearth: error: no daemon answers at {tmp_path}/{name}; start one")
     assert len(err.splitlines()) == 1
     assert bool(out) == (verb == "health" and bool(form))
@@ -157,12 +157,12 @@ def test_the_directory_comes_from_the_environment_or_the_settings(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(tmp_path / "e"))
-    assert f"{tmp_path}/e/grpc.sock" in run("stat")[2]
+    assert f"{tmp_path}/e/admin.sock" in run("stat")[2]
     monkeypatch.delenv("KVHEARTH_SOCKET_DIR")
     path = tmp_path / "kvhearth.yaml"
     path.write_text(f"socket_dir: {tmp_path}/y\n")
     monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
-    assert f"{tmp_path}/y/grpc.sock" in run("stat")[2]
+    assert f"{tmp_path}/y/admin.sock" in run("stat")[2]
 
 
 @pytest.mark.parametrize(

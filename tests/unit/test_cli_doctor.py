@@ -154,7 +154,7 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert found["thp"].fix == f"run: echo advise > /{THP}/shmem_enabled"
     assert "1GiB of memory are asked for, 100MiB are available" in found["memory"].found
     assert found["version.grpcio"].fix == "run: pip install 'grpcio>=1.66.2'"
-    assert "ulimit -n 2176" in found["nofile"].fix
+    assert "ulimit -n 3328" in found["nofile"].fix
 
 
 @pytest.mark.parametrize(

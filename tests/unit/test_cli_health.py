@@ -145,7 +145,12 @@ def test_a_daemon_that_serves(run: Run, tmp_path: Path) -> None:
         assert run("--socket-dir", str(tmp_path)) == (0, "serving\n", "")
         code, out, err = run(f"--socket-dir={tmp_path}", "--json", "--wait", "1")
     assert (code, err, out.count("\n")) == (0, "", 1)
-    assert json.loads(out) == {"serving": True, "problem": "", "degraded": []}
+    assert json.loads(out) == {
+        "serving": True,
+        "problem": "",
+        "degraded": [],
+        "doors_shut": [],
+    }
 
 
 def test_a_degraded_tier_is_a_warning(run: Run, tmp_path: Path) -> None:
@@ -183,7 +188,7 @@ def test_a_daemon_that_does_not_serve(
 @pytest.mark.parametrize("said", [None, b"\x07\x00", b"\x07\x00\x00\x00{"])
 def test_a_daemon_that_hangs(tmp_path: Path, said: bytes | None) -> None:
     with answering(tmp_path, said, keep=True):
-        problem, _ = liveness.look(str(tmp_path), answer_s=0.05)
+        problem, _, _ = liveness.look(str(tmp_path), answer_s=0.05)
     assert problem == f"the daemon at {tmp_path}/attach.sock does not answer within 0.05 s"
 
 
@@ -241,7 +246,7 @@ def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
     folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
     folder.mkdir(0o700 if os.geteuid() == 0 else 0)
     try:
-        for verb, name in (("health", "attach.sock"), ("stat", "grpc.sock")):
+        for verb, name in (("health", "attach.sock"), ("stat", "admin.sock")):
             done = _as_nobody(verb, "--socket-dir", str(folder / "s"))
             owner = folder.stat()
             mode = f"{stat.S_IMODE(owner.st_mode):04o}"
@@ -257,7 +262,7 @@ def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
 def test_a_user_who_may_not_use_the_socket(tmp_path: Path) -> None:
     folder = Path("/tmp") / f"kvh-denied-{os.getpid()}"
     folder.mkdir(0o755)
-    path = folder / "grpc.sock"
+    path = folder / "admin.sock"
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(path))
         path.chmod(0o010 if os.geteuid() == 0 else 0)

@@ -27,3 +27,22 @@ def test_a_limit_that_is_too_low_is_told_at_the_start(
     descriptors.raise_limit(settings)
     assert limits == [(hard, hard)]
     assert ("descriptors.few" in capsys.readouterr().out) is reported
+
+
+@pytest.mark.parametrize("sessions_max", [1, 4, 256, 65536])
+@pytest.mark.parametrize("limit", [512, 1024, 4096, 65536, 1 << 20])
+def test_the_shares_leave_the_reserve(sessions_max: int, limit: int) -> None:
+    settings = Settings(sessions_max=sessions_max)
+    shares = descriptors.door_shares(settings, limit)
+    taken = shares.attach + shares.calls + shares.grpc + shares.http
+    assert taken <= limit - descriptors.RESERVE
+    assert min(shares.attach, shares.calls, shares.calls_fair, shares.grpc, shares.http) > 0
+
+
+@pytest.mark.parametrize("sessions_max", [1, 4, 256, 4096])
+def test_the_limit_that_is_needed_serves_all_sessions(sessions_max: int) -> None:
+    settings = Settings(sessions_max=sessions_max)
+    shares = descriptors.door_shares(settings, descriptors.needed(settings))
+    assert shares.attach >= 2 * sessions_max
+    assert shares.calls >= 2 * sessions_max
+    assert shares.grpc >= sessions_max

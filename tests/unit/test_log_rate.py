@@ -11,7 +11,13 @@ import pytest
 import structlog
 
 from kvhearth_server.observability import logs
-from kvhearth_server.observability.logs import KINDS_MAX, LimitedLog, LimitedRecords, Throttle
+from kvhearth_server.observability.logs import (
+    FOREIGN_CHARS_MAX,
+    KINDS_MAX,
+    LimitedLog,
+    LimitedRecords,
+    Throttle,
+)
 
 
 class Clock:
@@ -86,15 +92,36 @@ def test_kinds_have_a_bound(clock: Clock) -> None:
     assert throttle.admit("another") == 9 * KINDS_MAX - 1
 
 
-def test_the_standard_librarys_warnings_too_and_never_errors(
+def test_other_packages_records_by_their_place_in_the_code(
     clock: Clock, written: io.StringIO
 ) -> None:
-    log = logging.getLogger("kvhearth.test.records")
+    """Errors too: a peer can cause both, and choose the text."""
+    log = logging.getLogger("grpc.test.records")
     log.addFilter(LimitedRecords(Throttle(1.0, clock)))
     for number in range(10):
-        log.warning("no HTTP from %d", number)
-        log.error("a bug")
+        log.warning(f"no HTTP from {number}")
+        log.error("no file for %d", number)
     clock.now += 1.0
-    log.warning("no HTTP from %d", 10)
+    for number in range(10, 12):
+        log.warning(f"no HTTP from {number}")
     found = [(line["event"], line.get("suppressed")) for line in lines(written)]
-    assert found == [("no HTTP from 0", None), *[("a bug", None)] * 10, ("no HTTP from 10", 9)]
+    assert found == [
+        ("no HTTP from 0", None),
+        ("no file for 0", None),
+        ("no HTTP from 10", None),
+    ]
+
+
+def test_a_flood_of_another_package_does_not_reach_the_log(written: io.StringIO) -> None:
+    log = logging.getLogger("uvicorn.error")
+    for number in range(10_000):
+        log.error(f"{number} " + "x" * 10_000)
+    assert 1 <= len(lines(written)) < 100
+    assert len(written.getvalue()) < 100 * (FOREIGN_CHARS_MAX + 500)
+
+
+def test_our_own_records_all_pass(written: io.StringIO) -> None:
+    log = logs.get_logger("kvhearth.test")
+    for number in range(100):
+        log.error("a bug", number=number)
+    assert [line["number"] for line in lines(written)] == list(range(100))

@@ -7,7 +7,9 @@ import io
 import json
 import logging
 import re
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +90,56 @@ def test_exceptions_are_one_json_line() -> None:
         logs.get_logger("kvhearth.test").exception("task failed")
     (line,) = lines(out)
     assert "RuntimeError: broken" in str(line["exception"])
+
+
+FORGED = 'forged\n\x1b[31m{"event": "ready"}\r\x9b1m'
+
+
+@pytest.mark.parametrize("name", ["kvhearth.test", "asyncio"])
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_a_peer_says_stays_on_its_line(form: logs.Form, name: str) -> None:
+    """Neither a forged line nor an escape of a terminal reaches the log."""
+    out = io.StringIO()
+    logs.configure("info", form, out)
+    log = logging.getLogger(name)
+    log.warning(FORGED)
+    log.warning("known", extra={"peer": FORGED})
+    logs.get_logger(name).warning("known", why=FORGED)
+    try:
+        raise RuntimeError(FORGED)
+    except RuntimeError:
+        log.exception("failed")
+        logs.get_logger(name).exception("failed")
+    text = out.getvalue()
+    assert [each for each in text if not each.isprintable() and each != "\n"] == []
+    assert text.count("forged") >= 4
+    begun = [line for line in text.splitlines() if line[:1] not in ("{", " ", "2")]
+    assert begun == []
+    assert not any(line.startswith('{"event": "ready"}') for line in text.splitlines())
+
+
+def test_what_python_prints_by_itself_is_logged() -> None:
+    out = io.StringIO()
+    logs.configure("info", "json", out)
+    hook = sys.unraisablehook
+    try:
+        logs.capture()
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.warn("old", stacklevel=1)
+        kept = [_Broken()]
+        kept.clear()
+    finally:
+        sys.unraisablehook = hook
+        logging.captureWarnings(False)
+    found = {line["logger"]: line for line in lines(out)}
+    assert "old" in str(found["py.warnings"]["event"])
+    assert "RuntimeError: broken" in str(found["python"]["exception"])
+
+
+class _Broken:
+    def __del__(self) -> None:
+        raise RuntimeError("broken")
 
 
 def test_a_second_call_replaces_the_first() -> None:

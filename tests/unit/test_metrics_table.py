@@ -86,6 +86,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "boot_id": "b",
         "uptime_s": 3.5,
         "draining": False,
+        "doors_shut": 23,
         "segments": [SegmentNow("t", "2MiB", 2 << 20, 100, 1, 2, 3, 4, 5, 6, 7)],
         "namespaces": [NamespaceNow("abc", 8, 9), NamespaceNow("other", 10, 11)],
         "namespace_count": 40,

@@ -18,6 +18,8 @@ from kvhearth.errors import KVHearthError
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire import frames
+from kvhearth_server.config.model import Settings
+from kvhearth_server.config.rlimit import door_shares
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine import recovery
@@ -170,7 +172,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
     async def scenario() -> None:
         desk, seen = Desk(), list[str]()
         engine = desk.engine
-        server = CallsServer(engine, desk.dispatcher, timeout_s=60)
+        server = CallsServer(engine, desk.dispatcher, door_shares(Settings()), timeout_s=60)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)

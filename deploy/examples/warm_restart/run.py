@@ -180,7 +180,7 @@ class Demo:
         started = time.monotonic()
         daemon = self.children.start(arguments, log_name)
         # Not attach.sock: a connection there without a hello makes the daemon log a warning.
-        socket_path = str(self._sockets / "grpc.sock")
+        socket_path = str(self._sockets / "admin.sock")
         while not _accepts(socket_path):
             if daemon.poll() is not None:
                 self._give_up(f"the daemon ended with code {daemon.returncode}", log_name)

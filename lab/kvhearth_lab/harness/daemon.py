@@ -22,7 +22,7 @@ import grpc
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
-from kvhearth.url import ADMIN_TOKEN_FILE, ATTACH_SOCKET, GRPC_SOCKET
+from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE, ATTACH_SOCKET
 from kvhearth.wire.status import ADMIN_TOKEN_KEY
 from kvhearth_server.config.load import ENV_PREFIX, flag_of
 
@@ -264,7 +264,7 @@ class Daemon:
         """
         token = (self.socket_dir / ADMIN_TOKEN_FILE).read_text()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(f"unix:{self.socket_dir / GRPC_SOCKET}", options) as channel:
+        with grpc.insecure_channel(f"unix:{self.socket_dir / ADMIN_SOCKET}", options) as channel:
             return call(admin_pb2_grpc.AdminServiceStub(channel), ((ADMIN_TOKEN_KEY, token),))
 
     def stats(

@@ -13,7 +13,7 @@ import grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
-from kvhearth.url import ADMIN_TOKEN_FILE, GRPC_SOCKET
+from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE
 from kvhearth.wire.status import (
     ADMIN_TOKEN_KEY,
     STATUS_DETAILS_KEY,
@@ -63,7 +63,7 @@ class AdminClient:
             ("grpc.default_authority", "localhost"),
             ("grpc.max_receive_message_length", -1),
         ]
-        target = f"unix:{self._folder / GRPC_SOCKET}"
+        target = f"unix:{self._folder / ADMIN_SOCKET}"
         self._channel = self._undo.enter_context(grpc.insecure_channel(target, options=options))
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -164,7 +164,7 @@ class AdminClient:
         return error_from_code(call.code().value[0], call.details() or "no details")
 
     def _require_socket(self) -> None:
-        path = self._folder / GRPC_SOCKET
+        path = self._folder / ADMIN_SOCKET
         try:
             path.stat()
         except PermissionError:
@@ -175,7 +175,7 @@ class AdminClient:
             raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path)))
 
     def _away(self) -> KVHearthError:
-        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / GRPC_SOCKET)))
+        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / ADMIN_SOCKET)))
 
     def _token(self) -> str:
         path = self._folder / ADMIN_TOKEN_FILE

@@ -85,26 +85,35 @@ def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
 def run(folder: str, wait_s: float, *, as_json: bool) -> int:
     """Look until the daemon serves or ``wait_s`` are over; print the verdict, return the status."""
     end = time.monotonic() + wait_s
-    problem, degraded = look(folder)
+    problem, degraded, shut = look(folder)
     while problem and time.monotonic() < end:
         time.sleep(_PAUSE_S)
-        problem, degraded = look(folder)
+        problem, degraded, shut = look(folder)
     if as_json:
         import json
 
-        found = {"serving": not problem, "problem": problem, "degraded": degraded}
+        found = {
+            "serving": not problem,
+            "problem": problem,
+            "degraded": degraded,
+            "doors_shut": shut,
+        }
         sys.stdout.write(json.dumps(found) + "\n")
     elif not problem:
         sys.stdout.write("serving\n")
     for reason in degraded:
         sys.stderr.write(f"kvhearth: warning: the SSD tier is degraded: {_printable(reason)}\n")
+    for reason in shut:
+        sys.stderr.write(f"kvhearth: warning: a door is shut: {_printable(reason)}\n")
     if problem:
         sys.stderr.write(f"kvhearth: error: {_printable(problem)}\n")
     return 1 if problem else 0
 
 
-def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str]]:
-    """Return why the daemon does not serve ("" if it does), and why its SSD tier is degraded."""
+def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str], list[str]]:
+    """Return why the daemon does not serve ("" if it does), why its SSD tier is degraded, and which
+    doors are shut for the moment.
+    """
     path = os.path.join(folder, ATTACH_SOCKET)
     try:
         with socket.socket(socket.AF_UNIX) as line:
@@ -113,18 +122,19 @@ def look(folder: str, answer_s: float = ANSWER_S) -> tuple[str, list[str]]:
             line.sendall(len(QUESTION).to_bytes(_HEADER_BYTES, "little") + QUESTION)
             answer = _answer(line, time.monotonic() + answer_s)
     except PermissionError:
-        return denied(path), []
+        return denied(path), [], []
     except (TimeoutError, BlockingIOError):  # a unix socket whose backlog is full does not wait
-        return f"the daemon at {path} does not answer within {answer_s:g} s", []
+        return f"the daemon at {path} does not answer within {answer_s:g} s", [], []
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-        return away(path), []
+        return away(path), [], []
     except OSError as error:
-        return f"cannot ask the daemon at {path}: {error.strerror or error}", []
+        return f"cannot ask the daemon at {path}: {error.strerror or error}", [], []
     if not isinstance(answer, dict):
-        return f"what answers at {path} is no KVHearth daemon", []
+        return f"what answers at {path} is no KVHearth daemon", [], []
     if answer.get("kind") == "refused":
-        return f"the daemon at {path} refuses: {answer.get('message')}", []
-    return ("" if answer.get("serving") else _DRAINS), [*map(str, answer.get("degraded") or ())]
+        return f"the daemon at {path} refuses: {answer.get('message')}", [], []
+    degraded, shut = ([*map(str, answer.get(name) or ())] for name in ("degraded", "doors_shut"))
+    return ("" if answer.get("serving") else _DRAINS), degraded, shut
 
 
 def _answer(line: socket.socket, end: float) -> object:

@@ -109,6 +109,7 @@ def prepare(config: Path | None, flags: dict[str, object]) -> Settings:
     """
     settings = load_settings(given(flags), config)
     logs.configure(settings.log_level, settings.log_format)
+    logs.capture()
     log = logs.get_logger("kvhearth.serve")
     log.info(
         "daemon.starting",

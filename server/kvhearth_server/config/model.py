@@ -27,12 +27,14 @@ from kvhearth_server.config.value_types import (
     host_and_port,
     is_loopback,
     lower,
+    on_or_off,
 )
 
 ENV_PREFIX = "KVHEARTH_"
 ATTACH_SOCKET_NAME = "attach.sock"
 GRPC_SOCKET_NAME = "grpc.sock"
 CALLS_SOCKET_NAME = "calls.sock"
+ADMIN_SOCKET_NAME = "admin.sock"
 DEFAULT_TENANT_NAME = "default"
 HUGEPAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
@@ -198,6 +200,11 @@ class Settings(BaseSettings):
         description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
     )
+    grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
+        "on",
+        description="Engines' calls over gRPC, for clients in other languages; engines that use "
+        "frames need none. Operators' calls have a socket of their own.",
+    )
     http: HttpAddress = Field(
         "127.0.0.1:9460",
         description="Address of metrics, probes and the operators' HTTP API: HOST:PORT (port 0: "
@@ -344,8 +351,13 @@ class Settings(BaseSettings):
 
     @property
     def grpc_socket(self) -> Path:
-        """Path of the gRPC socket."""
+        """Path of the engines' gRPC socket."""
         return self.socket_dir / GRPC_SOCKET_NAME
+
+    @property
+    def admin_socket(self) -> Path:
+        """Path of the operators' gRPC socket."""
+        return self.socket_dir / ADMIN_SOCKET_NAME
 
     @property
     def http_address(self) -> tuple[str, int] | None:

@@ -225,6 +225,11 @@ def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def on_or_off(value: object) -> object:
+    """Return YAML's booleans as the words that were written, and text in lower case."""
+    return ("on" if value else "off") if isinstance(value, bool) else lower(value)
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Shown("SIZE", format_size)]
 OptionalSize = Annotated[
     int | None,

@@ -116,6 +116,8 @@ class Engine:
         self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
         """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
+        self.doors_shut: dict[str, str] = {}
+        """Reasons of doors that take nobody for the moment, by the door's name."""
         self.tiering: Tiering | None = None
         folders = [path for tier in tiers for path in tier.directories]
         self.ssd_catalogue = EpochStore(folders, counters)

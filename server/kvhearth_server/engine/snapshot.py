@@ -198,6 +198,7 @@ class Snapshot:
     boot_id: str
     uptime_s: float
     draining: bool
+    doors_shut: int
     segments: list[SegmentNow]
     namespaces: list[NamespaceNow]
     namespace_count: int
@@ -234,6 +235,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         boot_id=engine.boot_id,
         uptime_s=now - engine.started_at,
         draining=engine.draining,
+        doors_shut=len(engine.doors_shut),
         segments=_segments(engine),
         namespaces=_namespaces(engine),
         namespace_count=len(state.namespaces),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
@@ -15,6 +16,10 @@ from rich.progress import Progress, TaskID
 from structlog.typing import Processor
 
 KINDS_MAX = 64
+OWN = "kvhearth"
+FOREIGN_CHARS_MAX = 4096
+"""Longest text of another package's record."""
+_FOREIGN_BURST = 5
 
 
 class Throttle:
@@ -90,20 +95,51 @@ class LimitedLog:
 
 
 class LimitedRecords(logging.Filter):
-    """Limits warnings of the standard library's logging by their text; errors all pass."""
+    """Limits records of other packages' loggers, which peers can cause too: of each place in their
+    code some lines per interval. Any thread may log.
+    """
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         super().__init__()
-        self._throttle = Throttle() if throttle is None else throttle
+        self._lock = threading.Lock()
+        self._throttle = Throttle(burst=_FOREIGN_BURST) if throttle is None else throttle
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether ``record`` is logged."""
-        if record.levelno > logging.WARNING:
+        if record.name == OWN or record.name.startswith(f"{OWN}."):
             return True
-        suppressed = self._throttle.admit(str(record.msg))
+        with self._lock:
+            # Not by its text, which may be the peer's.
+            suppressed = self._throttle.admit(f"{record.pathname}:{record.lineno}")
         if suppressed:
             record.suppressed = suppressed
         return suppressed is not None
+
+
+def _cut_foreign(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Bound the text of another package's record, and its exception's."""
+    for name, value in fields.items():
+        if isinstance(value, str) and len(value) > FOREIGN_CHARS_MAX:
+            fields[name] = f"{value[:FOREIGN_CHARS_MAX]}... ({len(value)} characters)"
+    return fields
+
+
+def _printable(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Escape what a terminal would obey or take for a line of its own; of a traceback, the lines
+    stay.
+    """
+    for name, value in fields.items():
+        if name in ("exception", "stack") and isinstance(value, str):
+            fields[name] = "\n".join(f"  {_escaped(line)}" for line in value.split("\n"))
+        elif isinstance(value, str):
+            fields[name] = _escaped(value)
+    return fields
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -141,18 +177,36 @@ def configure(level: Level = "info", form: Form = "auto", stream: TextIO | None 
     handler.set_name(_HANDLER_NAME)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            foreign_pre_chain=[
+                *shared,
+                structlog.stdlib.ExtraAdder(),
+                structlog.processors.format_exc_info,
+                _cut_foreign,
+            ],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 *_renderers(json_lines, colors=out.isatty()),
             ],
         )
     )
+    handler.addFilter(LimitedRecords())
     root = logging.getLogger()
     for old in [each for each in root.handlers if each.get_name() == _HANDLER_NAME]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(number)
+
+
+def capture() -> None:
+    """Log what Python itself would print: warnings, and exceptions that nobody can catch."""
+    logging.captureWarnings(True)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(about: sys.UnraisableHookArgs) -> None:
+    error = about.exc_value
+    trace = None if error is None else (type(error), error, about.exc_traceback)
+    logging.getLogger("python").error(about.err_msg or "exception ignored", exc_info=trace)
 
 
 def redirect(stream: TextIO) -> TextIO | None:
@@ -170,7 +224,13 @@ def _renderers(json_lines: bool, *, colors: bool) -> list[Processor]:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(sort_keys=True),
         ]
-    return [structlog.dev.ConsoleRenderer(colors=colors)]
+    return [
+        structlog.processors.format_exc_info,
+        _printable,
+        structlog.dev.ConsoleRenderer(
+            colors=colors, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
 
 
 def get_logger(name: str) -> Any:

@@ -112,17 +112,26 @@ class AttachServer:
     """Serves one listening socket; every connection is a task of its own.
 
     A silent peer occupies one of ``_HANDSHAKES_MAX`` places, but no peer waits for a place: when
-    all are taken, the user with the most of them loses the oldest.
+    all are taken, the user with the most of them loses the oldest. The same happens when
+    ``descriptors_max`` are taken; a peer for whom there is no place even then is refused.
 
     A user of no tenant may only ask for the daemon's health: a longer frame is refused by its
     length. Hellos are read one in a turn of the loop, since many may arrive together and each takes
     up to a millisecond, for which engines' calls would wait.
     """
 
-    def __init__(self, engine: Engine, tenancies: Sequence[Tenancy], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tenancies: Sequence[Tenancy],
+        *,
+        timeout_s: float,
+        descriptors_max: int,
+    ) -> None:
         self._engine = engine
         self._tenancies = tenancies
         self._timeout_s = timeout_s
+        self._descriptors_max = descriptors_max
         self._socket: socket.socket | None = None
         self._closing = False
         self._engines = LimitedLog(_log, Throttle(burst=_LINES_A_SECOND))
@@ -170,11 +179,33 @@ class AttachServer:
                 continue
             logged = False
             connection.setblocking(False)
+            if self._descriptors() >= self._descriptors_max and not self._hurry():
+                self._turn_away(connection)
+                await asyncio.sleep(0)
+                continue
             task = loop.create_task(self._serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
             # Accepting does not wait while peers queue up: without this nothing else would run.
             await asyncio.sleep(0)
+
+    def _descriptors(self) -> int:
+        """Return how many are taken: a connection has its socket and its peer's pidfd, a process
+        that left without its copies done has a pidfd.
+        """
+        connections = len(self._connections)
+        return 2 * connections + max(0, len(self._engine.sessions) - connections)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        error = KVHearthError(
+            Reason.TOO_MANY_SESSIONS,
+            "the daemon's descriptors for engines are taken; end some, or raise its limit",
+        )
+        self._count(error)
+        self._engine.counters.add("connections_refused", 1, "attach")
+        _refusals.warning("attach.refused", kind="descriptors", reason=str(error.reason))
+        with connection, contextlib.suppress(OSError):
+            connection.send(encode_frame(refused(error)))
 
     async def _serve(self, connection: socket.socket) -> None:
         peer = peer_of(connection)
@@ -267,6 +298,7 @@ class AttachServer:
         for uid, _ in Counter(self._silent.values()).most_common(1):
             oldest = next(deadline for deadline, its in self._silent.items() if its == uid)
             del self._silent[oldest]
+            self._engine.counters.add("connections_refused", 1, "attach")
             # An expired handshake already has its task about to run.
             if not oldest.expired():
                 oldest.reschedule(asyncio.get_running_loop().time())
@@ -285,7 +317,13 @@ class AttachServer:
         """Return the answer to a health request, which any peer that can connect may send."""
         tiering = self._engine.tiering
         degraded = list(tiering.tier.health().reasons) if tiering else []
-        return {"kind": "health", "serving": not self._engine.draining, "degraded": degraded}
+        shut = [f"{door}: {reason}" for door, reason in self._engine.doors_shut.items()]
+        return {
+            "kind": "health",
+            "serving": not self._engine.draining,
+            "degraded": degraded,
+            "doors_shut": shut,
+        }
 
     async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
         """Return the first frame, or None if it asks for the daemon's health."""

@@ -20,9 +20,10 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import frames
 from kvhearth.wire.status import encode_status
+from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, DoorShares
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.supervisor import give_back_memory
 from kvhearth_server.engine.sessions import Closed, Session
+from kvhearth_server.engine.supervisor import give_back_memory
 from kvhearth_server.engine.turns import Turn
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import open_to_all
@@ -159,7 +160,6 @@ class Stream:
             self.emptied()
 
 
-CONNECTIONS_PER_SESSION_MAX = 64
 KEPT_BYTES_MAX = 32 << 20
 """Unfinished frames and unread replies of all connections together."""
 _BYTE_S = 5e-10
@@ -221,14 +221,19 @@ class Kept:
 class CallsServer:
     """Serves one listening socket; every connection belongs to one session.
 
-    A connection that does not open with a token in time is closed. If more than ``_UNOPENED_MAX``
-    are unopened, the oldest is closed.
+    A connection that does not open with a token in time is closed. If too many are
+    unopened, the oldest is closed. Once a quarter of the door's share of descriptors is taken, a
+    session opens no more than its fair part of another half.
     """
 
-    def __init__(self, engine: Engine, dispatcher: Dispatcher, *, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, dispatcher: Dispatcher, shares: DoorShares, *, timeout_s: float
+    ) -> None:
         self.engine = engine
         self.dispatcher = dispatcher
         self.timeout_s = timeout_s
+        self._shares = shares
+        self._unopened_max = max(1, min(_UNOPENED_MAX, shares.calls // 4))
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
@@ -284,11 +289,12 @@ class CallsServer:
     def _made(self, connection: _Connection) -> None:
         self._connections.add(connection)
         self._unopened[connection] = None
-        if len(self._unopened) > _UNOPENED_MAX:
+        if len(self._unopened) > self._unopened_max:
             oldest = next(iter(self._unopened))
             # Delete it now, not when it is lost: many may come before that.
             del self._unopened[oldest]
             oldest.close_for(Closed.LATE_TOKEN)
+            self.engine.counters.add("connections_refused", 1, "calls")
 
     def open(self, connection: _Connection, token: str) -> Session:
         """Open a connection with its token.
@@ -297,10 +303,14 @@ class CallsServer:
             KVHearthError: ``unknown_token``, ``too_many_sessions``.
         """
         session = self.dispatcher.admit(token)
-        if len(session.connections) >= CONNECTIONS_PER_SESSION_MAX:
+        opened = len(self._connections) - len(self._unopened)
+        crowded = opened >= self._shares.calls // 4
+        most = self._shares.calls_fair if crowded else CALLS_PER_SESSION_MAX
+        if len(session.connections) >= most:
+            self.engine.counters.add("connections_refused", 1, "calls")
             raise KVHearthError(
                 Reason.TOO_MANY_SESSIONS,
-                f"the session has {CONNECTIONS_PER_SESSION_MAX} connections for calls; close some",
+                f"the session has {most} connections for calls; close some",
             )
         session.connections.add(connection)
         self._unopened.pop(connection, None)

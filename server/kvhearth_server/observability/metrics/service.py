@@ -88,6 +88,13 @@ SERVICE: tuple[Metric, ...] = (
         unit="bool",
     ),
     Metric(
+        "kvhearth_doors_shut",
+        "Doors that take nobody for the moment; /readyz names them.",
+        "Alert: 1 for longer than a second.",
+        one(lambda now: now.doors_shut),
+        unit="doors",
+    ),
+    Metric(
         "kvhearth_uptime_seconds",
         "Time since this run of the daemon began.",
         "Restarts.",
@@ -177,6 +184,24 @@ SERVICE: tuple[Metric, ...] = (
         unit="requests",
     ),
     counter(
+        "kvhearth_connections_refused_total",
+        "Connections that were closed because a door had its share of descriptors, by door. gRPC "
+        "tells of none of its own.",
+        "Alert: somebody takes all places of a door.",
+        "connections_refused",
+        "door",
+        {"attach", "calls", "http"},
+        unit="connections",
+    ),
+    counter(
+        "kvhearth_door_restarts_total",
+        "gRPC sockets that were opened anew because gRPC had failed, by door.",
+        "Alert: rising means that somebody sends what ends gRPC's server.",
+        "door_restarts",
+        "door",
+        {"admin", "grpc"},
+    ),
+    counter(
         "kvhearth_checksum_failures_total",
         "Blocks whose bytes were not those of their checksum, by who found it.",
         "Alert: any one means damaged memory or a writer that is not ours.",
@@ -219,7 +244,17 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("attach", "attach_connection", "garbage", "pins", "recovery", "scrub", "scrub_ssd"),
+            *(
+                "admin_door",
+                "attach",
+                "attach_connection",
+                "garbage",
+                "grpc_door",
+                "pins",
+                "recovery",
+                "scrub",
+                "scrub_ssd",
+            ),
             *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),

@@ -104,8 +104,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._actions = Actions(engine, "grpc")
         self._admin_token = admin_token
 
-    def admit(self, context: Context) -> None:
-        """Refuse a caller without admin rights.
+    def admit(self, context: Context) -> str:
+        """Refuse a caller without admin rights; return the name that operators share.
 
         Raises:
             KVHearthError: ``not_admin``.
@@ -116,6 +116,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise KVHearthError(
                 Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
             )
+        return "operator"
 
     async def _run(self, context: Context, work: Callable[[], Reply | Awaitable[Reply]]) -> Reply:
         def admitted() -> Reply | Awaitable[Reply]:

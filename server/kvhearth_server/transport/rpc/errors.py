@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -56,25 +57,66 @@ async def guarded(
 
 
 _STREAMS_MAX = 32
+_RECEIVING_MAX = 16
+"""Messages that a door receives at once, each of at most ``message_bytes_max``; more calls wait."""
+_RECEIVING_PER_CALLER_MAX = 8
+_RECEIVE_S = 5.0
+"""Time allowed for a call's message, from the call's headers to its last byte."""
+
+
+class Receiving:
+    """Places for messages that are being received; one caller cannot take all of them."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(_RECEIVING_MAX)
+        self._own: dict[str, asyncio.Semaphore] = {}
+
+    async def message(self, context: Context, caller: str) -> bytes:
+        """Return the call's message.
+
+        Args:
+            caller: callers of one name share ``_RECEIVING_PER_CALLER_MAX`` places; a few names.
+
+        Raises:
+            KVHearthError: ``deadline``, or ``bad_message`` if the call has no message.
+        """
+        own = self._own.setdefault(caller, asyncio.Semaphore(_RECEIVING_PER_CALLER_MAX))
+        try:
+            async with asyncio.timeout(_RECEIVE_S), own, self._places:
+                data = await context.read()
+        except TimeoutError:
+            raise KVHearthError(
+                Reason.DEADLINE, f"the message was not whole within {_RECEIVE_S:g} s"
+            ) from None
+        if isinstance(data, bytes):
+            return data
+        if context.cancelled():
+            raise asyncio.CancelledError
+        raise KVHearthError(Reason.BAD_MESSAGE, "a call carries one message")
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
-    """Admits a caller before its message is parsed, and refuses bytes that are no message.
+    """Admits a caller before its message is received, bounds what is being received, and refuses
+    bytes that are no message.
 
-    Parsing comes second because it can cost a hundred times what it cost to send: millions of empty
-    parts fit into one message, and no other call is served meanwhile. gRPC itself would end a call
-    whose bytes do not parse as UNKNOWN with the name of a Python exception, uncounted.
+    Every method is served as one whose requests are a stream: gRPC would otherwise receive the
+    message first, 4 MiB from anybody. Parsing comes last because it can cost a hundred times what
+    it cost to send: millions of empty parts fit into one message, and no other call is served
+    meanwhile. gRPC itself would end a call whose bytes do not parse as UNKNOWN with the name of a
+    Python exception, uncounted.
 
     Args:
         engine: the engine that counts refusals.
         admit: by service name, a function that raises a ``KVHearthError`` unless the context's
-            caller may call; services not named are open to every caller.
+            caller may call, and returns the caller's name for ``Receiving``; services not named are
+            open to every caller.
     """
 
-    def __init__(self, engine: Engine, admit: Mapping[str, Callable[[Context], object]]) -> None:
+    def __init__(self, engine: Engine, admit: Mapping[str, Callable[[Context], str]]) -> None:
         self._engine = engine
         self._admit = admit
         self._handlers: dict[str, Any] = {}
+        self._receiving = Receiving()
         self._streams = 0
 
     async def intercept_service(
@@ -126,32 +168,33 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         )
         return make(run, handler.request_deserializer, handler.response_serializer)
 
-    def _wrap(self, method: str, handler: Any, admit: Callable[[Context], object]) -> Any:
+    def _wrap(self, method: str, handler: Any, admit: Callable[[Context], str]) -> Any:
         parse, work, engine = handler.request_deserializer, handler.unary_unary, self._engine
 
-        async def run(data: bytes, context: Context) -> Any:
-            def parsed() -> Any:
-                admit(context)
-                try:
-                    return parse(data)
-                except DecodeError as error:
-                    raise KVHearthError(
-                        Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}"
-                    ) from None
+        def received(context: Context) -> Any:
+            return self._receiving.message(context, admit(context))
 
-            request = await guarded(engine, context, parsed)
-            return await work(request, context)
+        def parsed(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError as error:
+                raise KVHearthError(
+                    Reason.BAD_MESSAGE, f"the request cannot be parsed: {error}"
+                ) from None
 
-        async def timed(data: bytes, context: Context) -> Any:
+        async def run(_: object, context: Context) -> Any:
             began = time.perf_counter()
             try:
-                return await run(data, context)
+                data = await guarded(engine, context, lambda: received(context))
+                began = time.perf_counter()
+                request = await guarded(engine, context, lambda: parsed(data))
+                return await work(request, context)
             finally:
                 code = context.code() or grpc.StatusCode.OK
                 engine.timings.observe(method, code.name, time.perf_counter() - began)
 
-        return grpc.unary_unary_rpc_method_handler(timed, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(run, None, handler.response_serializer)
 
 
-def _everybody(_: Context) -> None:
-    pass
+def _everybody(_: Context) -> str:
+    return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -15,9 +16,10 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.rlimit import HTTP_MAX
 from kvhearth_server.transport.web.problems import problem_of
 
-CONNECTIONS_MAX = 256
+CONNECTIONS_MAX = HTTP_MAX
 HEAD_S = 10.0
 """Time allowed for a request's line and headers, from its first byte."""
 READ_S = 10.0
@@ -26,19 +28,33 @@ READ_S = 10.0
 REFUSED = "refused"
 """Key in a request's state: the connection has already refused it."""
 
-Refused = Callable[[Reason], None]
+
+@dataclass(frozen=True)
+class Places:
+    """Bounds of a listener's connections.
+
+    Args:
+        connections_max: connections open at once.
+        refused: called with the reason of each refusal that the application does not see.
+        crowded: called when a connection ends for want of a place.
+    """
+
+    connections_max: int
+    refused: Callable[[Reason], None]
+    crowded: Callable[[], None]
 
 
 class BoundedProtocol(H11Protocol):
     """One connection; ``tick`` must be called about once a second.
 
-    A peer that exceeds ``CONNECTIONS_MAX`` ends the connection that has waited longest for a
+    A peer that exceeds ``connections_max`` ends the connection that has waited longest for a
     request. It is itself refused only if all connections have a request under way.
     """
 
-    def __init__(self, *args: Any, refused: Refused, **named: Any) -> None:
+    def __init__(self, *args: Any, places: Places, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._refused = refused
+        self._places = places
+        self._refused = places.refused
         self._waiting_since = self.loop.time()
         self._begun = False
         self._served = False
@@ -47,7 +63,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handle a peer that connects."""
         super().connection_made(transport)
-        if self._open_count() > CONNECTIONS_MAX:
+        if self._open_count() > self._places.connections_max:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
@@ -126,16 +142,26 @@ class BoundedProtocol(H11Protocol):
             head = h11.Response(
                 status_code=status, headers=response.raw_headers, reason=status.phrase.encode()
             )
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            # The answer to HEAD has no body; h11 raises if one is sent.
+            body = [] if self._is_head(cycle) else [h11.Data(data=bytes(response.body))]
+            for event in (head, *body, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
+    def _is_head(self, cycle: RequestResponseCycle | None) -> bool:
+        """Whether the request under way is a HEAD; between two requests the cycle is an old one."""
+        if cycle is None or self.conn.our_state is not h11.SEND_RESPONSE:
+            return False
+        return bool(cycle.scope["method"] == "HEAD")
+
     def _make_room(self) -> None:
+        self._places.crowded()
         waiting = [one for one in self._open() if one is not self and one.waiting]
         if waiting:
             min(waiting, key=lambda one: one.waiting_since).give_up()
             return
-        message = f"all {CONNECTIONS_MAX} connections have a request under way; try again"
+        most = self._places.connections_max
+        message = f"all {most} connections have a request under way; try again"
         self._refuse(KVHearthError(Reason.DAEMON_AWAY, message), HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _open(self) -> list[BoundedProtocol]:
@@ -149,8 +175,8 @@ class BoundedProtocol(H11Protocol):
         return len(self._open())
 
 
-def protocol_of(refused: Refused) -> type[H11Protocol]:
-    """Return the class of connections that report the reason of each refusal to ``refused``."""
+def protocol_of(places: Places) -> type[H11Protocol]:
+    """Return the class of connections that have ``places``."""
 
     class Protocol(BoundedProtocol):
         """Connection bound to its counter: uvicorn makes the connections and passes its own
@@ -158,6 +184,6 @@ def protocol_of(refused: Refused) -> type[H11Protocol]:
         """
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, refused=refused, **named)
+            super().__init__(*args, places=places, **named)
 
     return Protocol

@@ -333,6 +333,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
     return {
         "arena": all(segment.fd >= 0 for segment in engine.arena.segments),
         "not-draining": not engine.draining,
+        **{f"{door}-door: {reason}": False for door, reason in engine.doors_shut.items()},
     }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
 
@@ -16,20 +15,20 @@ from starlette.types import ASGIApp
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.observability.logs import LimitedRecords
 from kvhearth_server.transport.web.protocol import (
     CONNECTIONS_MAX,
     BoundedProtocol,
-    Refused,
+    Places,
     protocol_of,
 )
 from kvhearth_server.transport.web.routes import make_app
 
 HEAD_BYTES_MAX = 16 << 10
 _KEEP_ALIVE_S = 15
+_ACCEPTS_PER_TURN = 16
+"""asyncio accepts a backlog's worth of connections before the first of them is counted."""
 _STOP_S = 2.0
 _TICK_S = 1.0
-_LIMITED = LimitedRecords()
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -58,11 +57,11 @@ class Listener:
 
     Args:
         host, port: the address; port 0 takes any free one.
-        refused: called with the reason of each refusal that the application does not see.
+        places: how many connections may be open, and who is told of refusals.
     """
 
-    def __init__(self, host: str, port: int, refused: Refused) -> None:
-        self._refused = refused
+    def __init__(self, host: str, port: int, places: Places) -> None:
+        self._places = places
         self._host = host
         self._port = port
         self._socket: socket.socket | None = None
@@ -84,7 +83,7 @@ class Listener:
         assert self._socket is not None, "bind first"
         config = uvicorn.Config(
             app,
-            http=protocol_of(self._refused),
+            http=protocol_of(self._places),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -92,12 +91,11 @@ class Listener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=CONNECTIONS_MAX,
+            backlog=_ACCEPTS_PER_TURN,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
-        logging.getLogger("uvicorn.error").addFilter(_LIMITED)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
         while not self._server.started:
@@ -105,6 +103,7 @@ class Listener:
                 self._task.result()
                 raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
             await asyncio.sleep(0)
+        self._socket.listen(CONNECTIONS_MAX)
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
@@ -155,13 +154,18 @@ class WebServer:
         KVHearthError: ``socket_unusable``.
     """
 
-    def __init__(self, settings: Settings, engine: Engine, admin_token: str) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, admin_token: str, connections_max: int
+    ) -> None:
         address = settings.http_address
         assert address is not None, "HTTP is off"
         self._app = make_app(engine, settings, admin_token)
-        self._listener = Listener(
-            *address, lambda reason: engine.counters.add("refusals", 1, str(reason))
+        places = Places(
+            connections_max,
+            lambda reason: engine.counters.add("refusals", 1, str(reason)),
+            lambda: engine.counters.add("connections_refused", 1, "http"),
         )
+        self._listener = Listener(*address, places)
         self.address = self._listener.bind()
 
     async def start(self) -> None:
