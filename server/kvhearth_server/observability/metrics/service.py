@@ -255,7 +255,7 @@ SERVICE: tuple[Metric, ...] = (
                 "scrub",
                 "scrub_ssd",
             ),
-            *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("sum", "tiering", "keeper", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(
