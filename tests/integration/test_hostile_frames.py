@@ -19,6 +19,7 @@ from support.daemon import Daemon, running_daemon, until
 from support.raw_calls import RawCalls, packed
 from support.raw_door import (
     PAGE_BYTES,
+    RawLine,
     RawSession,
     attach_path,
     end_well,
@@ -32,6 +33,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
+from kvhearth.wire.handshake import encode_frame
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.transport.frames import CONNECTIONS_PER_SESSION_MAX, KEPT_BYTES_MAX
 
@@ -315,6 +317,15 @@ def test_unread_replies_have_the_same_budget(daemon: Daemon) -> None:
                 with contextlib.suppress(OSError):
                     each._socket.send(frame)
         assert resident_bytes(daemon) - bytes_before < 2 * KEPT_BYTES_MAX
+
+
+def test_an_attach_socket_keeps_little(daemon: Daemon) -> None:
+    """After the welcome it carries only a goodbye, so an unfinished frame needs no room."""
+    with refused(daemon, Reason.BAD_MESSAGE), RawLine(attach_path(daemon)) as line:
+        line.send(encode_frame(raw_hello()))
+        assert line.answer()["kind"] == "welcome"
+        line.send(struct.pack("<I", 200_000) + b"{" * 5000)
+        raise line.refusal()
 
 
 # -- processes ---------------------------------------------------------------------------------

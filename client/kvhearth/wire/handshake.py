@@ -49,14 +49,9 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into messages; holds at most one frame.
-
-    Attributes:
-        frame_bytes_max: most bytes of a frame's body from now on.
-    """
+    """Cuts a byte stream into messages; holds at most one frame."""
 
     def __init__(self) -> None:
-        self.frame_bytes_max = FRAME_BYTES_MAX
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
@@ -70,9 +65,9 @@ class FrameDecoder:
         messages = []
         while len(self._buffer) >= FRAME_HEADER_BYTES:
             (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > self.frame_bytes_max:
+            if size > FRAME_BYTES_MAX:
                 raise KVHearthError(
-                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {self.frame_bytes_max}"
+                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {FRAME_BYTES_MAX}"
                 )
             end = FRAME_HEADER_BYTES + size
             if len(self._buffer) < end:

@@ -92,7 +92,7 @@ def tenant_of(uid: int, tenancies: Sequence[Tenancy]) -> str:
 
 _READ_BYTES = 64 * 1024
 _BYE_BYTES_MAX = 4096
-"""Most bytes of a message after the welcome; a session may leave one unfinished for its life."""
+"""Most bytes after the welcome; a session may leave a message unfinished for its life."""
 _BACKLOG = 128
 _HANDSHAKES_MAX = 64
 _ACCEPT_AGAIN_S = 0.001
@@ -299,9 +299,12 @@ class AttachServer:
         its copies are done.
         """
         loop = asyncio.get_running_loop()
-        decoder.frame_bytes_max = _BYE_BYTES_MAX
+        count = 0
         while data := await loop.sock_recv(connection, _READ_BYTES):
             try:
+                count += len(data)
+                if count > _BYE_BYTES_MAX:
+                    raise KVHearthError(Reason.BAD_MESSAGE, "an attach socket carries only 'bye'")
                 messages = decoder.feed(data)
                 for message in messages:
                     if message.get("kind") == "bye":
