@@ -19,6 +19,7 @@ from support.daemon import Daemon, running_daemon, until
 from support.raw_calls import RawCalls, packed
 from support.raw_door import (
     PAGE_BYTES,
+    RawLine,
     RawSession,
     attach_path,
     end_well,
@@ -32,13 +33,12 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
+from kvhearth.wire.handshake import encode_frame
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX
 from kvhearth_server.transport.frames import KEPT_BYTES_MAX
 
 TIMEOUT_S = 3.0
-GOOD_CALL_S = 1.0
-"""Longest call of a good client beside an attack. An attack that is not bounded took 71 s."""
 
 
 COUNTED = pb.HeartbeatRequest(counters={"a": 1}).SerializeToString()
@@ -316,6 +316,15 @@ def test_unread_replies_have_the_same_budget(daemon: Daemon) -> None:
         assert resident_bytes(daemon) - bytes_before < 2 * KEPT_BYTES_MAX
 
 
+def test_an_attach_socket_keeps_little(daemon: Daemon) -> None:
+    """After the welcome it carries only a goodbye, so an unfinished frame needs no room."""
+    with refused(daemon, Reason.BAD_MESSAGE), RawLine(attach_path(daemon)) as line:
+        line.send(encode_frame(raw_hello()))
+        assert line.answer()["kind"] == "welcome"
+        line.send(struct.pack("<I", 200_000) + b"{" * 5000)
+        raise line.refusal()
+
+
 # -- processes ---------------------------------------------------------------------------------
 
 KEEPS_A_CHILD = """
@@ -354,3 +363,34 @@ def test_a_session_ends_with_its_process_though_a_child_keeps_its_socket(daemon:
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+# -- the other door ----------------------------------------------------------------------------
+
+
+def test_empty_parts_over_grpc_are_counted_before_they_are_parsed(
+    daemon: Daemon, session: RawSession
+) -> None:
+    path = "/kvhearth.proto.v1.CacheService/Abort"
+    with refused(daemon, Reason.BAD_GROUP) as caught:
+        session.send_bytes(path, EMPTY_PARTS[: 3 << 20])
+    assert "groups in one call" in caught.value.message
+    assert session.call("Heartbeat", pb.HeartbeatRequest()).boot_id == session.boot_id
+
+
+def test_calls_over_grpc_take_their_sessions_time(
+    daemon: Daemon, session: RawSession, neighbour: Engine
+) -> None:
+    """Twelve threads that look up as many keys as they may leave others their turns."""
+    keys = GroupKeys(group=0, keys=b"".join(new_keys(session.welcome["keys_max"])))
+    request = pb.LookupRequest(epoch=session.epoch, groups=[keys])
+    answered = []
+
+    def ask() -> None:
+        answered.append(session.call("Lookup", request).boot_id)
+
+    with in_threads([ask] * 12), RawCalls(daemon, session.token) as calls:
+        until(lambda: len(answered) > 24, "calls are answered")
+        goes_on(neighbour)
+        assert calls.call("Heartbeat", pb.HeartbeatRequest())
+    assert set(answered) == {session.boot_id}

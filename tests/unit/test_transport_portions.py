@@ -237,10 +237,9 @@ def test_portions_of_any_size_bind_what_one_piece_binds(
             if not named:
                 continue
             (part,) = rig.reserve(session, len(named), 0).handed
+            granted = keys(*named[: len(part.slots)])  # the last one may fall short
             before = key(parent) if parent >= 0 and not number else b""
-            made.append(
-                rig.item(keys(*named), part.slots, part.generations, parent=before, summed=True)
-            )
+            made.append(rig.item(granted, part.slots, part.generations, parent=before, summed=True))
         commit = rig.core.writing.begin_commit(session, rig.epoch(session), made)
         while commit.unfinished:
             commit.bind_some(size)

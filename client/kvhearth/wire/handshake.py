@@ -60,13 +60,10 @@ class FrameDecoder:
         bytes_max: bound of a frame.
         parts_max: bound of the commas and opening brackets in a frame, which bounds the time of
             parsing it; by default none.
-
-    Attributes:
-        bytes_max: bound of a frame's body from now on.
     """
 
     def __init__(self, bytes_max: int = FRAME_BYTES_MAX, parts_max: int | None = None) -> None:
-        self.bytes_max = bytes_max
+        self._bytes_max = bytes_max
         self._parts_max = parts_max
         self._buffer = bytearray()
 
@@ -81,9 +78,9 @@ class FrameDecoder:
         messages = []
         while len(self._buffer) >= FRAME_HEADER_BYTES:
             (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > self.bytes_max:
+            if size > self._bytes_max:
                 raise KVHearthError(
-                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {self.bytes_max}"
+                    Reason.BAD_MESSAGE, f"frame of {size} bytes, at most {self._bytes_max}"
                 )
             end = FRAME_HEADER_BYTES + size
             if len(self._buffer) < end:

@@ -95,7 +95,7 @@ def _not_allowed(uid: int) -> KVHearthError:
 
 _READ_BYTES = 64 * 1024
 _BYE_BYTES_MAX = 4096
-"""Most bytes of a message after the welcome; a session may leave one unfinished for its life."""
+"""Most bytes after the welcome; a session may leave a message unfinished for its life."""
 _BACKLOG = 128
 _HANDSHAKES_MAX = 64
 _ACCEPT_AGAIN_S = 0.001
@@ -348,9 +348,12 @@ class AttachServer:
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         """Wait for the end; return whether the client said that its copies are done."""
         loop = asyncio.get_running_loop()
-        decoder.bytes_max = _BYE_BYTES_MAX
+        count = 0
         while data := await loop.sock_recv(connection, _READ_BYTES):
             try:
+                count += len(data)
+                if count > _BYE_BYTES_MAX:
+                    raise KVHearthError(Reason.BAD_MESSAGE, "an attach socket carries only 'bye'")
                 messages = decoder.feed(data)
                 for message in messages:
                     if message.get("kind") == "bye":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -152,6 +153,17 @@ class Dispatcher:
             return reply.message if isinstance(reply, Ready) else reply
         finally:
             self._engine.settle()
+
+    async def decide_in_turn(self, name: str, request: Any, session: Session) -> Any:
+        """Answer like ``decide``, once the session has time left."""
+        turns, turn = self._engine.turns, session.turn
+        if not turns.may_go(turn):
+            await turns.next(turn)
+        began = time.perf_counter()
+        try:
+            return self.decide(name, request, session)
+        finally:
+            turn.left_s -= time.perf_counter() - began
 
     def decide_deferred(self, name: str, request: Any, session: Session) -> Any:
         """Answer like ``decide``, but by ``Engine.call_deferred``; the reply may be ``Ready``."""

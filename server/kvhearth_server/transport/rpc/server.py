@@ -8,6 +8,7 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,16 @@ class CacheService:
 
     def _handler(self, name: str) -> Any:
         async def handle(request: Any, context: Context) -> Any:
-            def work() -> Any:
-                return self._dispatcher.decide(name, request, self.admit(context))
+            async def work() -> Any:
+                session = self.admit(context)
+                reply = await self._dispatcher.decide_in_turn(name, request, session)
+                return await reply if isinstance(reply, Awaitable) else reply
 
             return await guarded(self._engine, context, work)
 
         return grpc.unary_unary_rpc_method_handler(
             handle,
-            request_deserializer=getattr(cache_pb2, f"{name}Request").FromString,
+            request_deserializer=partial(self._dispatcher.parse, name),
             response_serializer=getattr(cache_pb2, f"{name}Response").SerializeToString,
         )
 
