@@ -25,7 +25,7 @@ from kvhearth_server.transport.web.routes import make_app
 
 HEAD_BYTES_MAX = 16 << 10
 _KEEP_ALIVE_S = 15
-_ACCEPTS_PER_TURN = 16
+_ACCEPTS_PER_TURN = 4
 """asyncio accepts a backlog's worth of connections before the first of them is counted."""
 _STOP_S = 2.0
 _TICK_S = 1.0
