@@ -195,7 +195,7 @@ class RandomHttp(RandomBytes):
     name = "random_http"
     help = "nobody sends random bytes, targets, headers and bodies to HTTP"
     door = HTTP
-    opening = b"POST /v1/evict HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    opening = b"POST /v1/namespaces/" + b"0" * 64 + b":evict HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
     def words(self, rng: random.Random) -> bytes:
         """See ``RandomBytes.words``."""
