@@ -160,6 +160,7 @@ def test_a_store_waits_for_room_and_is_not_dropped_at_once(
 ) -> None:
     session_manager.room = 6
     future = begin_store(cache_of(client, store_wait_s=15.0), 0, 12)
+    until(lambda: future.blocks_done == 6)
     with pytest.raises(TimeoutError):
         future.result(0.4)
     assert (future.blocks_done, future.blocks_total) == (6, 12)
