@@ -30,9 +30,9 @@ from kvhearth.proto.v1 import types_pb2
 from kvhearth.session.attach import attach
 from kvhearth.url import ATTACH_SOCKET, DaemonUrl, parse_url
 from kvhearth.wire import messages as codec
+from kvhearth.wire.frames import decode_status
 from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome, encode_frame
 from kvhearth.wire.messages import parse_extents
-from kvhearth.wire.status import decode_status
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 1 << 20

@@ -24,9 +24,9 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.proto.v1 import cache_pb2_grpc
+from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
-from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
+from kvhearth_server.transport.rpc.server import add_service
 from support.fake_calls import FakeCalls, Listener
 
 SEGMENT_BYTES = 64 * 1024
@@ -116,10 +116,22 @@ class FakeDaemon:
     def _serve(self) -> None:
         (self.directory / "grpc.sock").unlink(missing_ok=True)
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(_Servicer(self), self._server)
+        add_service(self._server, pb, self._handler)
         self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
         self._server.start()
         self._calls = FakeCalls(self.directory / "calls.sock", self.reply)
+
+    def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            token = dict(context.invocation_metadata()).get("kvhearth-token", "")
+            try:
+                return self.reply(name, request, str(token))
+            except KVHearthError as error:
+                context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
+                codes = {code.value[0]: code for code in grpc.StatusCode}
+                context.abort(codes[int(error.status.code)], error.message)
+
+        return handle
 
     def stop(self, *, keep_lines: bool = False) -> None:
         """Simulate the daemon's death: attach sockets close, socket files stay."""
@@ -231,25 +243,6 @@ class FakeDaemon:
         line.sendmsg([frame[:10]], ancillary)
         line.sendall(frame[10:])
         return True
-
-
-class _Servicer(cache_pb2_grpc.CacheServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self._daemon = daemon
-        for name in (each for each in dir(cache_pb2_grpc.CacheServiceServicer) if each[0] != "_"):
-            setattr(self, name, self._handler(name))
-
-    def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-        def handle(request: Any, context: grpc.ServicerContext) -> Any:
-            token = dict(context.invocation_metadata()).get("kvhearth-token", "")
-            try:
-                return self._daemon.reply(name, request, str(token))
-            except KVHearthError as error:
-                context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
-                codes = {code.value[0]: code for code in grpc.StatusCode}
-                context.abort(codes[int(error.status.code)], error.message)
-
-        return handle
 
 
 def presence(

@@ -169,7 +169,8 @@ class ScriptedEngine:
     def wait_ready(self) -> None:
         """Wait until all members are attached and reserved slots are available."""
         for client in (self.half._client, *(worker._client for worker in self.workers)):
-            assert client is not None and client.wait_ready(20)
+            assert client is not None
+            assert client.wait_ready(20)
         slot_pool = self.half._stores._slot_pool
         until(lambda: all(slot_pool.held(g) for g in range(len(self.contract.groups))), "slots")
 

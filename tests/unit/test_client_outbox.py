@@ -13,7 +13,7 @@ from kvhearth.errors import Code
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.outbox import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
 from kvhearth.transports.base import ABORT, RELEASE, TOUCH
-from kvhearth.wire.status import error_from_code
+from kvhearth.wire.frames import error_from_code
 
 
 def release(lease_id: int, weight: int = 1) -> QueuedRequest:

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import DaemonUrl
+from kvhearth.wire.frames import rebuild_error
 from kvhearth.wire.handshake import FrameDecoder, Hello, Welcome, encode_frame
-from kvhearth.wire.status import rebuild_error
 
 DESCRIPTORS_MAX = 253
 """The kernel's bound for one message (SCM_MAX_FD)."""

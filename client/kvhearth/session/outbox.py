@@ -12,7 +12,7 @@ from kvhearth.counters import Counters, Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import Link
 from kvhearth.transports.base import TOUCH, Rpc
-from kvhearth.wire.status import BareError
+from kvhearth.wire.frames import BareError
 
 TOUCHES_MAX = 256
 """Most queued touches. Dropping one leaks nothing, so they take no room from other requests."""

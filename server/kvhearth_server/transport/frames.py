@@ -1,4 +1,4 @@
-"""The calls socket: CacheService calls as frames (``kvhearth.frames``), handled where they are
+"""The calls socket: CacheService calls as frames (``wire.frames``), handled where they are
 read.
 
 A call whose work needs no waiting costs no task: its reply is written before the next event.
@@ -16,7 +16,7 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import frames
-from kvhearth.wire.status import encode_status
+from kvhearth.wire.frames import encode_status
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import LimitedLog, get_logger

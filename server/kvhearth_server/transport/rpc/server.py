@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
-from kvhearth.wire.frames import METHODS, SERVICE
-from kvhearth.wire.status import TOKEN_KEY
+from kvhearth.proto.v1 import admin_pb2, cache_pb2
+from kvhearth.wire.frames import SERVICE, TOKEN_KEY
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.ownership import open_to_all
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.errors import Context, MessageGuard, guarded, metadata_value
+
+Handler = Callable[[Any, Any], Any]
+"""Answers one call: takes its request and gRPC's context."""
 
 
 class CacheService:
@@ -38,21 +42,33 @@ class CacheService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve every method of the schema on ``server``."""
-        handlers = {name: self._handler(name) for name in METHODS}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        add_service(server, cache_pb2, self._handler)
 
-    def _handler(self, name: str) -> Any:
+    def _handler(self, name: str) -> Handler:
         async def handle(request: Any, context: Context) -> Any:
             def work() -> Any:
                 return self._dispatcher.decide(name, request, self.admit(context))
 
             return await guarded(self._engine, context, work)
 
-        return grpc.unary_unary_rpc_method_handler(
-            handle,
-            request_deserializer=getattr(cache_pb2, f"{name}Request").FromString,
-            response_serializer=getattr(cache_pb2, f"{name}Response").SerializeToString,
+        return handle
+
+
+def add_service(
+    server: grpc.Server | grpc.aio.Server, schema: Any, handler_of: Callable[[str], Handler]
+) -> None:
+    """Serve every method of the service that the generated module ``schema`` has."""
+    (service,) = schema.DESCRIPTOR.services_by_name.values()
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            handler_of(method.name),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
+        for method in service.methods
+    }
+    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
 
 
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -83,7 +99,7 @@ class RpcServer:
             maximum_concurrent_rpcs=_CONCURRENT_RPCS_MAX, interceptors=[guard], options=options
         )
         cache.add_to(self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
+        add_service(self._server, admin_pb2, lambda name: getattr(admin, name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
