@@ -214,7 +214,7 @@ class Caller:
             raise NotSent(reason, "not attached to a daemon")
         return link
 
-    def decide(self, name: str, work: Callable[[], T], miss: Callable[[str], T]) -> T:
+    def decide(self, name: str, work: Callable[[], T], miss: Callable[[Reason], T]) -> T:
         """Return ``work()``, or ``miss(reason)`` if it fails in any way."""
         if self._closed or os.getpid() != self._pid:
             return miss(Reason.CLOSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvhearth.errors import ClientReason, NoReason, Reason
 from kvhearth.model import U8, U32, Bools, Records
 
 
@@ -63,8 +64,8 @@ class LookupResult:
     lease: Lease | None
     groups: dict[int, GroupResult]
     eta_us: int = 0
-    reason: str = ""
-    lease_short: str = ""
+    reason: Reason | ClientReason | NoReason = ""
+    lease_short: Reason | NoReason = ""
     boot_id: str = ""
     id: int = 0
 
@@ -75,7 +76,7 @@ class PrefetchResult:
 
     groups: dict[int, GroupResult]
     eta_us: int = 0
-    reason: str = ""
+    reason: Reason | NoReason = ""
     boot_id: str = ""
 
 
@@ -93,8 +94,8 @@ class Reservation:
 
     boot_id: str
     groups: dict[int, Records]
-    short_reason: str = ""
-    reason: str = ""
+    short_reason: Reason | NoReason = ""
+    reason: Reason | NoReason = ""
     id: int = 0
 
 
@@ -127,7 +128,7 @@ class CommitResult:
     """
 
     stored: dict[int, Bools]
-    reason: str = ""
+    reason: Reason | NoReason = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,4 +145,4 @@ class Pin:
     id: int
     boot_id: str
     pinned: dict[int, Bools]
-    reason: str = ""
+    reason: Reason | NoReason = ""

@@ -113,7 +113,7 @@ class Done:
     checksums: U8 | None
     bytes: int
     seconds: float
-    reasons: dict[str, int]
+    reasons: dict[BlockFailure, int]
 
 
 class Copier(Protocol):

@@ -145,5 +145,5 @@ def deadline_of(deadline_s: float) -> float:
 
 def copy_failed(ticket: Ticket) -> Done:
     """Return the outcome of a batch whose copies all failed."""
-    reasons = {BlockFailure.COPY_FAILED.value: ticket.count} if ticket.count else {}
+    reasons = {BlockFailure.COPY_FAILED: ticket.count} if ticket.count else {}
     return Done(ticket, np.zeros(ticket.count, np.bool_), None, 0, 0.0, reasons)
