@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging import WARNING
 from typing import Any, Protocol
 
 from kvhearth.copiers.base import CopyKind
+from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
-
-_LOG = logging.getLogger(__name__)
 
 RELAXED = 2
 """``cudaStreamCaptureModeRelaxed``. In any other mode a call such as ``cudaHostRegister`` or
@@ -185,7 +184,12 @@ class TorchCuda:
         try:
             self._runtime = Cudart()
         except KVHearthError as error:
-            _LOG.warning("copies may invalidate a graph capture of another thread: %s", error)
+            log_event(
+                WARNING,
+                "cuda.captures_unguarded",
+                "copies may invalidate a graph capture of another thread",
+                error=error,
+            )
         with self.entered():
             self._streams = {kind: _stream(device, kind) for kind in CopyKind}
 

@@ -7,21 +7,20 @@ Until then copies work, but block their caller.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import INFO, WARNING
 
 from kvhearth.copiers.base import ArenaView
 from kvhearth.copiers.device import Cudart, CudaRuntime, beside_captures, checked
+from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth.worker_thread import SupervisedThread
-
-_LOG = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
 """Bytes per registration. The driver blocks the engine's own CUDA calls during each one."""
@@ -154,7 +153,13 @@ class ArenaRegistration:
                 self._ready = not self._closing
                 self._changed.notify_all()
             seconds = time.monotonic() - self._began_at
-            _LOG.info("registered the arena with CUDA: %d pieces in %.1f s", number, seconds)
+            log_event(
+                INFO,
+                "arena.registered",
+                "the arena is registered with CUDA",
+                pieces=number,
+                seconds=round(seconds, 1),
+            )
 
     def _unregister(self) -> None:
         while self._registered:
@@ -164,7 +169,13 @@ class ArenaRegistration:
                     code = self._runtime.host_unregister(address)
                     checked(self._runtime, "cudaHostUnregister", code)
             except (OSError, RuntimeError) as error:
-                _LOG.warning("the piece at %#x stays registered: %s", address, error)
+                log_event(
+                    WARNING,
+                    "arena.not_unregistered",
+                    "a piece of the arena stays registered",
+                    address=hex(address),
+                    error=error,
+                )
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -175,10 +186,12 @@ class ArenaRegistration:
             yield
 
     def _fail(self, error: str) -> None:
-        _LOG.warning(
-            "the arena stays unregistered from here on, copies will be slow: %s. Check the "
-            "container's memory limit and the driver",
-            error,
+        log_event(
+            WARNING,
+            "arena.not_registered",
+            "the arena stays unregistered from here on, copies will be slow: check the container's "
+            "memory limit and the driver",
+            error=error,
         )
         with self._changed:
             self._error = error
@@ -254,7 +267,12 @@ class Registrations:
         try:
             return ArenaRegistration(arena, self._runtime(), device_index, failed=failed)
         except KVHearthError as error:
-            _LOG.warning("the arena stays unregistered, copies will be slow: %s", error)
+            log_event(
+                WARNING,
+                "arena.not_registered",
+                "the arena stays unregistered, copies will be slow",
+                error=error,
+            )
             failed()
             return None
 

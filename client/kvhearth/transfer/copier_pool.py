@@ -181,7 +181,9 @@ class CopierPool:
             return self._copier(kv, boot_id)
         except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
             # Retried with each batch, but logged once and not each time.
-            self._warnings.warn("copier", "no copier for pages on %s: %r", kv.device, error)
+            self._warnings.warn(
+                "copier.missing", "no copier for pages", device=kv.device, error=repr(error)
+            )
             return None
 
     def drop(self, kv: PagedKV) -> None:

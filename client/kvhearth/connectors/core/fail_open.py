@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from logging import DEBUG
 from typing import Any, TypeVar, cast
 
-from kvhearth.counters import LOGGER, Warnings
+from kvhearth.counters import Warnings, log_event
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -28,8 +29,14 @@ def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - fail-open boundary: the engine's own loop
-                _warnings.warn(name, "%s goes without the cache: %r", name, error)
-                LOGGER.debug("%s failed", name, exc_info=True)
+                _warnings.warn(
+                    "connector.call_failed",
+                    "the engine goes on without the cache",
+                    kind=name,
+                    call=name,
+                    error=repr(error),
+                )
+                log_event(DEBUG, "connector.call_failed", "in full", trace=True, call=name)
                 self.record_failure(name)
                 return otherwise()
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from logging import WARNING
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from kvhearth.connectors.core.step_metadata import (
 )
 from kvhearth.contract import Contract
 from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
-from kvhearth.counters import LOGGER, Warnings
+from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64
 from kvhearth.page_layout import PagedKV
@@ -288,7 +289,9 @@ class WorkerConnector:
             if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
                 outcome.bad[flight.group] = flight.move.extents[~done.ok]
         if outcome.reason:
-            self._warnings.warn("load", "a load failed, it is recomputed: %s", outcome.reason)
+            self._warnings.warn(
+                "load.failed", "a load failed, it is recomputed", reason=outcome.reason
+            )
         else:
             self._failed.discard(work.job.request_id)
         self._report.loads.setdefault(work.job.request_id, []).append(outcome)
@@ -327,6 +330,6 @@ class WorkerConnector:
             return
         for copier_pool in (self._loading, self._storing):
             if copier_pool is not None and not copier_pool.close(CLOSE_S):
-                LOGGER.warning("copies are still running at shutdown")
+                log_event(WARNING, "copies.left_running", "copies still run at shutdown")
         self._client.close(CLOSE_S)
         self._client = None

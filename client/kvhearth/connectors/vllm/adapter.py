@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import ERROR
 from typing import Any, ClassVar
 
 from kvhearth.connectors.core.engine import EngineFacts, RequestOptions, Step
@@ -16,7 +17,7 @@ from kvhearth.connectors.core.step_metadata import Geometry, Handshake
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.connectors.vllm.identity import Adapters, engine_contract, weights_change
 from kvhearth.connectors.vllm.kv_pages import engine_pages
-from kvhearth.counters import LOGGER
+from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError
 from kvhearth.page_layout import PagedKV
 
@@ -175,7 +176,7 @@ def make_worker(
         try:
             offer, pages = describe(settings, vllm_config, kv_cache_config, kv_caches)
         except KVHearthError as error:
-            LOGGER.error("this engine runs without KVHearth: %s", error)
+            log_event(ERROR, "connector.off", "this engine runs without KVHearth", error=error)
             offer = Handshake("", problem=str(error))
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
     return WorkerConnector(settings, offer, pages, engine_id=engine_id, rank=rank)

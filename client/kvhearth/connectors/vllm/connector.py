@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
+from logging import ERROR
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,7 +37,7 @@ from kvhearth.connectors.vllm.adapter import (
     step_of,
 )
 from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
-from kvhearth.counters import LOGGER
+from kvhearth.counters import LOGGER, log_event
 
 BLOCKS_OUTERMOST = "BLHNC"
 HANDSHAKE_STEPS_MAX = 64
@@ -136,10 +137,12 @@ class SchedulerRole(KVHearthConnector):
         self._handshake_steps = 0
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         if policy != "recompute":
-            LOGGER.error(
-                "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
-                "Set it to 'recompute'",
-                policy,
+            log_event(
+                ERROR,
+                "settings.load_failure_policy",
+                "a load that fails ends its request with an error: set kv_load_failure_policy to "
+                "'recompute'",
+                policy=policy,
             )
 
     def record_failure(self, name: str) -> None:
