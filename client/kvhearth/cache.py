@@ -26,9 +26,8 @@ from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
 from kvhearth.copiers.base import BlockFailure, CopyKind, Done
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64, Bools, Records
-from kvhearth.results import CommitGroup, LookupResult
+from kvhearth.results import CommitGroup, LookupResult, PromotionWait, usable_tokens
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank
-from kvhearth.transfer.hit import PromotionWait, usable_tokens
 from kvhearth.transfer.lanes import Failure, Job, Lane, ResultT, Steps, Transfer
 from kvhearth.transfer.memory import Source, dtype_name, source_of
 from kvhearth.transfer.slot_pool import RESERVE_BLOCKS_MAX

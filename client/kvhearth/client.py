@@ -24,8 +24,7 @@ from kvhearth.results import (
     Reservation,
 )
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.session.epoch import EPOCH_UNKNOWN
-from kvhearth.session.link import Link
+from kvhearth.session.link import EPOCH_UNKNOWN, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, parse_url

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvhearth_lab.bench.local.figures import FIGURES
-from kvhearth_lab.bench.local.sizes import FULL, MEMORY_BYTES_MIN, QUICK, sizes_of
+from kvhearth_lab.bench.local.figures import FIGURES, FULL, MEMORY_BYTES_MIN, QUICK, sizes_of
 from kvhearth_lab.bench.report import Figure, median_of, missed, p50, p99, ratio_of
 from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app

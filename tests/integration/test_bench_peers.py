@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, QUICK
+from kvhearth_lab.bench.local.figures import BATCH, PAGE_BYTES, QUICK
 from kvhearth_lab.bench.peers import adapter
 from kvhearth_lab.bench.peers import run as pairs
 from kvhearth_lab.bench.peers.adapters import harness

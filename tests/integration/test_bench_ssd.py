@@ -15,8 +15,7 @@ import pytest
 
 from kvhearth.errors import KVHearthError
 from kvhearth_lab.bench.report import missed
-from kvhearth_lab.bench.ssd.figures import FIGURES, Result
-from kvhearth_lab.bench.ssd.sizes import FULL, QUICK, check_room
+from kvhearth_lab.bench.ssd.figures import FIGURES, FULL, QUICK, Result, check_room
 from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app
 from kvhearth_server.tiers.ssd.disk.probe import NAMES

@@ -13,10 +13,9 @@ import pytest
 from support.stalled_daemon import BURNT_S
 
 from kvhearth_lab.bench.report import missed
-from kvhearth_lab.bench.stalls.figures import CALL_MS_MAX, FIGURES, PARTS
-from kvhearth_lab.bench.stalls.loop_watch import Longest
+from kvhearth_lab.bench.stalls.figures import CALL_MS_MAX, FIGURES, PARTS, Sizes
 from kvhearth_lab.bench.stalls.run import Course, run
-from kvhearth_lab.bench.stalls.sizes import Sizes
+from kvhearth_lab.bench.stalls.watched_daemon import Longest
 from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app
 

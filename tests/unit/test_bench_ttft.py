@@ -30,8 +30,9 @@ from kvhearth_lab.bench.ttft.figures import (
     interval,
     not_served,
     overheads,
+    prompt_tokens,
+    sizes_of,
 )
-from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
 from kvhearth_lab.bench.ttft.vllm_server import (
     Completion,
     EngineFailed,

@@ -9,7 +9,7 @@ from support.attached import connected
 from support.fake_daemon import key, running, small_contract, until
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.epoch import WeightsEpoch
+from kvhearth.session.link import WeightsEpoch
 
 KEYS = {0: [key(1)]}
 

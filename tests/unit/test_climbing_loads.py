@@ -17,7 +17,7 @@ from support.tower import CONTRACT, Tower, ended
 from kvhearth.cache import Cache, LoadResult
 from kvhearth.client import KVClient, connect
 from kvhearth.errors import Reason
-from kvhearth.transfer.hit import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
+from kvhearth.results import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
 from kvhearth.transfer.lanes import Transfer
 
 KEYS = [key(number) for number in range(4)]

@@ -9,10 +9,10 @@ import pytest
 from support.arena_fake import FakeArena
 from support.cuda_fake import FakeDevice
 
-from kvhearth.connectors.core import counters as stats
-from kvhearth.connectors.core.counters import Counters
-from kvhearth.connectors.core.fail_open import guarded, nothing
+from kvhearth.connectors.core import engine as stats
+from kvhearth.connectors.core.engine import Counters
 from kvhearth.connectors.core.groups import EngineGroups, rows
+from kvhearth.connectors.core.scheduler import guarded, nothing
 from kvhearth.connectors.core.settings import URL_ENV, Settings, parse_settings
 from kvhearth.connectors.core.step_metadata import (
     Geometry,

@@ -19,12 +19,12 @@ from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_
 from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect
-from kvhearth.copiers.device import Cudart
-from kvhearth.copiers.host_register import (
+from kvhearth.copiers.device import (
     HUGEPAGE_BYTES,
     PIECE_BYTES,
     PIECE_BYTES_MAX,
     ArenaRegistration,
+    Cudart,
     Registrations,
 )
 from kvhearth.errors import KVHearthError, Reason

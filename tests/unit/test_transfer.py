@@ -28,8 +28,8 @@ from kvhearth.model import pack_bits
 from kvhearth.page_layout import PagedKV
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
+from kvhearth.results import usable_tokens
 from kvhearth.transfer import CopierPool, ReservationPool
-from kvhearth.transfer.hit import usable_tokens
 from kvhearth.transfer.lanes import Transfer
 from kvhearth.transfer.memory import Pages
 from kvhearth.worker_thread import SupervisedThread

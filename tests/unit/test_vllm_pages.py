@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhearth.connectors.vllm.kv_pages import _page_runs
+from kvhearth.connectors.vllm.adapter import _page_runs
 from kvhearth.errors import KVHearthError
 from kvhearth.page_layout import PagedKV, Shape
 

@@ -22,15 +22,22 @@ from typing import Any
 import numpy as np
 
 from kvhearth import failpoints as faults
-from kvhearth.checksum import checksum_of
-from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.base import (
+    VERIFY_FRACTION,
+    ArenaView,
+    BlockFailure,
+    CopyKind,
+    Done,
+    Ticket,
+    TicketBook,
+    copy_failed,
+    deadline_of,
+)
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays
-from kvhearth.copiers.device import CopyDevice, TorchCuda
-from kvhearth.copiers.host_register import PIECE_BYTES
-from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
+from kvhearth.copiers.device import PIECE_BYTES, CopyDevice, TorchCuda
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, Bools, Records
+from kvhearth.model import I64, Bools, Records, checksum_of
 from kvhearth.page_layout import PagedKV, Shape
 from kvhearth.worker_thread import SupervisedThread
 

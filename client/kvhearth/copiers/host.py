@@ -16,12 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth import failpoints as faults
-from kvhearth.checksum import checksum_of
-from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.base import (
+    ArenaView,
+    BlockFailure,
+    CopyKind,
+    Done,
+    Ticket,
+    TicketBook,
+    copy_failed,
+    deadline_of,
+)
 from kvhearth.copiers.batch import Batch, HeldArena, Run, SingleBlock, as_arrays, as_single
-from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
 from kvhearth.counters import log_event
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records, checksum_of
 from kvhearth.page_layout import PagedKV
 from kvhearth.worker_thread import SupervisedThread
 

@@ -13,8 +13,7 @@ from typing import Any
 from kvhearth.counters import Counters, Report, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.session.epoch import WeightsEpoch
-from kvhearth.session.link import Link, open_link
+from kvhearth.session.link import Link, WeightsEpoch, open_link
 from kvhearth.session.outbox import Courier, QueuedRequest
 from kvhearth.transports.base import HEARTBEAT
 from kvhearth.url import DaemonUrl

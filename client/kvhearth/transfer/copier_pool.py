@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
-from kvhearth.copiers.device import CopyDevice
+from kvhearth.copiers.device import CopyDevice, Registrations
 from kvhearth.copiers.host import HostCopier
-from kvhearth.copiers.host_register import Registrations
 from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvhearth.checksum import checksum_of
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import checksum_of
 from kvhearth.proto.v1 import admin_pb2, cache_pb2
 from kvhearth.results import CommitGroup
 from kvhearth.session.link import open_link

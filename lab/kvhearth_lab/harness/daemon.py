@@ -93,7 +93,7 @@ def tied(clock_file: Path | None = None) -> Starter:
     """Return a starter of a daemon that ends with this process.
 
     Args:
-        clock_file: file that its clocks follow (``harness.clock``); None for the machine's clocks.
+        clock_file: file that its clocks follow (``harness.faults``); None for the machine's clocks.
     """
     clock = str(clock_file or "")
     return module("kvhearth_lab.harness.daemon_main", str(os.getpid()), clock, "serve")

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from kvhearth.client import KVClient
 from kvhearth.connectors.core.groups import EngineGroups
 from kvhearth.errors import ClientReason, Reason
-from kvhearth.results import LookupResult
-from kvhearth.transfer.hit import PromotionWait
+from kvhearth.results import LookupResult, PromotionWait
 from kvhearth.wire.messages import absent
 from kvhearth.worker_thread import SupervisedThread
 

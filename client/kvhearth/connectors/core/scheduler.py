@@ -1,25 +1,28 @@
-"""The scheduler's half: decides about lookups, loads and stores, on one thread of the engine."""
+"""The scheduler's half: decides about lookups, loads and stores, on one thread of the engine.
+
+None of its exceptions reaches the engine's loop (``guarded``).
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from logging import ERROR, WARNING
+from logging import DEBUG, ERROR, WARNING
+from typing import Any, TypeVar, cast
 
 from kvhearth.client import connect
-from kvhearth.connectors.core.block_refs import BlockRefs
-from kvhearth.connectors.core.counters import Counters
 from kvhearth.connectors.core.engine import (
     BlockTable,
     Context,
+    Counters,
     EngineFacts,
     PagePool,
     Request,
     Step,
 )
-from kvhearth.connectors.core.fail_open import guarded, nothing
 from kvhearth.connectors.core.groups import EngineGroups
 from kvhearth.connectors.core.load_policy import Bounds, LoadPolicy
 from kvhearth.connectors.core.load_tracker import Loads
@@ -32,10 +35,50 @@ from kvhearth.connectors.core.step_metadata import (
     StepMeta,
     WorkerReport,
 )
-from kvhearth.connectors.core.store_tracker import Stores
+from kvhearth.connectors.core.store_tracker import BlockRefs, Stores
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.contract import Contract
-from kvhearth.counters import log_event
+from kvhearth.counters import Warnings, log_event
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_warnings = Warnings()
+
+
+def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
+    """Make a method return ``otherwise()`` where it would raise.
+
+    The method's object must have a method ``record_failure(name)``, which counts it and raises
+    nothing.
+    """
+
+    def wrap(method: MethodT) -> MethodT:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - fail-open boundary: the engine's own loop
+                _warnings.warn(
+                    "connector.call_failed",
+                    "the engine goes on without the cache",
+                    kind=name,
+                    call=name,
+                    error=repr(error),
+                )
+                log_event(DEBUG, "connector.call_failed", "in full", trace=True, call=name)
+                self.record_failure(name)
+                return otherwise()
+
+        return cast(MethodT, call)
+
+    return wrap
+
+
+def nothing() -> None:
+    """Fallback of methods that return nothing."""
+
 
 STEPS_MAX = 64
 BLOCK_FREES_S = 1.0

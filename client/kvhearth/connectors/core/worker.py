@@ -11,7 +11,7 @@ from logging import WARNING
 import numpy as np
 
 from kvhearth.client import KVClient, connect
-from kvhearth.connectors.core.counters import Counters
+from kvhearth.connectors.core.engine import Counters
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
     STEP_TOKENS_MIN,

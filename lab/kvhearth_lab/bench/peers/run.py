@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.version import __version__
-from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SMALL_BYTES, Sizes
+from kvhearth_lab.bench.local.figures import BATCH, KEYS, PAGE_BYTES, SMALL_BYTES, Sizes
 from kvhearth_lab.bench.peers.adapter import (
     Adapter,
     PeerFailed,

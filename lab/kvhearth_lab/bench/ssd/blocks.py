@@ -13,10 +13,8 @@ from pathlib import Path
 
 from kvhearth_lab.bench.report import p50, p99, ratio_of, steps
 from kvhearth_lab.bench.ssd.driver import Driven, Mover, Ticker
-from kvhearth_lab.bench.ssd.figures import GB, Result
-from kvhearth_lab.bench.ssd.raw import Raw
-from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, Sizes
-from kvhearth_lab.bench.ssd.slots import Slots
+from kvhearth_lab.bench.ssd.figures import BLOCK_BYTES, GB, Result, Sizes
+from kvhearth_lab.bench.ssd.raw import Raw, Slots
 from kvhearth_server.tiers.ssd.settings import Place, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TypeVar
 
-from kvhearth_lab.bench.ssd.raw import Spot
-from kvhearth_lab.bench.ssd.sizes import BATCH, BATCHES_OUT
-from kvhearth_lab.bench.ssd.slots import FAMILY, Slots, keys_of
+from kvhearth_lab.bench.ssd.figures import BATCH, BATCHES_OUT
+from kvhearth_lab.bench.ssd.raw import FAMILY, Slots, Spot, keys_of
 from kvhearth_server.tiers.base import Completion, Done, LoadBatch, Missing, StoreBatch, Throttled
 from kvhearth_server.tiers.ssd.tier import SsdTier
 

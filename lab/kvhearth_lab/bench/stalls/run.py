@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth.checksum import checksum_of
 from kvhearth.client import KVClient
 from kvhearth.contract import Contract
-from kvhearth.model import U8
+from kvhearth.model import U8, checksum_of
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth.results import CommitGroup
 from kvhearth.version import __version__
@@ -34,9 +33,17 @@ from kvhearth_lab.bench.daemon import (
     served,
 )
 from kvhearth_lab.bench.report import machine, missed, steps
-from kvhearth_lab.bench.stalls.figures import FIGURES, PARTS
-from kvhearth_lab.bench.stalls.loop_watch import Longest, WatchFile
-from kvhearth_lab.bench.stalls.sizes import BAD, COMMITTED, RESERVED, SLAB_SLOTS, SLOT_BYTES, Sizes
+from kvhearth_lab.bench.stalls.figures import (
+    BAD,
+    COMMITTED,
+    FIGURES,
+    PARTS,
+    RESERVED,
+    SLAB_SLOTS,
+    SLOT_BYTES,
+    Sizes,
+)
+from kvhearth_lab.bench.stalls.watched_daemon import Longest, WatchFile
 from kvhearth_lab.harness.daemon import module
 
 WATCHED = "kvhearth_lab.bench.stalls.watched_daemon"

@@ -14,8 +14,7 @@ from typing import Any
 from kvhearth.errors import KVHearthError
 from kvhearth_lab.bench.daemon import Served
 from kvhearth_lab.bench.peers.adapter import reason_of
-from kvhearth_lab.bench.ttft.figures import ALONE, LMCACHE, OURS
-from kvhearth_lab.bench.ttft.sizes import BLOCK_TOKENS, Sizes
+from kvhearth_lab.bench.ttft.figures import ALONE, BLOCK_TOKENS, LMCACHE, OURS, Sizes
 from kvhearth_lab.bench.ttft.vllm_server import (
     Answer,
     Engine,

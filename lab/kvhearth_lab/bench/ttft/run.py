@@ -21,15 +21,18 @@ from kvhearth_lab.bench.ttft.figures import (
     ALONE,
     COLD,
     LMCACHE,
+    LONGEST,
+    MODEL,
     OURS,
     OWN,
+    PROBE_TOKENS,
     RESTART,
     WARM,
     Cost,
     Report,
     Sample,
+    Sizes,
 )
-from kvhearth_lab.bench.ttft.sizes import LONGEST, MODEL, PROBE_TOKENS, Sizes
 from kvhearth_lab.bench.ttft.vllm_server import EngineFailed
 
 ENGINE_BYTES = 5 << 29

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvhearth.checksum import checksum_of
 from kvhearth.failpoints import hit
+from kvhearth.model import checksum_of
 from kvhearth_server.tiers.ssd.disk.base import DiskQueue, Op, Request
 from kvhearth_server.tiers.ssd.disk.syscalls import make_event, reset_event, signal_event
 
