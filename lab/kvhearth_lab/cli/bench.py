@@ -125,7 +125,7 @@ def peers(
     """
     from kvhearth_lab.bench.local.figures import sizes_of
     from kvhearth_lab.bench.peers import run as pairs
-    from kvhearth_lab.bench.peers.figures import draw
+    from kvhearth_lab.bench.peers.run import draw
 
     _check(plot)
     sizes = sizes_of(quick=quick, memory_bytes=_bytes(memory))
@@ -136,7 +136,7 @@ def peers(
 
 def peers_tables(found: Found) -> Iterator[Table]:
     """Yield one table a peer, and one of the skipped peers and parts."""
-    from kvhearth_lab.bench.peers.figures import figure_names
+    from kvhearth_lab.bench.peers.run import figure_names
 
     for name, pair in found["peers"].items():
         if not figure_names(pair):

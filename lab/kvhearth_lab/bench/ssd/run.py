@@ -26,8 +26,7 @@ from kvhearth.model import U8, checksum_of
 from kvhearth.version import __version__
 from kvhearth_lab.bench.daemon import broken, contract
 from kvhearth_lab.bench.report import machine, steps
-from kvhearth_lab.bench.ssd.blocks import Course
-from kvhearth_lab.bench.ssd.driver import Driven, Ticker
+from kvhearth_lab.bench.ssd.blocks import Course, Driven, Ticker
 from kvhearth_lab.bench.ssd.figures import SMALL_BYTES, Result, Sizes, check_room
 from kvhearth_lab.bench.ssd.peers import peers_part
 from kvhearth_server.core.actions import Bind, SlabSized
