@@ -27,6 +27,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
 from kvhearth_server.transport.rpc.server import add_service
+from support.daemon import until  # noqa: F401 - for those who import both
 from support.fake_calls import FakeCalls, Listener
 
 SEGMENT_BYTES = 64 * 1024
@@ -57,17 +58,6 @@ def small_contract(**changes: Any) -> Contract:
 def key(number: int) -> bytes:
     """A key."""
     return number.to_bytes(KEY_BYTES, "big")
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Poll until ``condition`` is true; fail after the timeout."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise AssertionError("the condition did not come true in time")
 
 
 def extents(count: int, first_slot: int = 0, generation: int = 1) -> np.ndarray[Any, Any]:
@@ -184,11 +174,11 @@ class FakeDaemon:
 
         self.answer(rpc, fail)
 
-    def hold_next(self, rpc: str, until: threading.Event) -> None:
-        """Delay the answer to the next ``rpc`` until ``until`` is set."""
+    def hold_next(self, rpc: str, released: threading.Event) -> None:
+        """Delay the answer to the next ``rpc`` until ``released`` is set."""
 
         def held(_: Any) -> Any:
-            until.wait(HELD_S)
+            released.wait(HELD_S)
             return None
 
         self.answer(rpc, held)

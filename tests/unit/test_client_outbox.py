@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from support.attached import connected
-from support.fake_daemon import key, running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import key, running, small_contract
 
 import kvhearth
 from kvhearth.counters import COUNTERS_MAX, LOGGER, Counters, Report, Warnings, log_event

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.attached import url_of
-from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running, until
+from support.daemon import until
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running
 from support.scripted_engine import (
     BLOCK_TOKENS,
     ScriptedPool,

@@ -15,7 +15,8 @@ import pytest
 from support.arena_fake import FakeArena
 from support.attached import url_of
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
 from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from support.attached import url_of
 from support.cuda_fake import FakeDevice
-from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running, until
+from support.daemon import until
+from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
 from support.threads import left_since, own_threads
 
 import kvhearth
