@@ -23,9 +23,9 @@ from support.cached import (
     GateCopier,
     cached_engine,
     computed,
-    new_keys,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.ssd_kit import new_keys
 
 import kvhearth
 from kvhearth.copiers.host import HostCopier
@@ -472,7 +472,8 @@ def test_a_process_that_just_ends_is_cleaned_up_after(daemon: Daemon) -> None:
         import secrets, sys
         import numpy as np
         import kvhearth
-        from support.cached import CONTRACT, PAGE_BYTES, new_keys
+        from support.cached import CONTRACT, PAGE_BYTES
+        from support.ssd_kit import new_keys
         cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=20)
         for _ in range(10):
             keys = new_keys(64)

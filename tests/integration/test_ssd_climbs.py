@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cached import DONE_S, CachedEngine, cached_engine, new_keys
+from support.cached import DONE_S, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
 from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngine, scripted_engine
+from support.ssd_kit import new_keys
 
 from kvhearth.contract import GroupKind, GroupSpec
 
