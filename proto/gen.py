@@ -1,6 +1,6 @@
 """Generate the Python protocol code, or check that what is checked in is what the schema gives.
 
-    python proto/gen.py            write client/kvhearth/proto/v1/*_pb2*.py*
+    python proto/gen.py            write client/kvhearth/proto/v1/*_pb2.py*
     python proto/gen.py --check    exit 1 if a file differs
 
 The generator is pinned and old on purpose: code made by grpcio-tools 1.66 runs on protobuf 5, 6 and
@@ -27,7 +27,7 @@ PACKAGE = Path("kvhearth/proto/v1")
 def generate(out: Path) -> None:
     """Run protoc over the whole schema into ``out``."""
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
-    outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "mypy")]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outputs, *sources]
     subprocess.run(command, cwd=ROOT, check=True)
 

@@ -24,12 +24,11 @@ import numpy as np
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
 from kvhearth.copiers.base import BlockFailure, CopyKind, Done
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64, Bools, Records
-from kvhearth.results import CommitGroup, LookupResult
+from kvhearth.results import CommitGroup, LookupResult, PromotionWait, usable_tokens
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank
-from kvhearth.transfer.hit import PromotionWait, usable_tokens
-from kvhearth.transfer.lanes import QUEUE_FULL, Job, Lane, ResultT, Steps, Transfer
+from kvhearth.transfer.lanes import Failure, Job, Lane, ResultT, Steps, Transfer
 from kvhearth.transfer.memory import Source, dtype_name, source_of
 from kvhearth.transfer.slot_pool import RESERVE_BLOCKS_MAX
 
@@ -56,8 +55,7 @@ class StoreResult:
         stored: number of blocks that were bound to their keys.
         duplicate: number of blocks whose keys were bound already.
         failed: number of the others.
-        reason: why the first of these failed (``Reason``, ``BlockFailure`` or ``QUEUE_FULL``), or
-            empty.
+        reason: why the first of these failed, or empty.
         bytes: bytes copied for the stored blocks.
         copy_s: seconds that the copies took, checksums included.
     """
@@ -65,7 +63,7 @@ class StoreResult:
     stored: int
     duplicate: int
     failed: int
-    reason: str = ""
+    reason: Failure = ""
     bytes: int = 0
     copy_s: float = 0.0
 
@@ -81,8 +79,8 @@ class LoadResult:
             block failed.
         loaded: (n,): True for the pages that hold their keys' bytes, each verified. The contents of
             the other pages are undefined.
-        reason: why the daemon was not asked, or a block failed (``Reason``, ``BlockFailure`` or
-            ``QUEUE_FULL``), or empty. Empty with 0 blocks is a miss.
+        reason: why the daemon was not asked, or a block failed, or empty. Empty with 0
+            blocks is a miss.
         failures: number of blocks whose copies failed, by ``BlockFailure``.
         bytes: bytes copied into pages that hold their keys' bytes.
         copy_s: seconds that the copies took, checksums included.
@@ -91,8 +89,8 @@ class LoadResult:
     usable_blocks: int
     hit_blocks: int
     loaded: Bools
-    reason: str
-    failures: dict[str, int]
+    reason: Failure
+    failures: dict[BlockFailure, int]
     bytes: int
     copy_s: float
 
@@ -113,7 +111,7 @@ class Presence:
     present: Bools
     ready: Bools
     eta_s: float = 0.0
-    reason: str = ""
+    reason: Reason | ClientReason | NoReason = ""
 
 
 def open(
@@ -373,7 +371,7 @@ class Cache:
             return job.refuse(BlockFailure.COPY_FAILED)
         why = lane.put(job)
         if why:
-            counter = "throttled" if why == QUEUE_FULL else "refused"
+            counter = "throttled" if why is ClientReason.QUEUE_FULL else "refused"
             self.client.count(f"{lane.kind}_{counter}", job.future.blocks_total)
             return job.refuse(why)
         return job.future
@@ -455,7 +453,7 @@ class _Store(_Copies[StoreResult]):
                 continue
             why = room.reason or room.short_reason or BlockFailure.COPY_FAILED
             over = self.cache._patience.is_over(self.submitted_at, answered=not room.reason)
-            if over or room.reason == Reason.CLOSED:
+            if over or room.reason is Reason.CLOSED:
                 self.fail(why)
                 return
             yield time.monotonic() + pause_s
@@ -529,7 +527,7 @@ class _Load(_Copies[LoadResult]):
         self._wait_s = wait_s
         self._hit_tokens = 0
         self._loaded: Bools = np.zeros(len(keys), np.bool_)
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[BlockFailure] = Counter()
 
     def run(self) -> Steps:
         if self.future.cancelled():
@@ -596,7 +594,7 @@ class _Load(_Copies[LoadResult]):
             self._hit_tokens = found.hit_tokens
         else:
             self._loaded[:] = False
-            self.reason = str(Reason.STALE_EPOCH)
+            self.reason = Reason.STALE_EPOCH
 
     def count_up(self) -> None:
         self.client.count("load_blocks", int(self._loaded.sum()))

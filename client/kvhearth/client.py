@@ -10,7 +10,7 @@ import numpy as np
 
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
 from kvhearth.fail_open import Caller, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
@@ -24,8 +24,7 @@ from kvhearth.results import (
     Reservation,
 )
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.session.epoch import EPOCH_UNKNOWN
-from kvhearth.session.link import Link
+from kvhearth.session.link import EPOCH_UNKNOWN, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, parse_url
@@ -243,7 +242,8 @@ class Decisions:
                 if outcome_unknown(error):
                     self._returns.abort_reservation(link, reservation_id)
                 raise
-            return Reservation(link.boot_id, extents, reply.short_reason, id=reservation_id)
+            short_reason = reason_or_none(reply.short_reason)
+            return Reservation(link.boot_id, extents, short_reason, id=reservation_id)
 
         return self._caller.decide(
             "reserve",
@@ -285,14 +285,16 @@ class Decisions:
                 self._returns.abort(link, extents, in_doubt=False)
                 raise
 
-        def miss(reason: str) -> CommitResult:
+        def miss(reason: Reason) -> CommitResult:
             sizes = {group: len(item.keys) for group, item in (own or {}).items()}
             nothing = {group: np.zeros(size, np.bool_) for group, size in sizes.items()}
             return CommitResult(nothing, reason)
 
         return self._caller.decide("commit", work, miss)
 
-    def abort(self, groups: Mapping[int, Records], *, boot_id: str, in_doubt: bool = False) -> str:
+    def abort(
+        self, groups: Mapping[int, Records], *, boot_id: str, in_doubt: bool = False
+    ) -> Reason | NoReason:
         """Give reserved slots back, in the background.
 
         Args:
@@ -307,13 +309,13 @@ class Decisions:
         """
         own = parse_arguments(_own_extents, groups)
 
-        def work() -> str:
+        def work() -> Reason | NoReason:
             link = self._caller.link()
             _check_boot(link, boot_id)
             self._returns.abort(link, _require_valid(own), in_doubt=in_doubt)
             return ""
 
-        return self._caller.decide("abort", work, str)
+        return self._caller.decide("abort", work, lambda why: why)
 
     def release(self, lease: Lease | None, bad: BadExtents = None) -> None:
         """Release a lease, in the background, after the loads under it have finished.
@@ -354,7 +356,7 @@ class Decisions:
                     self._returns.unpin(link, pin_id)
                 raise
 
-        def miss(reason: str) -> Pin:
+        def miss(reason: Reason) -> Pin:
             nothing = {group: np.zeros(len(keys), np.bool_) for group, keys in (own or {}).items()}
             return Pin(pin_id, "", nothing, reason)
 
@@ -467,7 +469,7 @@ class Decisions:
             found,
             reply.eta_us,
             "",
-            reply.lease_short,
+            reason_or_none(reply.lease_short),
             link.boot_id,
             lease_id,
         )

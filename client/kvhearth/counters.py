@@ -1,8 +1,10 @@
-"""Counters that the heartbeat carries, and rate-limited warnings for the engine's log."""
+"""Counters that the heartbeat carries, and lines in the engine's log, some rate-limited."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -11,6 +13,30 @@ LOGGER = logging.getLogger("kvhearth")
 COUNTERS_MAX = 64
 _OTHER = "other"
 _WARNING_PAUSE_S = 30.0
+_PLAIN = re.compile(r"[^\s\"=]+")
+
+
+def log_event(level: int, event: str, text: str, *, trace: bool = False, **fields: object) -> None:
+    """Write one line into the engine's log: ``event: text field=value ...``.
+
+    Args:
+        level: of ``logging``.
+        event: stable name; docs/operations.md lists all.
+        text: a sentence for people, without anything that varies.
+        trace: add the exception at hand.
+        fields: everything that varies.
+    """
+    _write(level, event, text, trace, fields)
+
+
+def _write(level: int, event: str, text: str, trace: bool, fields: Mapping[str, object]) -> None:
+    if LOGGER.isEnabledFor(level):
+        shown = "".join(f" {name}={_quoted(str(value))}" for name, value in fields.items())
+        LOGGER.log(level, "%s: %s%s", event, text, shown, exc_info=trace, stacklevel=3)
+
+
+def _quoted(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
 class Counters:
@@ -76,16 +102,16 @@ class Report:
 
 
 class Warnings:
-    """Logs each kind of trouble at most once per 30 s, with the number of suppressed messages."""
+    """Logs each event at most once per 30 s, with the number of suppressed lines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next_at: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
-    def warn(self, kind: str, text: str, *args: object) -> None:
-        """Log ``text % args``; ``kind`` is a word of a small fixed set."""
-        now = time.monotonic()
+    def warn(self, event: str, text: str, *, kind: str = "", **fields: object) -> None:
+        """Log as ``log_event``; events of each ``kind``, of a small fixed set, count apart."""
+        kind, now = f"{event}:{kind}", time.monotonic()
         with self._lock:
             if now < self._next_at.get(kind, 0.0):
                 self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
@@ -93,6 +119,5 @@ class Warnings:
             self._next_at[kind] = now + _WARNING_PAUSE_S
             unsaid = self._unsaid.pop(kind, 0)
         if unsaid:
-            LOGGER.warning(text + " (%d similar messages suppressed)", *args, unsaid)
-        else:
-            LOGGER.warning(text, *args)
+            fields["suppressed"] = unsaid
+        _write(logging.WARNING, event, text, False, fields)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 ERROR_DOMAIN = "kvhearth"
 """``domain`` of every ``google.rpc.ErrorInfo``."""
@@ -115,6 +116,25 @@ class Reason(enum.StrEnum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
+class ClientReason(enum.StrEnum):
+    """Cause of an outcome that the client decides alone; it never travels.
+
+    ``QUEUE_FULL``: the queue had no room, nothing was done. ``NO_COPIER``: a rank has no copier for
+    its pages, or too many jobs wait for it. ``NOT_PLANNED``: the scheduler's lookup was gone before
+    its load began. ``THROTTLED``: a copier took no more work in time. ``NO_ADAPTER_DIGEST``: a
+    request's adapter has no identity yet.
+    """
+
+    QUEUE_FULL = "queue_full"
+    NO_COPIER = "no_copier"
+    NOT_PLANNED = "not_planned"
+    THROTTLED = "throttled"
+    NO_ADAPTER_DIGEST = "no_adapter_digest"
+
+
+NoReason = Literal[""]
+"""Type of the empty reason of an outcome for which nothing has to be explained."""
+
 STATUS: Mapping[Reason, Status] = {
     Reason.BAD_MESSAGE: _INVALID,
     Reason.BAD_KEYS: _INVALID,
@@ -199,3 +219,8 @@ def reason_of(word: str) -> Reason:
         return Reason(word)
     except ValueError:
         return Reason.INTERNAL
+
+
+def reason_or_none(word: str) -> Reason | NoReason:
+    """Return the reason named ``word`` as ``reason_of``, or the empty one."""
+    return reason_of(word) if word else ""

@@ -8,9 +8,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from logging import ERROR
 from typing import Any, TypeVar
 
-from kvhearth.counters import LOGGER, Counters, Warnings
+from kvhearth.counters import Counters, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import Link
 from kvhearth.session.manager import SESSION_ENDS, SessionManager
@@ -139,7 +140,7 @@ def parse_arguments(read: Callable[[ArgumentT], T], argument: ArgumentT) -> T | 
     try:
         return read(argument)
     except Exception:  # noqa: BLE001 - the fail-open boundary: reading runs the engine's own code
-        LOGGER.exception("an argument cannot be read")
+        log_event(ERROR, "argument.unreadable", "an argument cannot be read", trace=True)
         return None
 
 
@@ -214,7 +215,7 @@ class Caller:
             raise NotSent(reason, "not attached to a daemon")
         return link
 
-    def decide(self, name: str, work: Callable[[], T], miss: Callable[[str], T]) -> T:
+    def decide(self, name: str, work: Callable[[], T], miss: Callable[[Reason], T]) -> T:
         """Return ``work()``, or ``miss(reason)`` if it fails in any way."""
         if self._closed or os.getpid() != self._pid:
             return miss(Reason.CLOSED)
@@ -223,10 +224,19 @@ class Caller:
             return work()
         except KVHearthError as error:
             reason = error.reason
-            self._warnings.warn(f"{name}:{reason}", "%s goes without the cache: %s", name, error)
+            self._warnings.warn(
+                "call.failed",
+                "the call goes without the cache",
+                kind=f"{name}:{reason}",
+                call=name,
+                reason=reason,
+                error=error.message,
+            )
         except Exception:  # noqa: BLE001 - the fail-open boundary: the engine sees none
             reason = Reason.INTERNAL
-            LOGGER.exception("%s failed", name)
+            log_event(
+                ERROR, "call.crashed", "the call goes without the cache", trace=True, call=name
+            )
         self._counters.add(f"{name}_failed")
         self._counters.add(f"fail_open_{reason}")
         return miss(reason)

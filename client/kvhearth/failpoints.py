@@ -15,7 +15,7 @@ import threading
 ENVIRONMENT_NAME = "KVHEARTH_FAULT"
 DISK_ENVIRONMENT_NAME = "KVHEARTH_DISK_FAULTS"
 """Names the file that defines the faults of the daemon's drives
-(``kvhearth_lab.harness.disk_faults``).
+(``kvhearth_lab.harness.faults``).
 """
 
 

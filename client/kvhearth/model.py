@@ -1,4 +1,4 @@
-"""Random ids, array types and the extent record that all parts of the client share."""
+"""Random ids, array types, the extent record and the checksum, defined once for all parts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 _AT_ONCE = struct.Struct("<64Q")
 """The 64 random numbers that one system call to the kernel brings."""
@@ -95,3 +96,26 @@ def unpack_bits(data: bytes, count: int) -> Bools:
         return np.array([data[0] & 1], np.bool_)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little")
     return bits.view(np.bool_)
+
+
+checksum_of = xxhash.xxh3_128_digest
+"""Return the checksum of a shard's bytes: xxh3_128 in its canonical, big-endian form, 16 bytes.
+It releases the GIL while it runs.
+"""
+
+RunningChecksum = xxhash.xxh3_128
+"""The same for bytes that come in pieces: ``update`` takes one, ``digest`` returns the checksum."""
+
+
+def sum_extents(views: list[U8], extents: Records) -> U8:
+    """Return the checksum of each extent, shape (n, 16); ``views`` are the segments' bytes."""
+    digests = [
+        checksum_of(memoryview(views[segment])[offset : offset + length])
+        for segment, offset, length in zip(
+            extents["segment"].tolist(),
+            extents["offset"].tolist(),
+            extents["length"].tolist(),
+            strict=True,
+        )
+    ]
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(extents), CHECKSUM_BYTES)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from logging import DEBUG
 from pathlib import Path
 from typing import NamedTuple
 
-_LOG = logging.getLogger(__name__)
+from kvhearth.counters import log_event
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -96,7 +97,7 @@ class Populate:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._touch_all()
         except OSError as error:
-            _LOG.debug("memory is not touched in advance: %s", error)
+            log_event(DEBUG, "pages.not_touched", "memory is not touched in advance", error=error)
         finally:
             self._owners = ()
 

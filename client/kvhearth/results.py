@@ -1,10 +1,15 @@
-"""Results of decisions. Outcomes are values: a failed call is a miss with a ``reason``."""
+"""Results of decisions: values, with a ``reason`` for a failure, and what follows from a hit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth.errors import ClientReason, NoReason, Reason
 from kvhearth.model import U8, U32, Bools, Records
 
 
@@ -63,8 +68,8 @@ class LookupResult:
     lease: Lease | None
     groups: dict[int, GroupResult]
     eta_us: int = 0
-    reason: str = ""
-    lease_short: str = ""
+    reason: Reason | ClientReason | NoReason = ""
+    lease_short: Reason | NoReason = ""
     boot_id: str = ""
     id: int = 0
 
@@ -75,7 +80,7 @@ class PrefetchResult:
 
     groups: dict[int, GroupResult]
     eta_us: int = 0
-    reason: str = ""
+    reason: Reason | NoReason = ""
     boot_id: str = ""
 
 
@@ -93,8 +98,8 @@ class Reservation:
 
     boot_id: str
     groups: dict[int, Records]
-    short_reason: str = ""
-    reason: str = ""
+    short_reason: Reason | NoReason = ""
+    reason: Reason | NoReason = ""
     id: int = 0
 
 
@@ -127,7 +132,7 @@ class CommitResult:
     """
 
     stored: dict[int, Bools]
-    reason: str = ""
+    reason: Reason | NoReason = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,4 +149,78 @@ class Pin:
     id: int
     boot_id: str
     pinned: dict[int, Bools]
-    reason: str = ""
+    reason: Reason | NoReason = ""
+
+
+PAUSE_MIN_S = 0.001
+PAUSE_MAX_S = 0.25
+"""Longest pause for estimates of up to a second, which may be too long. Longer estimates are
+checked after a quarter of their time.
+"""
+_DOUBLINGS = 6
+
+
+class PromotionWait:
+    """A bounded wait, guided by the daemon's estimates. Pure: times are given, monotonic seconds.
+
+    An estimate that was too short is trusted less each time, so that few lookups are made.
+
+    Args:
+        until: end of the wait.
+
+    Attributes:
+        due_at: time of the next lookup.
+        asked_count: number of answers with promotions under way.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.due_at = 0.0
+        self.asked_count = 0
+
+    def answered(self, eta_us: int, now: float) -> bool:
+        """Return whether an answer with this estimate is worth another lookup, at ``due_at``."""
+        if eta_us <= 0 or now >= self.until:
+            return False
+        least_s = PAUSE_MIN_S * 2.0 ** min(self.asked_count, _DOUBLINGS)
+        self.asked_count += 1
+        eta_s = eta_us / 1e6
+        pause_s = min(max(eta_s, least_s), max(PAUSE_MAX_S, eta_s / 4))
+        self.due_at = min(now + pause_s, self.until)
+        return True
+
+
+def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) -> int:
+    """Return the longest run of tokens from the start that can be computed on.
+
+    It is at most ``hit_tokens``. Up to ``L`` tokens a full-attention group needs all blocks before
+    ``L``, a sliding window those that cover the last ``window - 1`` tokens before ``L``, a state
+    group the one that ends at ``L``.
+
+    Args:
+        groups: for each group, (n,): True for the blocks that hold their bytes.
+        hit_tokens: from the lookup.
+    """
+    if not groups or hit_tokens <= 0:
+        return 0
+    step = math.lcm(*(spec.block_tokens for spec, _ in groups))
+    counts = [np.concatenate(([0], np.cumsum(loaded))) for _, loaded in groups]
+    limit = min(hit_tokens, *(len(loaded) * spec.block_tokens for spec, loaded in groups))
+    for tokens in range(limit - limit % step, 0, -step):
+        for (spec, _), count in zip(groups, counts, strict=True):
+            end = tokens // spec.block_tokens
+            first = max(end - _blocks_back(spec, end), 0)
+            if count[end] - count[first] != end - first:
+                break
+        else:
+            return tokens
+    return 0
+
+
+def _blocks_back(spec: GroupSpec, end: int) -> int:
+    """Return the number of blocks before a boundary that the token right after it needs."""
+    if spec.kind is GroupKind.FULL:
+        return end
+    if spec.kind is GroupKind.MAMBA:
+        return 1
+    return -(-(spec.window_tokens - 1) // spec.block_tokens)

@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from logging import ERROR
 
-from kvhearth.counters import LOGGER
+from kvhearth.counters import log_event
 
 _FAILURE_PAUSE_S = 0.1
 _EXIT_S = 0.5
@@ -107,14 +108,17 @@ class SupervisedThread:
             try:
                 self._step()
             except Exception:  # noqa: BLE001 - thread main: it survives any failure
-                LOGGER.exception("a step of %s failed, going on", threading.current_thread().name)
+                self._log("thread.step_failed", "a step failed, going on")
                 self._recover_quietly()
+
+    def _log(self, event: str, text: str) -> None:
+        log_event(ERROR, event, text, trace=True, thread=threading.current_thread().name)
 
     def _recover_quietly(self) -> None:
         try:
             self._recover()
         except Exception:  # noqa: BLE001 - thread main
-            LOGGER.exception("%s could not recover", threading.current_thread().name)
+            self._log("thread.recovery_failed", "a thread could not recover, going on")
         self.rest(self._pause_s)
 
 

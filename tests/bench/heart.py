@@ -36,8 +36,7 @@ from kvhearth_lab.bench.local.copies import (
     plain_batch,
     shuffled,
 )
-from kvhearth_lab.bench.local.figures import Result
-from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, SMALL_BYTES
+from kvhearth_lab.bench.local.figures import BATCH, PAGE_BYTES, SMALL_BYTES, Result
 from kvhearth_lab.bench.report import p50, ratio_of, steps
 
 MIB = 1 << 20

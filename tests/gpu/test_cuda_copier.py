@@ -68,8 +68,7 @@ def _contract() -> Contract:
 
 def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.host_register import ArenaRegistration
+    from kvhearth.copiers.device import ArenaRegistration, Cudart
 
     url, process = daemon
     client = connect(url, _contract(), engine_id="gpu-smoke")
@@ -180,8 +179,7 @@ def _verified(torch: Any, copier: Any, arena: FakeArena, pages: int) -> bool:
 
 def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.host_register import HUGEPAGE_BYTES, ArenaRegistration
+    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration, Cudart
 
     arena = FakeArena(1 << 20, 64)
     kv_cache = torch.randint(0, 255, (16, 1 << 20), device="cuda", dtype=torch.uint8)
@@ -208,8 +206,7 @@ def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any)
 
 def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.host_register import HUGEPAGE_BYTES, ArenaRegistration
+    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration, Cudart
 
     arena = FakeArena(3 << 20, 8)
     registration = ArenaRegistration(
@@ -229,8 +226,7 @@ def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
 
 
 def test_another_thread_may_end_a_registration(torch: Any) -> None:
-    from kvhearth.copiers.device import Cudart
-    from kvhearth.copiers.host_register import ArenaRegistration
+    from kvhearth.copiers.device import ArenaRegistration, Cudart
 
     arena = FakeArena(1 << 20, 64)
     torch.zeros(1, device="cuda")
@@ -252,7 +248,7 @@ import numpy as np, torch
 from support.arena_fake import FakeArena
 from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.copiers.device import Cudart
-from kvhearth.copiers.host_register import ArenaRegistration
+from kvhearth.copiers.device import ArenaRegistration
 from kvhearth.page_layout import PagedKV
 
 torch.cuda.set_device(1)

@@ -29,7 +29,7 @@ from kvhearth.errors import Code, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.wire.status import error_from_code
+from kvhearth.wire.frames import error_from_code
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 KEYS_MAX = 64

@@ -33,8 +33,9 @@ from support.raw_door import (
 )
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
+from kvhearth.proto.v1 import admin_pb2, cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.wire.frames import Stub
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 ADMIN = "kvhearth-admin-token"
@@ -146,7 +147,7 @@ def test_bytes_that_are_no_grpc(daemon: Daemon, session: RawSession, name: str) 
 def admin_refusal(daemon: Daemon, method: str, request: Any, token: str | None = None) -> None:
     """Raises the rejection of an admin call; without ``token`` it carries the right one."""
 
-    def call(stub: admin_pb2_grpc.AdminServiceStub, metadata: Any) -> Any:
+    def call(stub: Stub, metadata: Any) -> Any:
         given = metadata if token is None else ((ADMIN, token),) if token else ()
         return getattr(stub, method)(request, metadata=given, timeout=CALL_S)
 

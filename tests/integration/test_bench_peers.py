@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, QUICK
+from kvhearth_lab.bench.local.figures import BATCH, PAGE_BYTES, QUICK
 from kvhearth_lab.bench.peers import adapter
 from kvhearth_lab.bench.peers import run as pairs
 from kvhearth_lab.bench.peers.adapters import harness
-from kvhearth_lab.bench.peers.figures import BATCHES, ONES
+from kvhearth_lab.bench.peers.run import BATCHES, ONES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = replace(

@@ -23,14 +23,13 @@ from support.cached import (
     GateCopier,
     cached_engine,
     computed,
-    new_keys,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.ssd_kit import new_keys
 
 import kvhearth
-from kvhearth.cache import QUEUE_FULL
 from kvhearth.copiers.host import HostCopier
-from kvhearth.errors import Reason
+from kvhearth.errors import ClientReason, Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 ARENA_BLOCKS = 256
@@ -142,9 +141,9 @@ def test_a_full_queue_refuses_at_once_and_holds_its_bound(daemon: Daemon) -> Non
         keys = new_keys(60)
         taken = [engine.begin_store(keys[i : i + 12]) for i in (0, 12, 24)]
         refused = engine.begin_store(keys[36:48])
-        assert refused.result(0).reason == QUEUE_FULL
+        assert refused.result(0).reason is ClientReason.QUEUE_FULL
         taken.append(engine.begin_store(keys[36:40]))  # 40 of 40
-        assert engine.begin_store(keys[40:41]).result(0).reason == QUEUE_FULL
+        assert engine.begin_store(keys[40:41]).result(0).reason is ClientReason.QUEUE_FULL
         assert engine.begin_store(new_keys(41)).result(0).reason == Reason.TOO_MANY_KEYS
         assert engine.counter("store_throttled") == 13
         assert not any(future.done() for future in taken)
@@ -267,7 +266,7 @@ def test_without_a_daemon_everything_has_an_outcome_and_a_reason() -> None:
         keys = new_keys(32)
         started = time.monotonic()
         futures = [engine.begin_store(keys) for _ in range(8)]
-        assert engine.begin_store(keys).result(0).reason == QUEUE_FULL  # 256 of 256
+        assert engine.begin_store(keys).result(0).reason is ClientReason.QUEUE_FULL  # 256 of 256
         loaded = engine.load(keys)
         assert (loaded.reason, loaded.usable_blocks) == (Reason.DAEMON_AWAY, 0)
         assert not loaded.loaded.any()
@@ -473,7 +472,8 @@ def test_a_process_that_just_ends_is_cleaned_up_after(daemon: Daemon) -> None:
         import secrets, sys
         import numpy as np
         import kvhearth
-        from support.cached import CONTRACT, PAGE_BYTES, new_keys
+        from support.cached import CONTRACT, PAGE_BYTES
+        from support.ssd_kit import new_keys
         cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=20)
         for _ in range(10):
             keys = new_keys(64)

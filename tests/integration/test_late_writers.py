@@ -21,9 +21,8 @@ import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.puppet import Puppet, puppets
 
-from kvhearth.checksum import sum_extents
 from kvhearth.copiers.host import HostCopier
-from kvhearth.model import Records
+from kvhearth.model import Records, sum_extents
 from kvhearth.page_layout import PagedKV
 from kvhearth.session.arena import ArenaMapping
 from kvhearth_lab.harness.engine import Engine, Stored, contract_of, engine_of

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.cached import CONTRACT, PAGE_BYTES, CachedEngine, cached_engine, new_keys
+from support.cached import CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask
+from support.ssd_kit import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.ssd_kit import new_keys
 
 from kvhearth.model import FLAG_VERIFY
 from kvhearth.proto.v1 import admin_pb2
@@ -23,11 +23,6 @@ CONTRACT = contract_of(PAGE)
 DRAIN_S = 3.0
 END_S = DRAIN_S + 25.0
 """Time by which a daemon has ended that waits for its clients no longer than that."""
-
-
-def new_keys(count: int) -> list[bytes]:
-    """Keys unknown to any daemon."""
-    return [secrets.token_bytes(32) for _ in range(count)]
 
 
 def served(engine: Engine, keys: list[bytes]) -> int:

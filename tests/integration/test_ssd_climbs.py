@@ -1,4 +1,4 @@
-"""Loads of blocks on SSD only: the caller bounds the wait, and promotions end with the load."""
+"""Loads of blocks on SSD only, by the simple API and by the connectors' core."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cached import DONE_S, CachedEngine, cached_engine, new_keys
+from support.cached import DONE_S, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
+from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngine, scripted_engine
+from support.ssd_kit import new_keys
+
+from kvhearth.contract import GroupKind, GroupSpec
 
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 BLOCKS = 600
@@ -116,3 +120,117 @@ def quiet(daemon: Daemon) -> None:
         return before == after and not daemon.stats().leases
 
     until(still, "nothing is leased, nothing climbs")
+
+
+TOKENS = 320
+PROMPTS = 80
+"""Prompts of 20 blocks each: more than 16 MiB of memory hold (51)."""
+
+
+def fill(engine: ScriptedEngine, daemon: Daemon, name: str) -> None:
+    """Runs prompts ``name 0`` and so on; afterwards the first of them are only on SSD.
+
+    Stores no faster than the tier writes: otherwise blocks would be evicted without a copy.
+    """
+    demoted = daemon.counters()["demoted_blocks"] - engine.counts.get("store_blocks", 0)
+    for number in range(PROMPTS):
+        assert engine.run(f"{name}{number}", f"{name} {number}", TOKENS) == 0
+        if number % 8 == 7:
+            saved = demoted + engine.counts["store_blocks"]
+            until(lambda saved=saved: daemon.counters()["demoted_blocks"] >= saved, "it is saved")
+
+
+def test_a_prompt_that_sank_is_loaded(daemon: Daemon) -> None:
+    with scripted_engine(daemon.url(), engine_id="sunk") as engine:
+        fill(engine, daemon, "sunk")
+        for number in range(20):
+            assert engine.run(f"again{number}", f"sunk {number}", TOKENS) == TOKENS
+        counts = engine.counts
+        assert counts["hit_ssd_tokens"] > 10 * TOKENS
+        assert counts["hit_ssd_tokens"] + counts.get("hit_dram_tokens", 0) == 20 * TOKENS
+        assert counts["climb_waits"] >= 10
+        assert counts["load_bytes"] == 20 * TOKENS // BLOCK_TOKENS * PAGE_BYTES
+        # The blocks are in memory now.
+        assert engine.run("third", "sunk 19", TOKENS) == TOKENS
+        assert engine.counts["climb_waits"] == counts["climb_waits"]
+    daemon.wait_quiet()
+
+
+def test_a_prompt_of_which_a_part_sank(daemon: Daemon) -> None:
+    """The prompt's beginning was used again, its end was not."""
+    with scripted_engine(daemon.url(), engine_id="part") as engine:
+        fill(engine, daemon, "part")
+        assert engine.run("head", "part 0", TOKENS, load_tokens_max=160) == 160
+        assert engine.run("all", "part 0", TOKENS) == TOKENS
+    daemon.wait_quiet()
+
+
+def test_a_window_that_sank(daemon: Daemon) -> None:
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, PAGE_BYTES, window_tokens=40)
+    with scripted_engine(daemon.url(), groups=(FULL, window), engine_id="window") as engine:
+        fill(engine, daemon, "window")
+        for number in range(4):
+            request = engine.add(f"b{number}", f"window {number}", TOKENS)
+            assert engine.admit(request) == TOKENS - BLOCK_TOKENS
+            assert engine.wait_loaded(request)
+            last = TOKENS // BLOCK_TOKENS - 1
+            assert all(engine.holds(request, 0, at) for at in range(last))
+            assert all(engine.holds(request, 1, at) for at in range(last - 3, last))
+            engine.finish(request)
+    daemon.wait_quiet()
+
+
+def test_requests_that_go_away_while_blocks_climb_leave_nothing(daemon: Daemon) -> None:
+    with scripted_engine(daemon.url(), engine_id="gone") as engine:
+        fill(engine, daemon, "gone")
+        for number in range(40):
+            request = engine.add(f"b{number}", f"gone {number}", TOKENS)
+            if number % 2:
+                engine.half.matched(request, 0)
+            engine.finish(request)
+        until(lambda: not daemon.stats().leases, "no lease is left")
+        assert engine.run("c", "gone 0", TOKENS) == TOKENS
+    daemon.wait_quiet()
+
+
+def test_requests_with_the_same_prompt_climb_and_load_together(daemon: Daemon) -> None:
+    with scripted_engine(daemon.url(), engine_id="same", blocks=512) as engine:
+        fill(engine, daemon, "same")
+        requests = [engine.add(f"b{number}", "same 0", TOKENS) for number in range(8)]
+        for request in requests:
+            assert engine.admit(request) == TOKENS
+        for request in requests:
+            assert engine.wait_loaded(request)
+            assert all(engine.holds(request, 0, at) for at in range(TOKENS // BLOCK_TOKENS))
+            engine.finish(request)
+    daemon.wait_quiet()
+
+
+def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
+    """Blocks written back are found again, though memory is empty."""
+    with running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own:
+        with scripted_engine(own.url(), engine_id="first") as engine:
+            fill(engine, own, "kept")
+        own.kill()
+        own.start()
+        until(lambda: own.read_back, "the log is read back")
+        with scripted_engine(own.url(), engine_id="second") as engine:
+            for number in range(4):
+                assert engine.run(f"b{number}", f"kept {number}", TOKENS) == TOKENS
+            assert engine.counts["hit_ssd_tokens"] == 4 * TOKENS
+
+
+def test_a_prompts_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
+    with (
+        running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
+        scripted_engine(own.url(), engine_id="killed") as engine,
+    ):
+        fill(engine, own, "killed")
+        requests = [engine.add(f"b{number}", f"killed {number}", TOKENS) for number in range(8)]
+        own.kill()
+        began = time.monotonic()
+        for request in requests:
+            if engine.admit(request):
+                engine.wait_loaded(request)
+            engine.finish(request)
+        assert time.monotonic() - began < 60

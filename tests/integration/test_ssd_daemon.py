@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ask
+from support.ssd_kit import new_keys
 
 from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
 from kvhearth_server.cli import app
@@ -31,11 +31,6 @@ MEMORY, CONFIG = 3, 2
 EXIT_S = 30.0
 CAPACITY = (64 << 20) - RESERVE_BYTES
 Run = Callable[..., tuple[int, str, str]]
-
-
-def new_keys(count: int) -> list[bytes]:
-    """Keys unknown to any daemon."""
-    return [secrets.token_bytes(32) for _ in range(count)]
 
 
 def ssd(*folders: Path, size: str = "64MiB", **more: object) -> dict[str, object]:

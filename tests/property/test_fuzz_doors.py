@@ -28,7 +28,7 @@ from kvhearth.contract import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire.frames import NAMES
+from kvhearth.wire.frames import NAMES, decode_status, encode_status
 from kvhearth.wire.handshake import (
     FRAME_BYTES_MAX,
     FrameDecoder,
@@ -38,7 +38,6 @@ from kvhearth.wire.handshake import (
     encode_frame,
     refused,
 )
-from kvhearth.wire.status import decode_status, encode_status
 from kvhearth_server.core.lookup import blocks_needed, hit_boundaries
 from kvhearth_server.transport.messages import (
     COUNTERS_PER_HEARTBEAT_MAX,

@@ -30,8 +30,8 @@ from support.raw_door import (
 )
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire.frames import rebuild_error
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, FrameDecoder, encode_frame
-from kvhearth.wire.status import rebuild_error
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 HANDSHAKE_S = 1.0

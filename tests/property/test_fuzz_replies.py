@@ -27,12 +27,12 @@ from kvhearth.errors import ERROR_DOMAIN, KVHearthError, Reason
 from kvhearth.model import EXTENT_BYTES, EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.session.attach import attach
+from kvhearth.session.link import attach
 from kvhearth.url import ATTACH_SOCKET, DaemonUrl, parse_url
 from kvhearth.wire import messages as codec
+from kvhearth.wire.frames import decode_status
 from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome, encode_frame
 from kvhearth.wire.messages import parse_extents
-from kvhearth.wire.status import decode_status
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.tiers import DEADLINE_S, Arena, Desk, family, keys_of, settings
 
-from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
+from kvhearth_lab.harness.faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Corrupt, Done, Throttled
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, open_queue, probe

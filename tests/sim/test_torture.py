@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth.session.attach import Session, attach
+from kvhearth.session.link import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
@@ -29,9 +29,20 @@ from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.connections import CutHandshake
 from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
-from kvhearth_lab.torture.report import CAUGHT, CRASH, LEAK, LOST, OVER, STALL, WRONG, Report
+from kvhearth_lab.torture.report import (
+    AFTER_S,
+    CAUGHT,
+    CRASH,
+    LEAK,
+    LOST,
+    OVER,
+    STALL,
+    WRONG,
+    Metronome,
+    Report,
+    Stalls,
+)
 from kvhearth_lab.torture.scene import CapacityWatch, Roots, places
-from kvhearth_lab.torture.stalls import AFTER_S, Metronome, Stalls
 from kvhearth_lab.torture.world import World
 from kvhearth_lab.torture.world_config import (
     FLEETING,
@@ -489,7 +500,7 @@ def test_what_windows_explain() -> None:
 def test_a_metronome_tells_when_its_process_stood_still() -> None:
     reported: list[tuple[float, float]] = []
     code = (
-        "import sys, time; from kvhearth_lab.torture.stalls import Metronome; "
+        "import sys, time; from kvhearth_lab.torture.report import Metronome; "
         "Metronome(lambda a, b: print(b - a, flush=True)).start(); print('on', flush=True); "
         "sys.stdin.read()"
     )
@@ -516,7 +527,7 @@ def test_content_is_a_function_of_its_names() -> None:
 def test_clocks_that_follow_a_file(tmp_path: Path) -> None:
     code = (
         "import sys, time; "
-        "from kvhearth_lab.harness.clock import follow, set_offsets; from pathlib import Path; "
+        "from kvhearth_lab.harness.faults import follow, set_offsets; from pathlib import Path; "
         "before = time.time(), time.monotonic(); "
         "path = Path(sys.argv[1]); set_offsets(path, 0, 0); follow(path); "
         "set_offsets(path, -1000, 500); "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,11 +20,6 @@ BLOCK_TOKENS = 16
 CONTRACT = contract_of(PAGE_BYTES)
 DONE_S = 20.0
 POOL_PAGES = 600
-
-
-def new_keys(count: int) -> list[bytes]:
-    """Return random keys that no cache has."""
-    return [secrets.token_bytes(32) for _ in range(count)]
 
 
 def computed(keys: Sequence[bytes]) -> U8:

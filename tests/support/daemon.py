@@ -33,7 +33,9 @@ SMALL = {
 """Settings of a daemon that starts quickly on any machine."""
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def until(
+    condition: Callable[[], Any], what: str = "the condition", timeout_s: float = 20.0
+) -> Any:
     """Poll until ``condition()`` is true and return its value; fail after the timeout."""
     end = time.monotonic() + timeout_s
     while True:

@@ -98,3 +98,14 @@ def hot_hits(
             cache.get_or_put(scan)
             scan += 1
     return hits / len(hot)
+
+
+def evict(policy: EvictionPolicy, count: int) -> list[int]:
+    """Evict ``count`` slots and return them in their order."""
+    gone = []
+    for _ in range(count):
+        victim = policy.victim(nothing_leased)
+        assert victim is not None
+        policy.evict(victim)
+        gone.append(victim)
+    return gone

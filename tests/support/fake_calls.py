@@ -12,7 +12,7 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
-from kvhearth.wire.status import encode_status
+from kvhearth.wire.frames import encode_status
 
 BODY_MAX = 1 << 24
 Answer = Callable[[str, Any, str], Any]

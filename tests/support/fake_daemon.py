@@ -24,9 +24,10 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.proto.v1 import cache_pb2_grpc
+from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
-from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
+from kvhearth_server.transport.rpc.server import add_service
+from support.daemon import until  # noqa: F401 - for those who import both
 from support.fake_calls import FakeCalls, Listener
 
 SEGMENT_BYTES = 64 * 1024
@@ -57,17 +58,6 @@ def small_contract(**changes: Any) -> Contract:
 def key(number: int) -> bytes:
     """A key."""
     return number.to_bytes(KEY_BYTES, "big")
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Poll until ``condition`` is true; fail after the timeout."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise AssertionError("the condition did not come true in time")
 
 
 def extents(count: int, first_slot: int = 0, generation: int = 1) -> np.ndarray[Any, Any]:
@@ -116,10 +106,22 @@ class FakeDaemon:
     def _serve(self) -> None:
         (self.directory / "grpc.sock").unlink(missing_ok=True)
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(_Servicer(self), self._server)
+        add_service(self._server, pb, self._handler)
         self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
         self._server.start()
         self._calls = FakeCalls(self.directory / "calls.sock", self.reply)
+
+    def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            token = dict(context.invocation_metadata()).get("kvhearth-token", "")
+            try:
+                return self.reply(name, request, str(token))
+            except KVHearthError as error:
+                context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
+                codes = {code.value[0]: code for code in grpc.StatusCode}
+                context.abort(codes[int(error.status.code)], error.message)
+
+        return handle
 
     def stop(self, *, keep_lines: bool = False) -> None:
         """Simulate the daemon's death: attach sockets close, socket files stay."""
@@ -172,11 +174,11 @@ class FakeDaemon:
 
         self.answer(rpc, fail)
 
-    def hold_next(self, rpc: str, until: threading.Event) -> None:
-        """Delay the answer to the next ``rpc`` until ``until`` is set."""
+    def hold_next(self, rpc: str, released: threading.Event) -> None:
+        """Delay the answer to the next ``rpc`` until ``released`` is set."""
 
         def held(_: Any) -> Any:
-            until.wait(HELD_S)
+            released.wait(HELD_S)
             return None
 
         self.answer(rpc, held)
@@ -231,25 +233,6 @@ class FakeDaemon:
         line.sendmsg([frame[:10]], ancillary)
         line.sendall(frame[10:])
         return True
-
-
-class _Servicer(cache_pb2_grpc.CacheServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self._daemon = daemon
-        for name in (each for each in dir(cache_pb2_grpc.CacheServiceServicer) if each[0] != "_"):
-            setattr(self, name, self._handler(name))
-
-    def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-        def handle(request: Any, context: grpc.ServicerContext) -> Any:
-            token = dict(context.invocation_metadata()).get("kvhearth-token", "")
-            try:
-                return self._daemon.reply(name, request, str(token))
-            except KVHearthError as error:
-                context.set_trailing_metadata([(STATUS_DETAILS_KEY, encode_status(error))])
-                codes = {code.value[0]: code for code in grpc.StatusCode}
-                context.abort(codes[int(error.status.code)], error.message)
-
-        return handle
 
 
 def presence(

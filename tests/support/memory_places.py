@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,14 +61,6 @@ def mounted(kind: str, options: str, path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def wait_until(true: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
-    """Poll until ``true()``; fail with ``what`` after the deadline."""
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
 
 
 class Child:

@@ -24,7 +24,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.session.attach import Session, attach
+from kvhearth.session.link import Session, attach
 from kvhearth.transports import base
 from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.url import parse_url

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError
 from kvhearth.wire import frames
-from kvhearth.wire.status import decode_status
+from kvhearth.wire.frames import decode_status
 from support.daemon import Daemon
 from support.raw_door import RawLine
 

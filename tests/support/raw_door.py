@@ -21,13 +21,13 @@ import pytest
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
-from kvhearth.proto.v1 import admin_pb2, cache_pb2_grpc
+from kvhearth.proto.v1 import admin_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupCount
 from kvhearth.url import ADMIN_SOCKET, ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire.frames import STATUS_DETAILS_KEY, TOKEN_KEY, Stub, decode_status, rebuild_error
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
-from kvhearth.wire.status import STATUS_DETAILS_KEY, TOKEN_KEY, decode_status, rebuild_error
 from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
 
@@ -157,7 +157,7 @@ class RawSession:
         self.boot_id = str(self.welcome["boot_id"])
         self.channel = _channel(daemon.socket_dir / GRPC_SOCKET)
         self._operators = _channel(daemon.socket_dir / ADMIN_SOCKET)
-        self._stub = cache_pb2_grpc.CacheServiceStub(self.channel)
+        self._stub = Stub(self.channel, pb)
 
     def __enter__(self) -> RawSession:
         return self

@@ -30,8 +30,7 @@ from kvhearth_lab.bench.peers.adapter import (
     seconds_of,
 )
 from kvhearth_lab.bench.peers.adapters import harness
-from kvhearth_lab.bench.peers.figures import Samples, against, counterpart, figure_names
-from kvhearth_lab.bench.peers.run import Pair
+from kvhearth_lab.bench.peers.run import Pair, Samples, against, counterpart, figure_names
 from kvhearth_lab.cli import bench
 from kvhearth_server.cli import app
 

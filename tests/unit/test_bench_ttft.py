@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_lab.bench.ttft.contenders import served_tokens
 from kvhearth_lab.bench.ttft.figures import (
     ALONE,
     COLD,
@@ -30,8 +29,10 @@ from kvhearth_lab.bench.ttft.figures import (
     interval,
     not_served,
     overheads,
+    prompt_tokens,
+    sizes_of,
 )
-from kvhearth_lab.bench.ttft.sizes import prompt_tokens, sizes_of
+from kvhearth_lab.bench.ttft.run import served_tokens
 from kvhearth_lab.bench.ttft.vllm_server import (
     Completion,
     EngineFailed,

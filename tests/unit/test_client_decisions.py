@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.attached import attached
-from support.fake_daemon import KEY_BYTES, extents, key, presence, until
+from support.daemon import until
+from support.fake_daemon import KEY_BYTES, extents, key, presence
 
 from kvhearth.errors import Reason
 from kvhearth.model import EXTENT_DTYPE, pack_bits

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from support.attached import OPTIONS, attached, connected, url_of
-from support.fake_daemon import FakeDaemon, extents, key, running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import FakeDaemon, extents, key, running, small_contract
 
 from kvhearth.client import connect
 from kvhearth.counters import Counters

@@ -1,19 +1,174 @@
-"""The outbox is bounded, merges and batches requests, and retries what gRPC rejects."""
+"""Parts of a session: counters that it reports, log lines, the epoch, and the bounded outbox."""
 
 from __future__ import annotations
 
+import ast
+import logging
+import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.attached import connected
+from support.daemon import until
+from support.fake_daemon import key, running, small_contract
 
-from kvhearth.counters import COUNTERS_MAX, Counters, Warnings
-from kvhearth.errors import Code
+import kvhearth
+from kvhearth.counters import COUNTERS_MAX, LOGGER, Counters, Report, Warnings, log_event
+from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.session.link import WeightsEpoch
 from kvhearth.session.outbox import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
 from kvhearth.transports.base import ABORT, RELEASE, TOUCH
-from kvhearth.wire.status import error_from_code
+from kvhearth.wire.frames import error_from_code
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+
+
+def test_one_boot_hears_totals() -> None:
+    report = Report()
+    assert report.rise("a", {"loads": 3}) == {"loads": 3}
+    report.heard("a")
+    assert report.rise("a", {"loads": 5, "stores": 1}) == {"loads": 5, "stores": 1}
+
+
+def test_the_next_boot_hears_what_no_other_has_heard() -> None:
+    report = Report()
+    report.rise("a", {"loads": 3})
+    report.heard("a")
+    report.rise("a", {"loads": 7})  # never answered: the daemon was killed
+    assert report.rise("b", {"loads": 9, "failed": 2}) == {"loads": 6, "failed": 2}
+    report.heard("b")
+    assert report.rise("b", {"loads": 10, "failed": 2}) == {"loads": 7, "failed": 2}
+    assert report.rise("c", {"loads": 10, "failed": 4}) == {"loads": 1, "failed": 2}
+
+
+def test_a_late_answer_of_another_boot_says_nothing() -> None:
+    report = Report()
+    report.rise("a", {"loads": 3})
+    report.heard("b")
+    assert report.rise("b", {"loads": 4}) == {"loads": 4}
+
+
+def logged() -> Iterator[str]:
+    """The events of all lines that the client writes."""
+    for path in Path(kvhearth.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in {"log_event", "warn", "_log", "_log_failure"}:
+                    texts = [each for each in node.args[:2] if isinstance(each, ast.Constant)]
+                    yield from (str(each.value) for each in texts[:1])
+
+
+def test_every_line_is_an_event_that_the_page_lists() -> None:
+    events = set(logged())
+    assert len(events) > 30
+    assert not [event for event in events if not re.fullmatch(r"[a-z_]+\.[a-z_]+", event)]
+    section = PAGE.read_text().partition("\n### Log\n")[2].partition("\n### ")[0]
+    cells = "".join(row.split("|")[1] for row in section.splitlines() if row.startswith("| `"))
+    assert set(re.findall(r"`([^`]+)`", cells)) == events
+
+
+def test_a_line_has_the_event_a_sentence_and_fields(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, LOGGER.name):
+        log_event(logging.INFO, "a.b", "it is so", path="/x y", count=3, said='"', nothing="")
+        log_event(logging.DEBUG, "a.c", "not shown")
+    assert caplog.messages == ['a.b: it is so path="/x y" count=3 said="\\"" nothing=""']
+
+
+def test_a_warning_is_written_once_with_the_number_of_those_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warnings = Warnings()
+    for call in ("lookup", "commit", "lookup"):
+        warnings.warn("call.failed", "no cache", kind=call, call=call)
+    warnings._next_at.clear()
+    warnings.warn("call.failed", "no cache", kind="lookup", call="lookup")
+    first = ["call.failed: no cache call=lookup", "call.failed: no cache call=commit"]
+    assert caplog.messages == [*first, "call.failed: no cache call=lookup suppressed=1"]
+
+
+KEYS = {0: [key(1)]}
+
+
+@pytest.mark.parametrize("outdated", [False, True])
+def test_a_cold_restart_takes_those_along_that_were_up_to_date(
+    tmp_path: Path, outdated: bool
+) -> None:
+    with connected(tmp_path) as client:
+        with running(tmp_path, small_contract()) as first:
+            assert client.wait_ready(10)
+            if outdated:
+                client.use_epoch(6)
+                assert first.epoch == 7
+        cold = 1000
+        with running(tmp_path, small_contract(), epoch=cold) as second:
+            until(lambda: client.boot_id == second.boot_id and client.wait_ready(1))
+
+            def stale(_: object) -> None:
+                raise KVHearthError(Reason.STALE_EPOCH, "as the daemon does")
+
+            if not outdated:
+                assert client.epoch == cold
+                assert client.lookup(KEYS).reason == ""
+                return
+            assert client.epoch == 6
+            second.answer("Lookup", stale)
+            assert client.lookup(KEYS).reason == Reason.STALE_EPOCH
+            assert client.bump_epoch() == cold + 1
+            assert client.lookup(KEYS).reason == ""
+
+
+def test_a_bump_before_a_warm_restart_is_anothers(tmp_path: Path) -> None:
+    with connected(tmp_path) as client:
+        with running(tmp_path, small_contract()) as first:
+            assert client.wait_ready(10)
+            lineage, epoch = first.lineage, first.epoch
+        with running(tmp_path, small_contract(), epoch=epoch + 1, lineage=lineage) as second:
+            until(lambda: client.boot_id == second.boot_id and client.wait_ready(1))
+            assert client.epoch == epoch
+
+
+def test_what_a_warm_restart_brings_is_anothers_however_soon_it_comes() -> None:
+    epochs = WeightsEpoch()
+    epochs.attached("b1", 100, "cold")
+    epochs.heard("b1", 100)
+    epochs.attached("b2", 101, "cold")
+    assert (epochs.own, epochs.daemon) == (100, 101)
+    epochs.attached("b3", 500, "colder")
+    assert (epochs.own, epochs.daemon) == (100, 500)
+
+
+def test_what_a_cold_start_brings_is_ours_if_we_were_up_to_date() -> None:
+    epochs = WeightsEpoch()
+    epochs.attached("a", 990, "first")
+    epochs.bumped("a", 991)
+    epochs.attached("b", 1011, "second")
+    assert (epochs.own, epochs.daemon) == (1011, 1011)
+    epochs.heard("a", 5000)
+    assert (epochs.own, epochs.daemon) == (1011, 1011)
+    # The clock went back between the two starts: the epoch is lower but still ours.
+    epochs.attached("c", 7, "third")
+    assert (epochs.own, epochs.daemon) == (7, 7)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "x"), ("x", ""), ("", "")])
+def test_without_a_lineage_no_start_is_taken_for_a_cold_one(before: str, after: str) -> None:
+    epochs = WeightsEpoch()
+    epochs.attached("a", 990, before)
+    epochs.attached("b", 1011, after)
+    assert (epochs.own, epochs.daemon) == (990, 1011)
+
+
+def test_weights_without_an_epoch_stay_so() -> None:
+    epochs = WeightsEpoch()
+    epochs.use(-1)
+    epochs.attached("a", 7)
+    assert (epochs.own, epochs.daemon) == (-1, 7)
 
 
 def release(lease_id: int, weight: int = 1) -> QueuedRequest:

@@ -9,7 +9,8 @@ import textwrap
 from pathlib import Path
 
 from support.attached import url_of
-from support.fake_daemon import running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import running, small_contract
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -17,8 +17,8 @@ from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
 
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
+from kvhearth.copiers.base import TicketBook
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays, as_single
-from kvhearth.copiers.tickets import TicketBook
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
 from kvhearth.page_layout import PagedKV

@@ -11,7 +11,7 @@ from support.core_kit import contract
 from support.core_shell import Shell
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.epoch import WeightsEpoch
+from kvhearth.session.link import WeightsEpoch
 from kvhearth.wire.handshake import Welcome, encode_frame
 from kvhearth_server.core.actions import SlabSized
 from kvhearth_server.core.slot_table import Geometry, State

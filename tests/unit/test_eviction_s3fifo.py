@@ -7,8 +7,8 @@ import pytest
 from support.eviction_model import (
     PolicyCache,
     QueueCache,
+    evict,
     hot_hits,
-    nothing_leased,
     zipf_keys,
 )
 
@@ -17,16 +17,6 @@ from kvhearth_server.core.eviction.s3fifo import Ghost, S3FifoPolicy
 
 CAPACITY = 1000
 HOT_KEYS = 800
-
-
-def _evict(policy: S3FifoPolicy, count: int) -> list[int]:
-    gone = []
-    for _ in range(count):
-        victim = policy.victim(nothing_leased)
-        assert victim is not None
-        policy.evict(victim)
-        gone.append(victim)
-    return gone
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
@@ -72,7 +62,7 @@ def test_eviction_takes_the_tail_of_a_chain_inserted_leaf_first() -> None:
     chain = np.arange(100)  # slot i holds the i-th block from the root
     policy.insert(chain[::-1], np.arange(100, dtype=np.uint32) << 24)
     policy.touch(chain)
-    assert sorted(_evict(policy, 10)) == list(range(90, 100))
+    assert sorted(evict(policy, 10)) == list(range(90, 100))
     assert sorted(policy.slots().tolist()) == list(range(90))
 
 
@@ -80,11 +70,11 @@ def test_a_key_that_comes_back_goes_to_the_main_queue() -> None:
     policy = S3FifoPolicy(PolicyArrays(1000))
     marks = (np.arange(200, dtype=np.uint32) << 24) + np.arange(200, dtype=np.uint32)
     policy.insert(np.arange(100), marks[:100])
-    assert _evict(policy, 1) == [0]
+    assert evict(policy, 1) == [0]
     policy.insert(np.array([0]), marks[:1])
     policy.insert(np.arange(100, 110), marks[100:110])
     # Blocks that are new to the cache leave first, though they came later.
-    assert _evict(policy, 109) == list(range(1, 110))
+    assert evict(policy, 109) == list(range(1, 110))
     assert policy.slots().tolist() == [0]
     policy.check()
 
@@ -94,7 +84,7 @@ def test_a_leased_block_waits_at_the_new_end_of_the_small_queue() -> None:
     policy.insert(np.arange(10))
     assert policy.victim(lambda slot: slot != 0) == 1
     policy.insert(np.array([10]))
-    assert _evict(policy, 11) == [*range(1, 10), 0, 10]
+    assert evict(policy, 11) == [*range(1, 10), 0, 10]
 
 
 def test_the_small_queue_pays_when_all_of_the_main_queue_is_leased() -> None:
@@ -117,7 +107,7 @@ def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:
     policy.insert(np.arange(100, 111))
     # The used hundred moves to the main queue. Eleven of 111 are less than a tenth: the main queue
     # pays once; eleven of 110 are a tenth: one of them goes; ten of 109 pay again at 100 members.
-    assert _evict(policy, 12) == [0, 100, *range(1, 10), 101]
+    assert evict(policy, 12) == [0, 100, *range(1, 10), 101]
     policy.check()
 
 
@@ -126,16 +116,16 @@ def test_a_used_block_of_the_main_queue_gets_another_round() -> None:
     policy = S3FifoPolicy(arrays)
     policy.insert(np.arange(20))
     policy.touch(np.arange(20))
-    assert _evict(policy, 1) == [0]  # all were promoted, their uses spent
+    assert evict(policy, 1) == [0]  # all were promoted, their uses spent
     policy.touch(np.array([1, 2]))
-    assert _evict(policy, 1) == [3]
+    assert evict(policy, 1) == [3]
 
 
 def test_a_used_block_between_leased_ones_is_found() -> None:
     policy = S3FifoPolicy(PolicyArrays(100))
     policy.insert(np.arange(4))
     policy.touch(np.arange(4))
-    assert _evict(policy, 1) == [0]  # all were promoted, their uses spent
+    assert evict(policy, 1) == [0]  # all were promoted, their uses spent
     policy.touch(np.array([3]))
     assert policy.victim(lambda slot: slot == 3) == 3
 

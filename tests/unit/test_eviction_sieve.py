@@ -7,8 +7,8 @@ import pytest
 from support.eviction_model import (
     PolicyCache,
     QueueCache,
+    evict,
     hot_hits,
-    nothing_leased,
     zipf_keys,
 )
 
@@ -17,16 +17,6 @@ from kvhearth_server.core.eviction.sieve import SievePolicy
 
 CAPACITY = 1000
 HOT_KEYS = 800
-
-
-def _evict(policy: SievePolicy, count: int) -> list[int]:
-    gone = []
-    for _ in range(count):
-        victim = policy.victim(nothing_leased)
-        assert victim is not None
-        policy.evict(victim)
-        gone.append(victim)
-    return gone
 
 
 class ListSieve:
@@ -51,20 +41,20 @@ def test_survivors_keep_their_place_and_the_hand_goes_on() -> None:
     policy = SievePolicy(PolicyArrays(100))
     policy.insert(np.arange(6))
     policy.touch(np.array([0, 1, 3]))
-    assert _evict(policy, 2) == [2, 4]
+    assert evict(policy, 2) == [2, 4]
     policy.insert(np.array([10, 11]))
     assert policy.slots().tolist() == [0, 1, 3, 5, 10, 11]
     # The hand stood before 5, passes through the new slots and then reaches those it unmarked.
-    assert _evict(policy, 5) == [5, 10, 11, 0, 1]
+    assert evict(policy, 5) == [5, 10, 11, 0, 1]
 
 
 def test_new_blocks_are_safe_from_a_hand_that_has_passed_the_newest() -> None:
     policy = SievePolicy(PolicyArrays(100))
     policy.insert(np.arange(4))
     policy.touch(np.array([0, 1, 2]))
-    assert _evict(policy, 1) == [3]
+    assert evict(policy, 1) == [3]
     policy.insert(np.array([9]))
-    assert _evict(policy, 4) == [0, 1, 2, 9]
+    assert evict(policy, 4) == [0, 1, 2, 9]
 
 
 @pytest.mark.parametrize("seed", [31, 32, 33])
@@ -82,7 +72,7 @@ def test_victims_are_those_of_the_paper(seed: int) -> None:
         model.marked.update(used.tolist())
         for _ in range(int(rng.integers(50, 150))):
             expected = model.evict()
-            assert _evict(policy, 1) == [expected]
+            assert evict(policy, 1) == [expected]
             free.append(expected)
         new = [free.pop(0) for _ in range(int(rng.integers(20, 120)))]
         policy.insert(np.array(new))
@@ -108,5 +98,5 @@ def test_a_mixed_in_scan_costs_few_hits(seed: int) -> None:
 def test_eviction_takes_the_tail_of_a_chain_inserted_leaf_first() -> None:
     policy = SievePolicy(PolicyArrays(100))
     policy.insert(np.arange(100)[::-1])
-    assert _evict(policy, 10) == list(range(99, 89, -1))
+    assert evict(policy, 10) == list(range(99, 89, -1))
     assert sorted(policy.slots().tolist()) == list(range(90))

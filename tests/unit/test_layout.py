@@ -181,7 +181,7 @@ def test_numpy_pages_have_no_torch_views() -> None:
 def test_importing_and_using_the_host_path_does_not_import_torch() -> None:
     program = """
 import sys, numpy
-import kvhearth, kvhearth.copiers, kvhearth.copiers.cuda, kvhearth.copiers.host_register
+import kvhearth, kvhearth.copiers, kvhearth.copiers.cuda, kvhearth.copiers.device
 from kvhearth.page_layout import PagedKV
 PagedKV([numpy.zeros((2, 8))]).host_parts()
 sys.exit(1 if "torch" in sys.modules else 0)

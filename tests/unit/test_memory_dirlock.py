@@ -10,7 +10,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.memory_places import Child, mounted, tmpfs_directory, wait_until
+from support.daemon import until
+from support.memory_places import Child, mounted, tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.durable_file import LOCK_FILE_NAME, lock_directory
@@ -70,7 +71,7 @@ def test_the_lock_ends_with_a_kill(tmp_path: Path, place: str) -> None:
             child.expect(b"locked")
             assert busy(path)
             child.kill()
-            wait_until(lambda: not busy(path), "the lock of a killed process ends")
+            until(lambda: not busy(path), "the lock of a killed process ends")
 
     if place == "disk":
         check(tmp_path)

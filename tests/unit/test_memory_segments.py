@@ -13,14 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.memory_places import (
-    Child,
-    free_hugepages,
-    mounted,
-    need_hugepages,
-    tmpfs_directory,
-    wait_until,
-)
+from support.daemon import until
+from support.memory_places import Child, free_hugepages, mounted, need_hugepages, tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.mapping import (
@@ -181,7 +175,7 @@ def test_client_lock_lasts_as_long_as_a_mapping(
         assert not segment.client_byte_held(4)
         assert not segment.client_byte_held(6)
         child.kill()
-        wait_until(lambda: not segment.client_byte_held(5), "byte 5 comes free")
+        until(lambda: not segment.client_byte_held(5), "byte 5 comes free")
         os.close(segment.lock_client_byte(5))
         assert not segment.client_byte_held(5)
 
@@ -198,7 +192,7 @@ def test_client_lock_outlives_the_client_in_a_forked_child(
         child.process.wait(20)
         assert segment.client_byte_held(0)
         child.socket.close()  # the forked child reads end-of-file and exits
-        wait_until(lambda: not segment.client_byte_held(0), "byte 0 comes free")
+        until(lambda: not segment.client_byte_held(0), "byte 0 comes free")
 
 
 def test_an_adopter_sees_the_locks_of_the_daemon_before() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.attached import attached, url_of
-from support.fake_daemon import running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import running, small_contract
 from support.threads import left_since, own_threads
 
 from kvhearth import prefault as populate

@@ -15,16 +15,17 @@ import pytest
 from support.arena_fake import FakeArena
 from support.attached import url_of
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
 from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient, connect
-from kvhearth.copiers.device import Cudart
-from kvhearth.copiers.host_register import (
+from kvhearth.copiers.device import (
     HUGEPAGE_BYTES,
     PIECE_BYTES,
     PIECE_BYTES_MAX,
     ArenaRegistration,
+    Cudart,
     Registrations,
 )
 from kvhearth.errors import KVHearthError, Reason

@@ -18,8 +18,7 @@ from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, u
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.session.attach import Session, attach
-from kvhearth.session.link import open_link
+from kvhearth.session.link import Session, attach, open_link
 from kvhearth.url import DaemonUrl
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
-from kvhearth_lab.harness.disk_faults import CommandedQueue, Commander, commanded
+from kvhearth_lab.harness.faults import CommandedQueue, Commander, commanded
 from kvhearth_server.tiers.ssd.disk.probe import open_queue
 from kvhearth_server.tiers.ssd.disk.queues import Op, Reaped, Request
 

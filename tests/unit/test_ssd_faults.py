@@ -27,7 +27,7 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
+from kvhearth_lab.harness.faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import (
     Corrupt,
     Counts,

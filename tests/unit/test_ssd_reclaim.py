@@ -20,7 +20,7 @@ from support.tiers import (
     spoil,
 )
 
-from kvhearth_lab.harness.disk_faults import Faults, FaultyQueue
+from kvhearth_lab.harness.faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Done, Offer
 from kvhearth_server.tiers.ssd import reclaimer as reclaim
 from kvhearth_server.tiers.ssd.assembly import Environment

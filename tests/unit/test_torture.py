@@ -29,10 +29,9 @@ from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.daemon import daemon_points, in_reach
 from kvhearth_lab.torture.oracle import IMPATIENT, claimed, failures, look_at_drive
 from kvhearth_lab.torture.plan import VERSION, Plan
-from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report
+from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report, Stalls
 from kvhearth_lab.torture.run import Options
 from kvhearth_lab.torture.scene import PATIENCE_S, Roots, places
-from kvhearth_lab.torture.stalls import Stalls
 from kvhearth_lab.torture.world import World
 from kvhearth_lab.torture.world_config import FLEETING, ROOMY, SINKING
 from kvhearth_server.cli import app

@@ -15,21 +15,22 @@ import numpy as np
 import pytest
 from support.attached import url_of
 from support.cuda_fake import FakeDevice
-from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running, until
+from support.daemon import until
+from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
 from support.threads import left_since, own_threads
 
 import kvhearth
-from kvhearth.cache import QUEUE_FULL, Cache, LoadResult, StoreResult
+from kvhearth.cache import Cache, LoadResult, StoreResult
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.copiers.cuda import CudaCopier
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import ClientReason, KVHearthError, Reason
 from kvhearth.model import pack_bits
 from kvhearth.page_layout import PagedKV
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
+from kvhearth.results import usable_tokens
 from kvhearth.transfer import CopierPool, ReservationPool
-from kvhearth.transfer.hit import usable_tokens
 from kvhearth.transfer.lanes import Transfer
 from kvhearth.transfer.memory import Pages
 from kvhearth.worker_thread import SupervisedThread
@@ -364,7 +365,7 @@ def test_loads_are_bounded(client: KVClient, daemon: FakeDaemon) -> None:
     daemon.hold_next("Lookup", answered)
     first = begin_load(cache, 0, 3)
     started = time.monotonic()
-    assert begin_load(cache, 0, 2).result(0).reason == QUEUE_FULL
+    assert begin_load(cache, 0, 2).result(0).reason is ClientReason.QUEUE_FULL
     second = begin_load(cache, 0, 1)
     assert time.monotonic() - started < DONE_S
     assert client.counters()["load_throttled"] == 2

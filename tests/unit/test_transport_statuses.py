@@ -15,7 +15,7 @@ from kvhearth.proto.v1 import types_pb2
 from kvhearth.transports.base import HEARTBEAT, LOOKUP, CacheTransport
 from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
-from kvhearth.wire.status import (
+from kvhearth.wire.frames import (
     BareError,
     decode_status,
     encode_status,

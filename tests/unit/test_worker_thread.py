@@ -8,7 +8,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from support.fake_daemon import until
+from support.daemon import until
 
 from kvhearth.worker_thread import SupervisedThread
 

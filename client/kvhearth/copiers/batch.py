@@ -143,7 +143,7 @@ class Batch:
         self.pages = pages
         self.extents = extents
         self.ok: Bools = np.ones(len(extents), np.bool_)
-        self.reasons: dict[str, int] = {}
+        self.reasons: dict[BlockFailure, int] = {}
         self._arena = arena
         self._page_bytes = kv.page_bytes
         # Separate columns: a field of a packed record is unaligned and slow to index.
@@ -164,13 +164,13 @@ class Batch:
         count = int(np.count_nonzero(self.ok & failed))
         if count:
             self.ok &= ~failed
-            self.reasons[why.value] = self.reasons.get(why.value, 0) + count
+            self.reasons[why] = self.reasons.get(why, 0) + count
 
     def fail_one(self, position: int, why: BlockFailure) -> None:
         """Mark one block as failed."""
         if self.ok[position]:
             self.ok[position] = False
-            self.reasons[why.value] = self.reasons.get(why.value, 0) + 1
+            self.reasons[why] = self.reasons.get(why, 0) + 1
 
     def fail_all(self, why: BlockFailure) -> None:
         """Mark all blocks as failed."""
@@ -375,5 +375,5 @@ class SingleBlock:
         if checksum is not None:
             data = checksum if ok else bytes(CHECKSUM_BYTES)
             sums = np.frombuffer(bytearray(data), np.uint8).reshape(1, CHECKSUM_BYTES)
-        reasons = {} if self.failure is None else {self.failure.value: 1}
+        reasons = {} if self.failure is None else {self.failure: 1}
         return Done(ticket, np.array([ok]), sums, self._page_bytes if ok else 0, seconds, reasons)

@@ -12,28 +12,34 @@ the checksums of loads.
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from logging import ERROR
 from typing import Any
 
 import numpy as np
 
 from kvhearth import failpoints as faults
-from kvhearth.checksum import checksum_of
-from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.base import (
+    VERIFY_FRACTION,
+    ArenaView,
+    BlockFailure,
+    CopyKind,
+    Done,
+    Ticket,
+    TicketBook,
+    copy_failed,
+    deadline_of,
+)
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays
-from kvhearth.copiers.device import CopyDevice, TorchCuda
-from kvhearth.copiers.host_register import PIECE_BYTES
-from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
+from kvhearth.copiers.device import PIECE_BYTES, CopyDevice, TorchCuda
+from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, Bools, Records
+from kvhearth.model import I64, Bools, Records, checksum_of
 from kvhearth.page_layout import PagedKV, Shape
 from kvhearth.worker_thread import SupervisedThread
-
-_LOG = logging.getLogger(__name__)
 
 STAGING_BYTES = 16 << 20
 RUN_BYTES_MAX = 64 << 20
@@ -169,7 +175,7 @@ class CudaCopier:
             try:
                 batch = Batch(self._kv, self._arena, boot_id, pages, extents)
             except Exception:  # noqa: BLE001 - a ticket must always get an outcome
-                _LOG.exception("a batch of %d blocks could not be begun", len(extents))
+                _log_failure("copy.failed", "a batch could not be begun", blocks=len(extents))
                 self._book.finish(copy_failed(ticket))
                 return ticket
             event, failed = self._issue(ticket.kind, batch)
@@ -187,13 +193,13 @@ class CudaCopier:
                     with self._device.issuing(kind):
                         self._mover.issue(kind, batch)
                 except Exception:  # noqa: BLE001 - a batch must always get an outcome
-                    _LOG.exception("copies of %d blocks could not be issued", len(batch))
+                    _log_failure("copy.failed", "copies could not be issued", blocks=len(batch))
                     failed = True
                 # Recorded even after a failure: copies that were issued before it are still under
                 # way.
                 return self._device.record(kind), failed
         except Exception:  # noqa: BLE001 - a ticket must always get an outcome
-            _LOG.exception("the CUDA context is broken")
+            _log_failure("cuda.broken", "the CUDA context is broken")
             return None, True
 
     # -- the thread --------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ class CudaCopier:
                     else:
                         under_way.add(flight.ticket.kind)
         except RuntimeError:
-            _LOG.exception("the CUDA context is broken")
+            _log_failure("cuda.broken", "the CUDA context is broken")
             for flight in flights:
                 flight.failed = True
             return flights
@@ -239,7 +245,7 @@ class CudaCopier:
         try:
             return self._device.is_done(flight.event)
         except RuntimeError:
-            _LOG.exception("copies of batch %d failed", flight.ticket.number)
+            _log_failure("copy.failed", "a batch failed", blocks=flight.ticket.count)
             flight.failed = True
             return True
 
@@ -247,7 +253,7 @@ class CudaCopier:
         try:
             return self._judged(flight)
         except Exception:  # noqa: BLE001 - a ticket must always get an outcome
-            _LOG.exception("batch %d could not be judged", flight.ticket.number)
+            _log_failure("copy.failed", "a batch could not be judged", blocks=flight.ticket.count)
             return copy_failed(flight.ticket)
 
     def _judged(self, flight: _Flight) -> Done:
@@ -386,3 +392,7 @@ class _CopyKernel:
             if all(number % dtype.itemsize == 0 for number in numbers):
                 return dtype
         return self._torch.uint8
+
+
+def _log_failure(event: str, text: str, **fields: object) -> None:
+    log_event(ERROR, event, text, trace=True, **fields)

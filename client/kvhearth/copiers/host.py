@@ -8,23 +8,29 @@ one call, and nothing is done per fragment.
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
+from logging import ERROR
 from typing import NamedTuple
 
 import numpy as np
 
 from kvhearth import failpoints as faults
-from kvhearth.checksum import checksum_of
-from kvhearth.copiers.base import ArenaView, BlockFailure, CopyKind, Done, Ticket
+from kvhearth.copiers.base import (
+    ArenaView,
+    BlockFailure,
+    CopyKind,
+    Done,
+    Ticket,
+    TicketBook,
+    copy_failed,
+    deadline_of,
+)
 from kvhearth.copiers.batch import Batch, HeldArena, Run, SingleBlock, as_arrays, as_single
-from kvhearth.copiers.tickets import TicketBook, copy_failed, deadline_of
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
+from kvhearth.counters import log_event
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records, checksum_of
 from kvhearth.page_layout import PagedKV
 from kvhearth.worker_thread import SupervisedThread
-
-_LOG = logging.getLogger(__name__)
 
 SUMMED_RUN_BYTES = 2 << 20
 """Bytes copied before they are checksummed: they must still be in cache then."""
@@ -165,7 +171,7 @@ class HostCopier:
         try:
             return self._run(job)
         except Exception:  # noqa: BLE001 - thread main: a batch must always get an outcome
-            _LOG.exception("batch %d of %d blocks failed", job.ticket.number, job.ticket.count)
+            log_event(ERROR, "copy.failed", "a batch failed", trace=True, blocks=job.ticket.count)
             return copy_failed(job.ticket)
 
     def _run(self, job: _Job) -> Done:

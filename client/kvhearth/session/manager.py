@@ -7,13 +7,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
-from kvhearth.counters import LOGGER, Counters, Report, Warnings
+from kvhearth.counters import Counters, Report, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.session.epoch import WeightsEpoch
-from kvhearth.session.link import Link, open_link
+from kvhearth.session.link import Link, WeightsEpoch, open_link
 from kvhearth.session.outbox import Courier, QueuedRequest
 from kvhearth.transports.base import HEARTBEAT
 from kvhearth.url import DaemonUrl
@@ -42,7 +42,7 @@ class QuiesceHooks:
                 if not drain(max(end - time.monotonic(), 0.0)):
                     return False
             except Exception:  # noqa: BLE001 - foreign code: a failure means not drained
-                LOGGER.exception("a drain failed")
+                log_event(ERROR, "session.drain_failed", "a drain failed", trace=True)
                 return False
         return True
 
@@ -141,7 +141,7 @@ class SessionManager:
             link.session.retire()
             self._state.notify_all()
         self._counters.add("links_lost")
-        self._warnings.warn("lost", "lost the KVHearth daemon, attaching anew: %s", why)
+        self._warnings.warn("session.lost", "lost the KVHearth daemon, attaching anew", error=why)
         self._wake.set()
 
     def put(self, queued: QueuedRequest) -> None:
@@ -176,7 +176,9 @@ class SessionManager:
             return True
         link.session.retire()
         if not self.quiesce_hooks.finished(deadline_s):
-            LOGGER.warning("copies are still running: the KVHearth session stays open")
+            log_event(
+                WARNING, "session.left_open", "copies still run: the KVHearth session stays open"
+            )
             return False
         if self.link is link:
             self._courier.deliver(link, end)
@@ -246,7 +248,13 @@ class SessionManager:
             self._attach_at = time.monotonic() + _REATTACH_PAUSE_S
             self._state.notify_all()
         self._counters.add("attaches")
-        LOGGER.info("attached to KVHearth, boot %s, session %d", link.boot_id, link.welcome.session)
+        log_event(
+            INFO,
+            "session.attached",
+            "attached to the KVHearth daemon",
+            boot_id=link.boot_id,
+            session=link.welcome.session,
+        )
         for attached in tuple(self._attached):
             self._prepare(attached)
         return self._plan_beat()
@@ -255,7 +263,9 @@ class SessionManager:
         try:
             attached()
         except Exception:  # noqa: BLE001 - foreign code: the session works without
-            LOGGER.exception("a new session could not be prepared")
+            log_event(
+                ERROR, "session.not_prepared", "a new session could not be prepared", trace=True
+            )
 
     def _attach_failed(self, error: KVHearthError) -> float:
         self._attach_failures += 1
@@ -263,10 +273,13 @@ class SessionManager:
         if error.reason in REFUSALS:
             pause_s = _REFUSED_PAUSE_S
             if self.refusal is None or self.refusal.reason is not error.reason:
-                LOGGER.error(
-                    "KVHearth refuses this engine, it runs without a cache: %s %s",
-                    error,
-                    error.details,
+                log_event(
+                    ERROR,
+                    "session.refused",
+                    "KVHearth refuses this engine, it runs without a cache",
+                    reason=error.reason,
+                    error=error.message,
+                    details=error.details,
                 )
             with self._state:
                 self.refusal = error
@@ -275,7 +288,9 @@ class SessionManager:
             doublings = min(self._attach_failures - 1, 16)
             nominal_s = min(_ATTACH_PAUSE_S * 2.0**doublings, _ATTACH_PAUSE_MAX_S)
             pause_s = nominal_s * (0.5 + 0.5 * random.random())
-            self._warnings.warn("attach", "cannot attach to KVHearth, trying on: %s", error)
+            self._warnings.warn(
+                "session.attach_failed", "cannot attach to KVHearth, trying on", error=error
+            )
         self._attach_at = time.monotonic() + pause_s
         return min(pause_s, _TICK_S)
 
@@ -283,7 +298,9 @@ class SessionManager:
         """Close a lost link once copies have drained, and record that they have."""
         if not self.quiesce_hooks.finished(_DRAIN_S):
             self._counters.add("drains_unfinished")
-            self._warnings.warn("drain", "copies of a lost session still run: not attaching yet")
+            self._warnings.warn(
+                "session.not_drained", "copies of a lost session still run: not attaching yet"
+            )
             return False
         # The end of this session frees everything that the queued requests are about.
         self._courier.clear()
@@ -307,7 +324,9 @@ class SessionManager:
         except KVHearthError as error:
             # The session continues: only the attach socket tells whether the daemon lives.
             self._counters.add("heartbeat_failures")
-            self._warnings.warn("heartbeat", "KVHearth does not answer a heartbeat: %s", error)
+            self._warnings.warn(
+                "session.heartbeat_failed", "KVHearth does not answer a heartbeat", error=error
+            )
         self._plan_beat()
 
     def _plan_beat(self) -> float:

@@ -12,7 +12,7 @@ from kvhearth.counters import Counters, Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import Link
 from kvhearth.transports.base import TOUCH, Rpc
-from kvhearth.wire.status import BareError
+from kvhearth.wire.frames import BareError
 
 TOUCHES_MAX = 256
 """Most queued touches. Dropping one leaks nothing, so they take no room from other requests."""
@@ -147,7 +147,11 @@ class Courier:
         """Queue a request; a full queue drops it (the group's end frees its slots and leases)."""
         if not self._outbox.put(queued):
             self._counters.add("outbox_overflow")
-            self._warnings.warn("outbox", "dropped a %s: too many wait already", queued.kind)
+            self._warnings.warn(
+                "release.dropped",
+                "a request is dropped: too many wait",
+                request=queued.kind,
+            )
 
     def clear(self) -> None:
         """Drop all requests, with the session that they belong to."""
@@ -171,7 +175,9 @@ class Courier:
                 again += self._send(link, together)
             except KVHearthError as error:
                 self._counters.add("errands_late")
-                self._warnings.warn("errands", "releases wait, the daemon is silent: %s", error)
+                self._warnings.warn(
+                    "release.delayed", "releases wait, the daemon is silent", error=error
+                )
                 again += [queued for rest in batches[index:] for queued in rest]
                 break
         if again:
@@ -202,7 +208,7 @@ class Courier:
                 return [each._replace(retries=retries + 1) for each in together]
             if len(together) == 1:
                 self._counters.add("errands_refused")
-                self._warnings.warn("refused", "the daemon refuses a release: %s", error)
+                self._warnings.warn("release.refused", "the daemon refuses a release", error=error)
                 return []
             return [left for queued in together for left in self._send(link, [queued])]
         return []

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
-from kvhearth.copiers.device import CopyDevice
+from kvhearth.copiers.device import CopyDevice, Registrations
 from kvhearth.copiers.host import HostCopier
-from kvhearth.copiers.host_register import Registrations
 from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
@@ -181,7 +180,9 @@ class CopierPool:
             return self._copier(kv, boot_id)
         except Exception as error:  # noqa: BLE001 - fail-open boundary: a GPU without memory, say
             # Retried with each batch, but logged once and not each time.
-            self._warnings.warn("copier", "no copier for pages on %s: %r", kv.device, error)
+            self._warnings.warn(
+                "copier.missing", "no copier for pages", device=kv.device, error=repr(error)
+            )
             return None
 
     def drop(self, kv: PagedKV) -> None:

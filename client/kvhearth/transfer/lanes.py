@@ -9,11 +9,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from kvhearth.client import KVClient
-from kvhearth.errors import Reason
+from kvhearth.copiers.base import BlockFailure
+from kvhearth.errors import ClientReason, NoReason, Reason
 from kvhearth.worker_thread import SupervisedThread
-
-QUEUE_FULL = "queue_full"
-"""Reason of a transfer for which the queue had no room; nothing of it was done."""
 
 _SLICE_S = 0.1
 _TICK_S = 0.25
@@ -22,6 +20,9 @@ _TICK_S = 0.25
 ResultT = TypeVar("ResultT")
 Steps = Generator[float, None, None]
 """A transfer in steps: each yields the monotonic time at which the next one is due."""
+
+Failure = Reason | BlockFailure | ClientReason | NoReason
+"""Why something of a transfer failed, or empty."""
 
 
 class Transfer(Future[ResultT]):
@@ -54,7 +55,7 @@ class Job(Generic[ResultT]):
         self.future: Transfer[ResultT] = Transfer(blocks)
         self.submitted_at = time.monotonic()
         self.due_at = 0.0
-        self.reason = ""
+        self.reason: Failure = ""
         self.steps: Steps = self.run()
 
     def run(self) -> Steps:
@@ -68,9 +69,9 @@ class Job(Generic[ResultT]):
     def count_up(self) -> None:
         """Add to the client's counters."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: Failure) -> None:
         """Note why something failed; the first reason stays."""
-        self.reason = self.reason or str(reason)
+        self.reason = self.reason or reason
 
     def settle(self) -> None:
         """Hand the outcome to the caller, unless it was cancelled."""
@@ -78,7 +79,7 @@ class Job(Generic[ResultT]):
         if self.future.begin():
             self.future.set_result(self.result())
 
-    def refuse(self, reason: str) -> Transfer[ResultT]:
+    def refuse(self, reason: Failure) -> Transfer[ResultT]:
         """End a job that was never begun, and return its future."""
         self.fail(reason)
         self.future.begin()
@@ -116,16 +117,16 @@ class Lane:
         """Whether this is a forked child's copy."""
         return self._worker.foreign
 
-    def put(self, job: Job[Any]) -> str:
+    def put(self, job: Job[Any]) -> Reason | ClientReason | NoReason:
         """Queue a job; return why not, or empty."""
         blocks = job.future.blocks_total
         if blocks > self._blocks_max:
-            return str(Reason.TOO_MANY_KEYS)
+            return Reason.TOO_MANY_KEYS
         with self._changed:
             if self.closed:
-                return str(Reason.CLOSED)
+                return Reason.CLOSED
             if self._blocks + blocks > self._blocks_max:
-                return QUEUE_FULL
+                return ClientReason.QUEUE_FULL
             self._blocks += blocks
             self._queue.append(job)
             self._changed.notify_all()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvhearth.client import KVClient
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import KVHearthError, NoReason, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.worker_thread import SupervisedThread
 
@@ -70,10 +70,10 @@ class ReservationPool:
         }
         self._held = dict(self._empty)
         self._waiting = dict.fromkeys(blocks_max, 0)
-        self._short: dict[int, str] = {}
+        self._short: dict[int, Reason | NoReason] = {}
         self._session_id = ""
         self._boot_id = ""
-        self._silence = str(Reason.DAEMON_AWAY)
+        self._silence: Reason | NoReason = Reason.DAEMON_AWAY
         self._silent_since: float | None = time.monotonic()
         self._pause_s = 0.0
         self._retry_at = 0.0
@@ -89,7 +89,7 @@ class ReservationPool:
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def short_reason(self, kv_group: int) -> str:
+    def short_reason(self, kv_group: int) -> Reason | NoReason:
         """Return why the last reservation of the group brought less than requested, or ""."""
         return self._silence or self._short.get(kv_group, "")
 
@@ -203,7 +203,11 @@ class ReservationPool:
             self._changed.notify_all()
 
     def _put(
-        self, want: dict[int, int], boot_id: str, groups: dict[int, Records], short_reason: str
+        self,
+        want: dict[int, int],
+        boot_id: str,
+        groups: dict[int, Records],
+        short_reason: Reason | NoReason,
     ) -> None:
         self._silence, self._silent_since = "", None
         self._boot_id = boot_id
@@ -233,8 +237,8 @@ class ReservationPool:
         for kv_group, held in idle.items():
             self._held[kv_group] = held[:0]
 
-    def _note_silence(self, reason: str) -> None:
-        self._silence = str(reason)
+    def _note_silence(self, reason: Reason) -> None:
+        self._silence = reason
         if self._silent_since is None:
             self._silent_since = time.monotonic()
 

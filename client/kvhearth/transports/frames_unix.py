@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 from kvhearth.wire import frames
-from kvhearth.wire.status import BareError, decode_status
+from kvhearth.wire.frames import BareError, decode_status
 
 _IDLE_MAX = 8
 _OPEN_MAX = 48

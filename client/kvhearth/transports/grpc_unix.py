@@ -11,8 +11,8 @@ import grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
-from kvhearth.wire.frames import SERVICE
-from kvhearth.wire.status import (
+from kvhearth.wire.frames import (
+    SERVICE,
     STATUS_DETAILS_KEY,
     TOKEN_KEY,
     BareError,

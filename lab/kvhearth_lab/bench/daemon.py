@@ -14,16 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from kvhearth.checksum import checksum_of
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
+from kvhearth.model import checksum_of
+from kvhearth.proto.v1 import admin_pb2, cache_pb2
 from kvhearth.results import CommitGroup
 from kvhearth.session.link import open_link
 from kvhearth.transports.base import HEARTBEAT, CacheTransport
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
+from kvhearth.wire.frames import Stub
 from kvhearth.wire.handshake import Hello
 from kvhearth_lab.harness.daemon import SERVE, Daemon, Metadata, Starter
 from kvhearth_lab.harness.engine import contract_of
@@ -78,7 +79,7 @@ class Served(Daemon):
         self.admin(_wait_quiet)
 
 
-def _wait_quiet(stub: admin_pb2_grpc.AdminServiceStub, token: Metadata) -> None:
+def _wait_quiet(stub: Stub, token: Metadata) -> None:
     end = time.monotonic() + QUIET_S
     while True:
         found = stub.Stats(admin_pb2.StatsRequest(), metadata=token, timeout=DEADLINE_S)

@@ -80,8 +80,7 @@ def local(
     those figures.
     """
     from kvhearth_lab.bench.local import run as bench
-    from kvhearth_lab.bench.local.figures import draw
-    from kvhearth_lab.bench.local.sizes import sizes_of
+    from kvhearth_lab.bench.local.figures import draw, sizes_of
 
     _check(plot)
     sizes = sizes_of(quick=quick, memory_bytes=_bytes(memory))
@@ -124,9 +123,9 @@ def peers(
     Starts its own daemons. A peer that cannot be measured is not an error:
     `skipped` gives the reason.
     """
-    from kvhearth_lab.bench.local.sizes import sizes_of
+    from kvhearth_lab.bench.local.figures import sizes_of
     from kvhearth_lab.bench.peers import run as pairs
-    from kvhearth_lab.bench.peers.figures import draw
+    from kvhearth_lab.bench.peers.run import draw
 
     _check(plot)
     sizes = sizes_of(quick=quick, memory_bytes=_bytes(memory))
@@ -137,7 +136,7 @@ def peers(
 
 def peers_tables(found: Found) -> Iterator[Table]:
     """Yield one table a peer, and one of the skipped peers and parts."""
-    from kvhearth_lab.bench.peers.figures import figure_names
+    from kvhearth_lab.bench.peers.run import figure_names
 
     for name, pair in found["peers"].items():
         if not figure_names(pair):
@@ -197,10 +196,9 @@ def ssd(
     an error: `missed` names those figures. Nor is a peer that cannot be
     measured.
     """
-    from kvhearth_lab.bench.ssd.figures import draw
+    from kvhearth_lab.bench.ssd.figures import FULL, QUICK, draw
     from kvhearth_lab.bench.ssd.peers import LMCACHE, VLLM
     from kvhearth_lab.bench.ssd.run import run
-    from kvhearth_lab.bench.ssd.sizes import FULL, QUICK
 
     _check(plot)
     peers = {LMCACHE: lmcache, VLLM: vllm}
@@ -246,9 +244,8 @@ def stalls(
     Starts its own daemons, with blocks of 64 bytes, and takes up to 4 GiB of
     memory. Missing a target is not an error: `missed` names those figures.
     """
-    from kvhearth_lab.bench.stalls.figures import draw
+    from kvhearth_lab.bench.stalls.figures import FULL, QUICK, draw
     from kvhearth_lab.bench.stalls.run import run
-    from kvhearth_lab.bench.stalls.sizes import FULL, QUICK
 
     _check(plot)
     found = {**run(QUICK if quick else FULL), "quick": quick}
@@ -327,9 +324,8 @@ def ttft(
     Starts its own daemons and up to three engines at once, of some 2 GiB each.
     A peer that cannot be measured is not an error: `skipped` gives the reason.
     """
-    from kvhearth_lab.bench.ttft.figures import draw
+    from kvhearth_lab.bench.ttft.figures import MODEL, draw, sizes_of
     from kvhearth_lab.bench.ttft.run import Given, run
-    from kvhearth_lab.bench.ttft.sizes import MODEL, sizes_of
 
     _check(plot)
     if not os.access(engine_python, os.X_OK):

@@ -21,9 +21,9 @@ import grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.proto.v1 import admin_pb2
 from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE, ATTACH_SOCKET
-from kvhearth.wire.status import ADMIN_TOKEN_KEY
+from kvhearth.wire.frames import ADMIN_TOKEN_KEY, Stub
 from kvhearth_server.config.load import ENV_PREFIX, flag_of
 
 Reply = TypeVar("Reply")
@@ -93,7 +93,7 @@ def tied(clock_file: Path | None = None) -> Starter:
     """Return a starter of a daemon that ends with this process.
 
     Args:
-        clock_file: file that its clocks follow (``harness.clock``); None for the machine's clocks.
+        clock_file: file that its clocks follow (``harness.faults``); None for the machine's clocks.
     """
     clock = str(clock_file or "")
     return module("kvhearth_lab.harness.daemon_main", str(os.getpid()), clock, "serve")
@@ -255,7 +255,7 @@ class Daemon:
         """Return the URL for clients."""
         return f"kvhearth+unix://{self.socket_dir}?{options}"
 
-    def admin(self, call: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], Reply]) -> Reply:
+    def admin(self, call: Callable[[Stub, Metadata], Reply]) -> Reply:
         """Return ``call(stub, metadata)``, made on a channel of its own.
 
         Raises:
@@ -265,16 +265,17 @@ class Daemon:
         token = (self.socket_dir / ADMIN_TOKEN_FILE).read_text()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         with grpc.insecure_channel(f"unix:{self.socket_dir / ADMIN_SOCKET}", options) as channel:
-            return call(admin_pb2_grpc.AdminServiceStub(channel), ((ADMIN_TOKEN_KEY, token),))
+            return call(Stub(channel, admin_pb2), ((ADMIN_TOKEN_KEY, token),))
 
     def stats(
         self, *, check_books: bool = True, deadline_s: float = ADMIN_S
     ) -> admin_pb2.StatsResponse:
         """Return the statistics that ``kvhearth stat`` shows; raises as ``admin``."""
         request = admin_pb2.StatsRequest(check_books=check_books)
-        return self.admin(
+        found: admin_pb2.StatsResponse = self.admin(
             lambda stub, token: stub.Stats(request, metadata=token, timeout=deadline_s)
         )
+        return found
 
     def members(self) -> list[str]:
         """Return ``engine/rank:state`` of each member of a group; raises as ``admin``."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvhearth_lab.harness.client_process import end_with
-from kvhearth_lab.harness.clock import follow
-from kvhearth_lab.harness.disk_faults import commanded
+from kvhearth_lab.harness.faults import commanded, follow
 
 
 def main(words: Sequence[str]) -> None:

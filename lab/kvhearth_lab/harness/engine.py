@@ -18,7 +18,7 @@ import numpy as np
 from kvhearth import connect
 from kvhearth.client import KVClient
 from kvhearth.contract import Contract, GroupKind, GroupSpec
-from kvhearth.copiers.base import Ticket
+from kvhearth.copiers.base import BlockFailure, Ticket
 from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, Bools, Records
@@ -90,7 +90,7 @@ class Copied:
     ok: Bools
     wrong: Bools
     checksums: U8
-    reasons: dict[str, int]
+    reasons: dict[BlockFailure, int]
     alive: bool
 
 
@@ -421,7 +421,7 @@ class Engine:
     def _judge(self, done: Copied, blocks: list[Block], where: str, seen: Seen) -> None:
         seen.failed.update(done.reasons)
         # The successor of a daemon that died meanwhile may reuse slots: no wrong byte was served.
-        if done.reasons.get("checksum_mismatch") and done.alive:
+        if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH) and done.alive:
             seen.caught.append(f"{self.engine_id}: only a checksum stopped {done.reasons}")
         for position in np.flatnonzero(done.wrong).tolist():
             block = blocks[position]

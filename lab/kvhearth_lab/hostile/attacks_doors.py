@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvhearth.url import ATTACH_SOCKET, CALLS_SOCKET, GRPC_SOCKET
-from kvhearth.wire.frames import SERVICE
-from kvhearth.wire.status import TOKEN_KEY
+from kvhearth.wire.frames import SERVICE, TOKEN_KEY
 from kvhearth_lab.hostile.attack import NOBODY, TENANT_A, Attack, Target
 from kvhearth_lab.hostile.attacks_general import HTTP, enter, knock
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth.session.attach import Session
+from kvhearth.session.link import Session
 from kvhearth.wire import frames
 from kvhearth_lab.hostile.attack import Attack, Target
 from kvhearth_lab.hostile.attacks_general import enter, frame, lookup, opened, random_keys

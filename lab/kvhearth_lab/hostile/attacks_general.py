@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvhearth.contract import TEXT_CHARS_MAX, Contract
 from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth.session.attach import Session, attach
+from kvhearth.session.link import Session, attach
 from kvhearth.url import ATTACH_SOCKET, CALLS_SOCKET, GRPC_SOCKET, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import frames

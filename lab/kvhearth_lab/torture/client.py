@@ -38,7 +38,7 @@ from kvhearth_lab.harness.engine import (
     hung,
     key_of,
 )
-from kvhearth_lab.torture.stalls import Metronome
+from kvhearth_lab.torture.report import Metronome
 
 _BEAT_S = 0.25
 _RETRY_S = 0.01

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvhearth.checksum import checksum_of
+from kvhearth.model import checksum_of
 from kvhearth_lab.torture.world_config import SLAB_BYTES, SLOT_BYTES_MIN
 from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.engine.epoch_store import FILE_NAME, RESERVE_BYTES

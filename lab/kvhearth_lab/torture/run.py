@@ -13,9 +13,8 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.torture.checks import capacity, check, finish
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.plan import Plan, SeededPlan, StepLog, recorded
-from kvhearth_lab.torture.report import Report
+from kvhearth_lab.torture.report import Metronome, Report, Stalls
 from kvhearth_lab.torture.scene import PATIENCE_S, CapacityWatch, Roots, places
-from kvhearth_lab.torture.stalls import Metronome, Stalls
 from kvhearth_lab.torture.world import UselessError, World
 
 _WARM_S = 0.4

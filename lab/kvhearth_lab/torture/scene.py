@@ -14,15 +14,14 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth.worker_thread import SupervisedThread
-from kvhearth_lab.harness.clock import set_offsets
 from kvhearth_lab.harness.daemon import Daemon, tied
 from kvhearth_lab.harness.engine import key_of
+from kvhearth_lab.harness.faults import set_offsets
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.damage import ARENA, DRIVE
 from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
-from kvhearth_lab.torture.report import Report
-from kvhearth_lab.torture.stalls import Stalls
+from kvhearth_lab.torture.report import Report, Stalls
 from kvhearth_lab.torture.world_config import ROOMY
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import FilesystemKind, filesystem_kind

@@ -1,18 +1,159 @@
-"""One world: an arena, a drive's directory, a daemon and clients, for faults and checks to act
-on.
-"""
+"""One world: an arena, a drive's directory, a daemon and clients, for faults and checks."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import subprocess
 import time
+from collections.abc import Iterator
 
-from kvhearth_lab.torture.clients import Clients
+from kvhearth_lab.harness.client_process import Client, Line
 from kvhearth_lab.torture.plan import Plan
-from kvhearth_lab.torture.report import CRASH, LOST, Report
-from kvhearth_lab.torture.scene import Places
-from kvhearth_lab.torture.stalls import Stalls, Window
+from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, WRONG, Report, Stalls, Window
+from kvhearth_lab.torture.scene import Places, Scenario
 from kvhearth_lab.torture.world_config import ROOMY
+
+_STORES_A_GO = 14
+_STORES_A_GO_PRESSED = 120
+_KNOWN_A_GO = 200
+_NUMBERS_A_LIFE = 100_000
+_TICK_S = 0.02
+_URL_OPTIONS = "call_ms=8000&lookup_ms=8000&attach_ms=8000&heartbeat_ms=200"
+
+
+class Clients(Scenario):
+    """A scene with clients."""
+
+    def __init__(self, plan: Plan, places: Places, report: Report, stalls: Stalls) -> None:
+        super().__init__(plan, places, report, stalls)
+        self.clients: list[Client] = []
+        self._lives = 0
+        self._slow: list[tuple[Client, str, float, float]] = []
+        self._pauses = 0
+
+    def traffic(self, seconds: float) -> None:
+        """Let clients work; return early if the daemon is gone."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self.daemon.dead:
+            time.sleep(min(_TICK_S, left))
+
+    def add_client(self, index: int) -> Client:
+        """Start the client with this index of the shape."""
+        model, cache = self.shape.clients[index]
+        page_bytes, shards = self.shape.models[model]
+        self._lives += 1
+        start = {
+            "url": self.daemon.url(_URL_OPTIONS),
+            "engine_id": f"e{index}",
+            "model": self.model_name(model),
+            "page_bytes": page_bytes,
+            "shards": shards,
+            "cache": cache and shards == 1,
+            "first": self._lives * _NUMBERS_A_LIFE,
+            "seed": f"{self.plan.seed}/{self.plan.number}/{self._lives}",
+        }
+        return Client(f"e{index}", self.places.folder, start, self._heard)
+
+    def start_clients(self) -> None:
+        """Start all clients, and let them work."""
+        self.clients = [self.add_client(index) for index in range(len(self.shape.clients))]
+        for each in self.clients:
+            self.go(each)
+
+    def client(self, number: int) -> Client:
+        """Return a client, by a number of the dice."""
+        return self.clients[number % len(self.clients)]
+
+    def replace(self, client: Client, *, kill: bool) -> None:
+        """End a client and start one in its place."""
+        index = self.clients.index(client)
+        if kill:
+            client.kill()
+        else:
+            client.end()
+        self.clients[index] = self.add_client(index)
+        if not self._pauses:
+            self.go(self.clients[index])
+
+    def go(self, client: Client, more: int = 0) -> None:
+        """Let a client work and store a portion of new blocks; ``more`` raises the portion even if
+        nearly all blocks that the world may store were stored.
+        """
+        attempts, clients = self.oracle.attempts(), len(self.clients)
+        left = max(0, self.shape.blocks_max - attempts) // clients
+        kept = max(0, self.shape.blocks_kept + self.shape.blocks_max - attempts) // clients
+        most = _STORES_A_GO if self.shape.keeps else _STORES_A_GO_PRESSED
+        known = self.oracle.known(client.model)
+        rng = random.Random(f"{self.plan.seed}/{self.plan.number}/{self.step}/{client.name}")
+        client.say(
+            "go",
+            stores=max(min(most, left), min(more, kept)),
+            known=rng.sample(known, min(len(known), _KNOWN_A_GO)),
+        )
+
+    def store_more(self, more: int = 0) -> None:
+        """Let all clients store further new blocks; ``more`` as for ``go``."""
+        if not self._pauses:
+            for each in self.clients:
+                self.go(each, more)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep all clients from working, after their earlier reports have arrived."""
+        self._pauses += 1
+        if self._pauses == 1:
+            asked = [(each, each.say("pause")) for each in self.clients]
+            for each, number in asked:
+                each.answer(number)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self.store_more()
+
+    def bump(self, client: Client) -> None:
+        """Bump the epoch of a client's model; its other clients restart with the new weights."""
+        with self.paused():
+            epoch, _ = self.oracle.sealed(client.model)
+            for number in range(1, 4):  # covers a lost answer
+                self.oracle.bumped(client.model, epoch + number)
+            said = client.ask("bump")
+            if said and said["epoch"] > 0:
+                self.oracle.bumped(client.model, said["epoch"])
+                self.oracle.tried(client.model, said["epoch"], [])
+            for other in list(self.clients):
+                if other is not client and other.model == client.model:
+                    self.replace(other, kill=False)
+
+    def _heard(self, client: Client, line: Line) -> None:
+        where = {**self.where, "client": client.name}
+        if "tried" in line:
+            self.oracle.tried(client.model, line["epoch"], line["tried"])
+        elif "bound" in line:
+            self.oracle.bound(client.model, line["epoch"], line["bound"])
+        elif "counts" in line:
+            self.report.count(line["counts"])
+            self._slow += [(client, name, begin, end) for name, begin, end in line["slow"]]
+        elif "late" in line:
+            begin, end = line["late"]
+            self.stalls.late(begin, end, client.name)
+        elif "wrong" in line:
+            self.report.find(WRONG, line["wrong"], where)
+        elif "caught" in line:
+            self.report.figures["checksum_failures_seen"] += 1
+            if not self.explains_checksum("client"):
+                self.report.find(CAUGHT, line["caught"], where)
+        elif "promotion_s" in line and self.drive_is_good:
+            longest = max(self.report.longest_promotion_s, line["promotion_s"])
+            self.report.longest_promotion_s = longest
+
+    def judge_slow(self) -> None:
+        """Judge slow operations, now that all windows are known."""
+        slow, self._slow = self._slow, []
+        for client, name, begin, end in slow:
+            left = end - begin - self.stalls.explained_s(begin, end, client.name)
+            self.report.stall(left, f"{client.name} {name}", self.where)
 
 
 class UselessError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +11,12 @@ from typing import Any, TypeVar
 import grpc
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
+from kvhearth.proto.v1 import admin_pb2
 from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE
-from kvhearth.wire.status import (
+from kvhearth.wire.frames import (
     ADMIN_TOKEN_KEY,
     STATUS_DETAILS_KEY,
+    Stub,
     decode_status,
     error_from_code,
 )
@@ -65,7 +65,7 @@ class AdminClient:
         ]
         target = f"unix:{self._folder / ADMIN_SOCKET}"
         self._channel = self._undo.enter_context(grpc.insecure_channel(target, options=options))
-        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._stub = Stub(self._channel, admin_pb2)
 
     def __enter__(self) -> AdminClient:
         return self
@@ -80,44 +80,44 @@ class AdminClient:
 
     def stats(self) -> admin_pb2.StatsResponse:
         """Return sizes, counts and counters."""
-        return self._ask(self._stub.Stats, admin_pb2.StatsRequest())
+        return self._ask(admin_pb2.StatsRequest(), admin_pb2.StatsResponse)
 
     def sessions(self) -> admin_pb2.ListSessionsResponse:
         """Return the attached processes."""
-        return self._ask(self._stub.ListSessions, admin_pb2.ListSessionsRequest())
+        return self._ask(admin_pb2.ListSessionsRequest(), admin_pb2.ListSessionsResponse)
 
     def leases(self) -> admin_pb2.ListLeasesResponse:
         """Return the readers' leases."""
-        return self._ask(self._stub.ListLeases, admin_pb2.ListLeasesRequest())
+        return self._ask(admin_pb2.ListLeasesRequest(), admin_pb2.ListLeasesResponse)
 
     def namespaces(self) -> admin_pb2.ListNamespacesResponse:
         """Return all namespaces."""
-        return self._ask(self._stub.ListNamespaces, admin_pb2.ListNamespacesRequest())
+        return self._ask(admin_pb2.ListNamespacesRequest(), admin_pb2.ListNamespacesResponse)
 
     def explain_contract(self, tenant: str, text: str) -> admin_pb2.ExplainContractResponse:
         """Return the namespace of a contract, and those that are near it."""
         request = admin_pb2.ExplainContractRequest(tenant=tenant, contract_json=text)
-        return self._ask(self._stub.ExplainContract, request)
+        return self._ask(request, admin_pb2.ExplainContractResponse)
 
     def explain_key(self, key: bytes) -> admin_pb2.ExplainKeyResponse:
         """Return the places of a key."""
-        return self._ask(self._stub.ExplainKey, admin_pb2.ExplainKeyRequest(key=key))
+        return self._ask(admin_pb2.ExplainKeyRequest(key=key), admin_pb2.ExplainKeyResponse)
 
     def evict(
         self, namespace: str, keep_bytes: int, tier: admin_pb2.EvictTier.ValueType
     ) -> admin_pb2.EvictResponse:
         """Remove blocks of a namespace (all 64 hex digits) down to ``keep_bytes``."""
         request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
-        return self._ask(self._stub.Evict, request)
+        return self._ask(request, admin_pb2.EvictResponse)
 
     def forget(self, namespace: str, epoch: int) -> admin_pb2.ForgetNamespaceResponse:
         """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current."""
         request = admin_pb2.ForgetNamespaceRequest(namespace=namespace, expected_epoch=epoch)
-        return self._ask(self._stub.ForgetNamespace, request)
+        return self._ask(request, admin_pb2.ForgetNamespaceResponse)
 
     def drain(self) -> admin_pb2.DrainResponse:
         """Make the daemon refuse new stores and sessions."""
-        return self._ask(self._stub.Drain, admin_pb2.DrainRequest())
+        return self._ask(admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
 
     def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
         """Return the namespace whose hex digest starts with ``name``.
@@ -142,16 +142,16 @@ class AdminClient:
             )
         raise KVHearthError(Reason.UNKNOWN_NAMESPACE, message)
 
-    def _ask(self, method: Callable[..., Reply], request: object) -> Reply:
+    def _ask(self, request: object, kind: type[Reply]) -> Reply:
+        """Make the call after which its reply's ``kind`` is named."""
+        method = getattr(self._stub, kind.__name__.removesuffix("Response"))
         self._require_socket()
         metadata = ((ADMIN_TOKEN_KEY, self._token()),)
-        return self._translated(lambda: method(request, metadata=metadata, timeout=DEADLINE_S))
-
-    def _translated(self, call: Callable[[], Reply]) -> Reply:
         try:
-            return call()
+            reply: Reply = method(request, metadata=metadata, timeout=DEADLINE_S)
         except grpc.RpcError as error:
             raise self._error(error) from None
+        return reply
 
     def _error(self, error: grpc.RpcError) -> KVHearthError:
         # The exception that a stub raises is a call too; the type of gRPC's errors does not say so.

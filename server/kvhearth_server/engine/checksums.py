@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvhearth.checksum import sum_extents
 from kvhearth.failpoints import hit
-from kvhearth.model import FLAG_VERIFY, I64, U8, U32
+from kvhearth.model import FLAG_VERIFY, I64, U8, U32, sum_extents
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine

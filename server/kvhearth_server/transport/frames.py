@@ -1,4 +1,4 @@
-"""The calls socket: CacheService calls as frames (``kvhearth.frames``), handled where they are
+"""The calls socket: CacheService calls as frames (``wire.frames``), handled where they are
 read.
 
 A call whose work needs no waiting costs no task: its reply is written before the next event. A
@@ -19,7 +19,7 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire import frames
-from kvhearth.wire.status import encode_status
+from kvhearth.wire.frames import encode_status
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, DoorShares
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Closed, Session

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvhearth.checksum import checksum_of
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import EXTENT_DTYPE, U8, Ids, Records, Tier
+from kvhearth.model import EXTENT_DTYPE, U8, Ids, Records, Tier, checksum_of
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello

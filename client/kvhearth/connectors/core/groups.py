@@ -10,8 +10,7 @@ import numpy as np
 from kvhearth.contract import Contract, GroupKind
 from kvhearth.keys import fold_key
 from kvhearth.model import I64, Bools, Tier
-from kvhearth.results import LookupResult
-from kvhearth.transfer.hit import usable_tokens
+from kvhearth.results import LookupResult, usable_tokens
 
 
 class EngineGroups:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from kvhearth.client import KVClient
 from kvhearth.connectors.core.groups import EngineGroups
-from kvhearth.results import LookupResult
-from kvhearth.transfer.hit import PromotionWait
+from kvhearth.errors import ClientReason, Reason
+from kvhearth.results import LookupResult, PromotionWait
 from kvhearth.wire.messages import absent
 from kvhearth.worker_thread import SupervisedThread
 
@@ -228,7 +228,8 @@ class LookupQueue:
         if lookup.find_key_salt is not None and lookup.result is None:
             lookup.key_salt = lookup.find_key_salt()
         if lookup.key_salt is None:
-            lookup.settle(LookupResult(0, None, {}, reason="no_adapter_digest"), session_id)
+            unknown = LookupResult(0, None, {}, reason=ClientReason.NO_ADAPTER_DIGEST)
+            lookup.settle(unknown, session_id)
             return
         prefetch, before = lookup.prefetch, lookup.result
         keys = self._groups.keys(lookup.hashes, lookup.key_salt)
@@ -270,5 +271,5 @@ class LookupQueue:
             return
         lookup.promotions = False
         if lookup.result is None:
-            nothing = LookupResult(0, None, absent({}), reason="internal")
+            nothing = LookupResult(0, None, absent({}), reason=Reason.INTERNAL)
             lookup.settle(nothing, self._client.session_id)

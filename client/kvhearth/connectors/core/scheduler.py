@@ -1,24 +1,28 @@
-"""The scheduler's half: decides about lookups, loads and stores, on one thread of the engine."""
+"""The scheduler's half: decides about lookups, loads and stores, on one thread of the engine.
+
+None of its exceptions reaches the engine's loop (``guarded``).
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from logging import DEBUG, ERROR, WARNING
+from typing import Any, TypeVar, cast
 
 from kvhearth.client import connect
-from kvhearth.connectors.core.block_refs import BlockRefs
-from kvhearth.connectors.core.counters import Counters
 from kvhearth.connectors.core.engine import (
     BlockTable,
     Context,
+    Counters,
     EngineFacts,
     PagePool,
     Request,
     Step,
 )
-from kvhearth.connectors.core.fail_open import guarded, nothing
 from kvhearth.connectors.core.groups import EngineGroups
 from kvhearth.connectors.core.load_policy import Bounds, LoadPolicy
 from kvhearth.connectors.core.load_tracker import Loads
@@ -31,10 +35,50 @@ from kvhearth.connectors.core.step_metadata import (
     StepMeta,
     WorkerReport,
 )
-from kvhearth.connectors.core.store_tracker import Stores
+from kvhearth.connectors.core.store_tracker import BlockRefs, Stores
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.contract import Contract
-from kvhearth.counters import LOGGER
+from kvhearth.counters import Warnings, log_event
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_warnings = Warnings()
+
+
+def guarded(otherwise: Callable[[], Any]) -> Callable[[MethodT], MethodT]:
+    """Make a method return ``otherwise()`` where it would raise.
+
+    The method's object must have a method ``record_failure(name)``, which counts it and raises
+    nothing.
+    """
+
+    def wrap(method: MethodT) -> MethodT:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - fail-open boundary: the engine's own loop
+                _warnings.warn(
+                    "connector.call_failed",
+                    "the engine goes on without the cache",
+                    kind=name,
+                    call=name,
+                    error=repr(error),
+                )
+                log_event(DEBUG, "connector.call_failed", "in full", trace=True, call=name)
+                self.record_failure(name)
+                return otherwise()
+
+        return cast(MethodT, call)
+
+    return wrap
+
+
+def nothing() -> None:
+    """Fallback of methods that return nothing."""
+
 
 STEPS_MAX = 64
 BLOCK_FREES_S = 1.0
@@ -58,12 +102,19 @@ def agreed(handshakes: Sequence[Handshake], problem: str = "") -> Handshake | No
     if not problem and len({one.contract for one in handshakes}) > 1:
         problem = "the ranks' pages differ, such as pipeline stages of unequal layers"
     if problem or not handshakes:
-        LOGGER.error("this engine runs without KVHearth: %s", problem or "no worker answered")
+        log_event(
+            ERROR,
+            "connector.off",
+            "this engine runs without KVHearth",
+            error=problem or "no worker answered",
+        )
         return None
     if handshakes[0].private:
-        LOGGER.warning(
+        log_event(
+            WARNING,
+            "connector.private",
             "KVHearth keeps this engine's blocks for this engine alone: its weights or its block "
-            "hashes have no identity that another one could have (docs/engines.md)"
+            "hashes have no identity that another one could have (docs/engines.md)",
         )
     return handshakes[0]
 
@@ -172,7 +223,11 @@ class SchedulerConnector:
             # not processed yet reports them.
             self._block_refs.release_all()
         else:
-            LOGGER.warning("stores did not end in time: some of the engine's blocks stay held")
+            log_event(
+                WARNING,
+                "stores.unfinished",
+                "stores did not end in time: some of the engine's blocks stay held",
+            )
 
     def _finished(self, request: Request, table: BlockTable) -> int | None:
         state = self._requests.finished(request.request_id)
@@ -295,7 +350,7 @@ class SchedulerConnector:
         does not answer.
         """
         if self._settings.on_reset != "keep" and self._loads.count:
-            LOGGER.warning("reset refused: %d loads are under way", self._loads.count)
+            log_event(WARNING, "reset.refused", "loads are under way", loads=self._loads.count)
             return False
         self._requests.forget()
         on_reset = self._settings.on_reset
@@ -307,10 +362,12 @@ class SchedulerConnector:
         if on_reset == "auto" and self._client.drop_if_alone():
             self._requests.outdate()
             return True
-        LOGGER.warning(
-            "reset: blocks in the KVHearth daemon are kept, since other engines share them or it "
-            "was told so; set on_reset=drop in %s if new weights were loaded",
-            self._settings.PLACE,
+        log_event(
+            WARNING,
+            "reset.kept_blocks",
+            "blocks in the KVHearth daemon are kept, since other engines share them or it was told "
+            "so; set on_reset=drop if new weights were loaded",
+            set_in=self._settings.PLACE,
         )
         return True
 

@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhearth.contract import Contract
+from kvhearth.copiers.base import BlockFailure
+from kvhearth.errors import ClientReason, NoReason, Reason
 from kvhearth.model import I64, U8, Bools, Records
 
+LoadFailure = Reason | ClientReason | BlockFailure
+"""Why a rank's copies of a load failed."""
 STEP_TOKENS_MIN = 256
 """Smallest step, in tokens, that is reported: smaller ones say little about the rate of a
 prefill.
@@ -145,7 +149,7 @@ class RankLoaded:
 
     bytes: int = 0
     seconds: float = 0.0
-    reason: str = ""
+    reason: LoadFailure | NoReason = ""
     bad: dict[int, Records] = field(default_factory=dict)
 
 

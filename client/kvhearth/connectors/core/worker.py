@@ -6,16 +6,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from logging import WARNING
 
 import numpy as np
 
 from kvhearth.client import KVClient, connect
-from kvhearth.connectors.core.counters import Counters
+from kvhearth.connectors.core.engine import Counters
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
     STEP_TOKENS_MIN,
     Geometry,
     Handshake,
+    LoadFailure,
     LoadJob,
     Move,
     RankLoaded,
@@ -26,8 +28,8 @@ from kvhearth.connectors.core.step_metadata import (
 )
 from kvhearth.contract import Contract
 from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
-from kvhearth.counters import LOGGER, Warnings
-from kvhearth.errors import KVHearthError
+from kvhearth.counters import Warnings, log_event
+from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Populate
@@ -73,7 +75,7 @@ class _Work:
     todo: list[int]
     mark: object = None
     flights: list[_Flight] = field(default_factory=list)
-    reason: str = ""
+    reason: LoadFailure | NoReason = ""
 
     def ended(self, wait_s: float) -> bool:
         """Whether all its copies have begun and ended, or never will."""
@@ -150,10 +152,10 @@ class WorkerConnector:
         A step without tokens waits for a load.
         """
         for request_id in meta.lost:
-            self._lost(request_id, "not_planned")
+            self._lost(request_id, ClientReason.NOT_PLANNED)
         for job in meta.loads:
             if len(self._loads) >= QUEUE_MAX or self._loading is None:
-                self._lost(job.request_id, "no_copier")
+                self._lost(job.request_id, ClientReason.NO_COPIER)
                 continue
             self._loads.append(self._work(job, self._loading))
         self._begin(self._loads, self._loading)
@@ -166,20 +168,20 @@ class WorkerConnector:
         names = [*meta.lost, *(job.request_id for job in meta.loads)]
         for request_id in names:
             if request_id not in begun and request_id not in self._loaded:
-                self._lost(request_id, "internal")
+                self._lost(request_id, Reason.INTERNAL)
 
     def lose_stores(self, meta: StepMeta) -> None:
         """Report the step's stores that did not begin as failed."""
         begun = {work.job.number for work in self._stores if isinstance(work.job, StoreJob)}
         for job in meta.stores:
             if job.number not in begun and job.number not in self._report.stored_ranks:
-                self._report_store(_Work(job, time.monotonic(), [], reason="internal"))
+                self._report_store(_Work(job, time.monotonic(), [], reason=Reason.INTERNAL))
 
     def start_stores(self, meta: StepMeta) -> None:
         """Begin to copy the blocks that this step's forward pass has filled."""
         for job in meta.stores:
             if self._storing is None or len(self._stores) >= QUEUE_MAX:
-                self._report_store(_Work(job, time.monotonic(), [], reason="no_copier"))
+                self._report_store(_Work(job, time.monotonic(), [], reason=ClientReason.NO_COPIER))
                 continue
             self._stores.append(self._work(job, self._storing))
         self._begin(self._stores, self._storing)
@@ -209,7 +211,7 @@ class WorkerConnector:
         try:
             work.mark = copier_pool.order.mark()
         except RuntimeError:
-            work.todo, work.reason = [], str(BlockFailure.COPY_FAILED)
+            work.todo, work.reason = [], BlockFailure.COPY_FAILED
         return work
 
     def _begin(self, queue: deque[_Work], copier_pool: CopierPool | None) -> None:
@@ -234,7 +236,7 @@ class WorkerConnector:
         extents, pages = move.extents[positions, shard], move.pages[positions]
         copier = copier_pool.copier(group, work.job.boot_id)
         if copier is None:
-            work.reason = work.reason or str(BlockFailure.STALE_BOOT)
+            work.reason = work.reason or BlockFailure.STALE_BOOT
             return True
         try:
             with copier_pool.order.after(work.mark):
@@ -243,12 +245,12 @@ class WorkerConnector:
                 else:
                     ticket = copier.load(work.job.boot_id, extents, pages)
         except KVHearthError:  # the copier was closed with the session
-            work.reason = work.reason or str(BlockFailure.STALE_BOOT)
+            work.reason = work.reason or BlockFailure.STALE_BOOT
             return True
         if ticket is None:
             if time.monotonic() - work.begun_at < PATIENCE_S:
                 return False
-            work.reason = work.reason or "throttled"
+            work.reason = work.reason or ClientReason.THROTTLED
             return True
         work.flights.append(_Flight(group, positions, Move(pages, extents), copier, ticket))
         return True
@@ -287,12 +289,14 @@ class WorkerConnector:
             if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
                 outcome.bad[flight.group] = flight.move.extents[~done.ok]
         if outcome.reason:
-            self._warnings.warn("load", "a load failed, it is recomputed: %s", outcome.reason)
+            self._warnings.warn(
+                "load.failed", "a load failed, it is recomputed", reason=outcome.reason
+            )
         else:
             self._failed.discard(work.job.request_id)
         self._report.loads.setdefault(work.job.request_id, []).append(outcome)
 
-    def _lost(self, request_id: str, reason: str) -> None:
+    def _lost(self, request_id: str, reason: LoadFailure) -> None:
         self._loaded.add(request_id)
         self._failed.add(request_id)
         self._report.loads.setdefault(request_id, []).append(RankLoaded(reason=reason))
@@ -326,6 +330,6 @@ class WorkerConnector:
             return
         for copier_pool in (self._loading, self._storing):
             if copier_pool is not None and not copier_pool.close(CLOSE_S):
-                LOGGER.warning("copies are still running at shutdown")
+                log_event(WARNING, "copies.left_running", "copies still run at shutdown")
         self._client.close(CLOSE_S)
         self._client = None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
+from logging import ERROR
 from typing import Any
 from weakref import WeakValueDictionary
 
 import vllm.envs
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,11 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhearth.connectors.core.fail_open import guarded, nothing
-from kvhearth.connectors.core.scheduler import SchedulerConnector
+from kvhearth.connectors.core import engine as stats
+from kvhearth.connectors.core.scheduler import SchedulerConnector, guarded, nothing
 from kvhearth.connectors.core.settings import parse_settings
 from kvhearth.connectors.core.step_metadata import Handshake, StepMeta, WorkerReport
 from kvhearth.connectors.core.worker import WorkerConnector
@@ -35,8 +41,65 @@ from kvhearth.connectors.vllm.adapter import (
     make_worker,
     step_of,
 )
-from kvhearth.connectors.vllm.metrics import HearthProm, HearthStats
-from kvhearth.counters import LOGGER
+from kvhearth.counters import LOGGER, log_event
+
+
+class HearthStats(KVConnectorStats):
+    """Counters and gauges of ``stats`` by name, in ``data``."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Clear all values."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Return the sum of both."""
+        return HearthStats(data=stats.merged(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the values for the log line."""
+        return dict(stats.summary(self.data))
+
+    def is_empty(self) -> bool:
+        """Whether there are no values."""
+        return not self.data
+
+
+class HearthProm(KVConnectorPromMetrics):
+    """The ``vllm:kvhearth_*`` metrics in the engine's ``/metrics``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._by_engine(metric_types[Counter], name, text)
+            for name, text in stats.COUNTERS.items()
+        }
+        self._gauges = {
+            name: self._by_engine(metric_types[Gauge], name, text)
+            for name, text in stats.GAUGES.items()
+        }
+
+    def _by_engine(self, kind: Any, name: str, text: str) -> dict[int, Any]:
+        metric = kind(name=f"vllm:kvhearth_{name}", documentation=text, labelnames=self._labelnames)
+        return {
+            engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts since the last call."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters and value > 0:
+                self._counters[name][engine_idx].inc(value)
+            elif name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
+
 
 BLOCKS_OUTERMOST = "BLHNC"
 HANDSHAKE_STEPS_MAX = 64
@@ -136,10 +199,12 @@ class SchedulerRole(KVHearthConnector):
         self._handshake_steps = 0
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         if policy != "recompute":
-            LOGGER.error(
-                "kv_load_failure_policy is %r: a load that fails ends its request with an error. "
-                "Set it to 'recompute'",
-                policy,
+            log_event(
+                ERROR,
+                "settings.load_failure_policy",
+                "a load that fails ends its request with an error: set kv_load_failure_policy to "
+                "'recompute'",
+                policy=policy,
             )
 
     def record_failure(self, name: str) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import xxhash
 
 from kvhearth.connectors.core.step_metadata import Geometry
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
-from kvhearth.counters import LOGGER, Warnings
+from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 
 _PIECE_BYTES = 8 << 20
@@ -73,7 +74,13 @@ def _file_digest(path: Path) -> bytes:
         kept = _load()
         if mark in kept:
             return bytes.fromhex(kept[mark])
-        LOGGER.info("reading %s once to know the weights (%d MiB)", path, facts.st_size >> 20)
+        log_event(
+            INFO,
+            "weights.reading",
+            "reading a file once to know the weights",
+            path=path,
+            mib=facts.st_size >> 20,
+        )
         digest = _read(path)
         kept[mark] = digest.hex()
         _save(kept)
@@ -113,7 +120,9 @@ def _save(kept: dict[str, str]) -> None:
         part.write_text(json.dumps(some))
         part.rename(path)
     except OSError as error:
-        LOGGER.info("the weights' digest is not remembered: %s", error)
+        log_event(
+            INFO, "weights.not_remembered", "the weights' digest is not remembered", error=error
+        )
 
 
 KINDS = {
@@ -203,25 +212,34 @@ def weights_of(
         return Weights("given" if local.is_dir() else name, given, False)
     if getattr(model_config, "model_weights", ""):
         # The weights are in an object store: vLLM has pulled only the small files into a directory.
-        LOGGER.warning(
-            "weights in an object store have no digest, their KV is kept for this engine alone. "
-            "Set 'revision' in kv_connector_extra_config to share it"
+        log_event(
+            WARNING,
+            "weights.private",
+            "weights in an object store have no digest, their KV is kept for this engine alone: "
+            "set 'revision' in kv_connector_extra_config to share it",
         )
         return Weights("object store", f"private:{run}", True)
     if local.is_dir():
         try:
             return Weights("directory", directory_digest(local), False)
         except OSError as error:
-            LOGGER.warning("the weights have no digest, nobody can share their KV: %s", error)
+            log_event(
+                WARNING,
+                "weights.private",
+                "the weights have no digest, nobody can share their KV",
+                error=error,
+            )
             return Weights("directory", f"private:{run}", True)
     revision = str(getattr(model_config, "revision", None) or "")
     if _COMMIT.fullmatch(revision):
         return Weights(name, revision, False)
-    LOGGER.warning(
-        "revision %r of %s is no commit: its KV is kept for this engine alone. Set 'revision' in "
+    log_event(
+        WARNING,
+        "weights.private",
+        "the revision is no commit, its KV is kept for this engine alone: set 'revision' in "
         "kv_connector_extra_config to share it",
-        revision,
-        name,
+        model=name,
+        revision=revision,
     )
     return Weights(name, f"private:{run}", True)
 
@@ -236,10 +254,12 @@ def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, st
     seed = os.environ.get("PYTHONHASHSEED")
     private = weak and seed is None
     if private:
-        LOGGER.warning(
-            "%s without PYTHONHASHSEED is seeded anew in each process: blocks will not be found "
-            "again after a restart. Use --prefix-caching-hash-algo sha256",
-            algorithm,
+        log_event(
+            WARNING,
+            "hashes.private",
+            "this hash without PYTHONHASHSEED is seeded anew in each process: blocks will not be "
+            "found again after a restart; use --prefix-caching-hash-algo sha256",
+            algorithm=algorithm,
         )
         text = f"private:{run}"
     else:
@@ -437,7 +457,7 @@ class Adapters:
         except OSError as error:
             with self._lock:
                 self._digests.pop(key, None)
-            self._warnings.warn("adapter", "KV of an adapter is not kept: %s", error)
+            self._warnings.warn("adapter.private", "KV of an adapter is not kept", error=error)
             return None
         with self._lock:
             if not anew:

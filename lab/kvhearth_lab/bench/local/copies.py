@@ -21,8 +21,7 @@ from kvhearth.results import CommitGroup
 from kvhearth.transfer import ReservationPool
 from kvhearth.transports.base import CacheTransport
 from kvhearth_lab.bench.daemon import Served, attached, broken, contract, empty_call, served, wire
-from kvhearth_lab.bench.local.figures import Result
-from kvhearth_lab.bench.local.sizes import BATCH, PAGE_BYTES, Sizes
+from kvhearth_lab.bench.local.figures import BATCH, PAGE_BYTES, Result, Sizes
 from kvhearth_lab.bench.report import p50, ratio_of, steps, us
 
 _MAP_HUGETLB = 0x40000

@@ -12,7 +12,7 @@ import sys
 import time
 
 from kvhearth_lab.bench.daemon import attached, broken, contract, end_child, keys_of
-from kvhearth_lab.bench.local.sizes import CROWD_CLIENTS, CROWD_KEYS, SMALL_BYTES
+from kvhearth_lab.bench.local.figures import CROWD_CLIENTS, CROWD_KEYS, SMALL_BYTES
 
 _LISTS = 64
 

@@ -25,10 +25,9 @@ from kvhearth_lab.bench.daemon import (
     store_zeros,
     wire,
 )
-from kvhearth_lab.bench.local.figures import Result
+from kvhearth_lab.bench.local.figures import KEYS, KEYS_LONG, SLAB_BYTES, SMALL_BYTES, Result, Sizes
 from kvhearth_lab.bench.local.load_client import crowd
 from kvhearth_lab.bench.local.scrapes import scrape_part
-from kvhearth_lab.bench.local.sizes import KEYS, KEYS_LONG, SLAB_BYTES, SMALL_BYTES, Sizes
 from kvhearth_lab.bench.report import p50, p99, steps, us
 
 _COMMIT_KEYS = 4096

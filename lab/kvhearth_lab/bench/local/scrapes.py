@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from kvhearth.client import KVClient
 from kvhearth_lab.bench.daemon import Served, broken, end_child, keys_of
-from kvhearth_lab.bench.local.figures import Result
-from kvhearth_lab.bench.local.sizes import CROWD_KEYS, Sizes
+from kvhearth_lab.bench.local.figures import CROWD_KEYS, Result, Sizes
 from kvhearth_lab.bench.report import median_of, p99, steps
 from kvhearth_server.config.value_types import host_and_port
 

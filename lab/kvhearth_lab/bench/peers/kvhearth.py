@@ -25,8 +25,15 @@ from kvhearth_lab.bench.daemon import (
     store_zeros,
 )
 from kvhearth_lab.bench.local.copies import CONTRACT, Bench, bench_of
-from kvhearth_lab.bench.local.figures import Result
-from kvhearth_lab.bench.local.sizes import BATCH, KEYS, PAGE_BYTES, SLAB_BYTES, SMALL_BYTES, Sizes
+from kvhearth_lab.bench.local.figures import (
+    BATCH,
+    KEYS,
+    PAGE_BYTES,
+    SLAB_BYTES,
+    SMALL_BYTES,
+    Result,
+    Sizes,
+)
 from kvhearth_lab.bench.peers.adapters.harness import (
     Plain,
     compare,

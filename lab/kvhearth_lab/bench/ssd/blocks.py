@@ -1,4 +1,7 @@
-"""The part of ``kvhearth bench ssd`` that moves 2 MiB blocks: raw and tier in turns."""
+"""The part of ``kvhearth bench ssd`` that moves 2 MiB blocks: raw and tier in turns.
+
+The tier is driven on an asyncio loop as in the daemon; how long that loop is blocked is measured.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,246 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from kvhearth_lab.bench.report import p50, p99, ratio_of, steps
-from kvhearth_lab.bench.ssd.driver import Driven, Mover, Ticker
-from kvhearth_lab.bench.ssd.figures import GB, Result
-from kvhearth_lab.bench.ssd.raw import Raw
-from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, Sizes
-from kvhearth_lab.bench.ssd.slots import Slots
+from kvhearth_lab.bench.ssd.figures import BATCH, BATCHES_OUT, BLOCK_BYTES, GB, Result, Sizes
+from kvhearth_lab.bench.ssd.raw import FAMILY, Raw, Slots, Spot, keys_of
+from kvhearth_server.tiers.base import Completion, Done, LoadBatch, Missing, StoreBatch, Throttled
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
+
+_TURN_S = 0.1
+_HOLD_S = 0.002
+_DEADLINE_S = 300.0
+_TICK_S = 0.005
+_RECENT = 64
+"""How far behind the newest store the reads in the mixed phase lag, in blocks."""
+
+_T = TypeVar("_T")
+
+
+class Ticker:
+    """A timer that measures its own lateness, which every task on the loop shares."""
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Measure during the block."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK_S)
+            self.late_s = max(self.late_s, time.perf_counter() - before - _TICK_S)
+
+
+class Driven:
+    """A tier and the task that takes its turns; use it as a context manager.
+
+    Attributes:
+        call_s, call_cpu_s: wall time of the tier's longest call, and greatest processor time of a
+            call.
+        closely: also measure processor time; that clock costs as much as some calls.
+    """
+
+    def __init__(self, tier: SsdTier) -> None:
+        self.tier = tier
+        self.call_s = self.call_cpu_s = 0.0
+        self.closely = False
+        self._out: dict[int, asyncio.Future[Completion]] = {}
+        self._put_off: deque[asyncio.Future[None]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Driven:
+        self._task = asyncio.create_task(self._turns())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _turns(self) -> None:
+        due, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self.tier.event_fd, due.set)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TURN_S):
+                        await due.wait()
+                due.clear()
+                for each in self._timed(self.tier.poll):
+                    if each.final:
+                        waiting = self._out.pop(each.ticket)
+                        if not waiting.done():  # the waiter may be cancelled, as by Ctrl-C
+                            waiting.set_result(each)
+                        self._wake_one()
+                await asyncio.sleep(0)
+        finally:
+            loop.remove_reader(self.tier.event_fd)
+
+    def _wake_one(self) -> None:
+        while self._put_off:
+            waiting = self._put_off.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+    async def put_off(self, most_s: float) -> None:
+        """Wait until a batch has ended, at most ``most_s``, as the daemon does when the tier has no
+        place.
+        """
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put_off.append(waiting)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await waiting
+
+    def _timed(self, call: Callable[[], _T]) -> _T:
+        used = time.thread_time() if self.closely else 0.0
+        start = time.perf_counter()
+        found = call()
+        self.call_s = max(self.call_s, time.perf_counter() - start)
+        if self.closely:
+            self.call_cpu_s = max(self.call_cpu_s, time.thread_time() - used)
+        return found
+
+    async def settled(self) -> None:
+        """Wait until the log is recovered."""
+        async with asyncio.timeout(_DEADLINE_S):
+            while self.tier.recovering:
+                await asyncio.sleep(_HOLD_S)
+
+    async def _through(self, submit: Callable[[], int | Throttled]) -> Completion:
+        """Submit a batch until it is accepted, and wait for its completion."""
+        while isinstance(ticket := self._timed(submit), Throttled):
+            await asyncio.sleep(max(_HOLD_S, ticket.retry_after_s))
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._out[ticket] = future
+        return await future
+
+    async def store_batch(self, batch: StoreBatch) -> Completion:
+        """Store a batch once."""
+        return await self._through(lambda: self.tier.submit_store(batch))
+
+    async def load_batch(self, batch: LoadBatch) -> Completion:
+        """Load a batch once."""
+        return await self._through(lambda: self.tier.submit_load(batch))
+
+
+class Mover:
+    """Moves blocks by their numbers, several batches at once.
+
+    Raises:
+        OSError: some were not stored or loaded.
+    """
+
+    def __init__(self, driven: Driven, slots: Slots) -> None:
+        self._driven, self._slots = driven, slots
+        self._stop = False
+        self._stored: deque[int] = deque(maxlen=_RECENT)
+
+    async def store(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
+        """Store all blocks; those without a place are offered again."""
+        left = _cut(numbers)
+        async with asyncio.timeout(_DEADLINE_S):
+            await asyncio.gather(*(self._store_some(left) for _ in range(batches)))
+
+    async def _store_some(self, left: Iterator[list[int]]) -> None:
+        while not self._stop and (numbers := next(left, None)):
+            while numbers:
+                done = await self._driven.store_batch(self._slots.store_batch(numbers))
+                put_off = done.rows(Throttled).tolist()
+                stored = done.rows(Done).tolist()
+                if len(put_off) + len(stored) != len(numbers):
+                    raise OSError(f"a store failed: {done.parts}")
+                self._stored.extend(numbers[row] for row in stored)
+                numbers = [numbers[row] for row in put_off]
+                if numbers:
+                    described = [each for each, _ in done.parts if isinstance(each, Throttled)]
+                    await self._driven.put_off(max(each.retry_after_s for each in described))
+
+    async def load(self, numbers: Iterable[int], batches: int = BATCHES_OUT) -> None:
+        """Load all blocks."""
+        left = _cut(numbers)
+        async with asyncio.timeout(_DEADLINE_S):
+            await asyncio.gather(*(self._load_some(left, place) for place in range(batches)))
+
+    async def _load_some(self, left: Iterator[list[int]], place: int) -> None:
+        for numbers in left:
+            await self._load(keys_of(numbers), place)
+
+    async def _load(self, keys: list[bytes], place: int, *, scrub: bool = False) -> int:
+        done = await self._driven.load_batch(self._slots.load_batch(keys, place, use=not scrub))
+        # The tier may still be making room.
+        there = len(keys) - len(done.rows(Missing)) * scrub
+        if len(done.rows(Done)) != there:
+            raise OSError(f"a load failed: {done.parts}")
+        return there
+
+    def spots(self, numbers: Iterable[int]) -> list[Spot]:
+        """Return the places of those blocks that the tier has."""
+        names = list(numbers)
+        found = self._driven.tier.places(FAMILY, keys_of(names))
+        return [
+            (*place, name) for place, name in zip(found, names, strict=True) if place is not None
+        ]
+
+    async def loads_among_stores(self, fresh: Iterable[int], count: int) -> list[float]:
+        """Return the seconds of each of ``count`` loads of one block, while ``fresh`` ones are
+        stored.
+        """
+        stores = asyncio.create_task(self.store(fresh))
+        times = []
+        try:
+            for _ in range(count):
+                number = self._stored[0]  # recent enough not to be evicted meanwhile
+                start = time.perf_counter()
+                await self._load(keys_of([number]), BATCHES_OUT)
+                times.append(time.perf_counter() - start)
+        finally:
+            self._stop = True
+            await stores
+            self._stop = False
+        return times
+
+    async def walk(self) -> int:
+        """Load everything that is stored, as a scrub does; returns the number of blocks."""
+        left = self._portions()
+        found = (self._load_portions(left, place) for place in range(BATCHES_OUT))
+        return sum(await asyncio.gather(*found))
+
+    def _portions(self) -> Iterator[list[bytes]]:
+        cursor, more = 0, True
+        while more:
+            cursor, step = self._driven.tier.walk(cursor, BATCH)
+            yield from (keys for _, keys in step)
+            more = cursor > 0
+
+    async def _load_portions(self, left: Iterator[list[bytes]], place: int) -> int:
+        return sum([await self._load(keys, place, scrub=True) for keys in left])
+
+
+def _cut(numbers: Iterable[int]) -> Iterator[list[int]]:
+    left = iter(numbers)
+    while some := list(itertools.islice(left, BATCH)):
+        yield some
+
 
 _IDLE_S = 1.0
 _DRAIN_S = 30.0

@@ -14,10 +14,8 @@ from typing import Any
 from kvhearth_lab.bench.peers.adapter import Adapter, PeerFailed, interpreters, seconds_of
 from kvhearth_lab.bench.peers.run import hugepages_free
 from kvhearth_lab.bench.report import ratio_of, steps
-from kvhearth_lab.bench.ssd.figures import GB, Result
-from kvhearth_lab.bench.ssd.raw import Raw
-from kvhearth_lab.bench.ssd.sizes import BLOCK_BYTES, SLOTS, Sizes
-from kvhearth_lab.bench.ssd.slots import Slots
+from kvhearth_lab.bench.ssd.figures import BLOCK_BYTES, GB, SLOTS, Result, Sizes
+from kvhearth_lab.bench.ssd.raw import Raw, Slots
 
 LMCACHE, VLLM = "lmcache", "vllm"
 _ADAPTERS = {LMCACHE: "lmcache_fs", VLLM: "vllm_fs"}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from kvhearth.url import ATTACH_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello, encode_frame
-from kvhearth_lab.harness.clock import set_offsets
 from kvhearth_lab.harness.engine import contract_of
+from kvhearth_lab.harness.faults import set_offsets
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.world_config import Shape
 

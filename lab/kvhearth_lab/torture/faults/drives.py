@@ -1,4 +1,4 @@
-"""Drives that fail, fill up, hang or are slow, on command (``harness/disk_faults``)."""
+"""Drives that fail, fill up, hang or are slow, on command (``harness/faults``)."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class DamageLog(Fault):
 class TornRecords(Fault):
     """Unacknowledged records that end at a sector boundary.
 
-    The drive holds back the completions of its writes (``harness/disk_faults``), the daemon is
+    The drive holds back the completions of its writes (``harness/faults``), the daemon is
     killed, and each record written in that time is cut at the next boundary that was dealt for its
     size.
     """

@@ -9,8 +9,8 @@ from typing import TypeVar
 from kvhearth.contract import KEY_BYTES_MAX, KEY_BYTES_MIN, Contract, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import Tier
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc
-from kvhearth.wire.status import ADMIN_TOKEN_KEY
+from kvhearth.proto.v1 import admin_pb2
+from kvhearth.wire.frames import ADMIN_TOKEN_KEY
 from kvhearth_server.core.inspection import places
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as portions
@@ -96,7 +96,7 @@ _TIERS: Mapping[int, str | None] = {
 Reply = TypeVar("Reply")
 
 
-class AdminService(admin_pb2_grpc.AdminServiceServicer):
+class AdminService:
     """Reads the engine's state; ``Evict``, ``ForgetNamespace`` and ``Drain`` change it."""
 
     def __init__(self, engine: Engine, admin_token: str) -> None:

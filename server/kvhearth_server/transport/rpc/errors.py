@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire.status import STATUS_DETAILS_KEY, encode_status
+from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport.dispatch import failure
 from kvhearth_server.transport.messages import plain_text

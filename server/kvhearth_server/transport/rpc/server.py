@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvhearth.proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
-from kvhearth.wire.frames import METHODS, SERVICE
-from kvhearth.wire.status import TOKEN_KEY
+from kvhearth.proto.v1 import admin_pb2, cache_pb2
+from kvhearth.wire.frames import SERVICE, TOKEN_KEY
 from kvhearth_server.config.model import Settings
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
@@ -28,6 +28,9 @@ from kvhearth_server.ownership import open_to_all, open_to_owner
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.errors import Context, MessageGuard, guarded, metadata_value
+
+Handler = Callable[[Any, Any], Any]
+"""Answers one call: takes its request and gRPC's context."""
 
 
 class CacheService:
@@ -47,10 +50,9 @@ class CacheService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve every method of the schema on ``server``."""
-        handlers = {name: self._handler(name) for name in METHODS}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        add_service(server, cache_pb2, self._handler, self._dispatcher.parse)
 
-    def _handler(self, name: str) -> Any:
+    def _handler(self, name: str) -> Handler:
         async def handle(request: Any, context: Context) -> Any:
             async def work() -> Any:
                 session = self.admit(context)
@@ -59,11 +61,35 @@ class CacheService:
 
             return await guarded(self._engine, context, work)
 
-        return grpc.unary_unary_rpc_method_handler(
-            handle,
-            request_deserializer=partial(self._dispatcher.parse, name),
-            response_serializer=getattr(cache_pb2, f"{name}Response").SerializeToString,
+        return handle
+
+
+def add_service(
+    server: grpc.Server | grpc.aio.Server,
+    schema: Any,
+    handler_of: Callable[[str], Handler],
+    parse: Callable[[str, bytes], Any] | None = None,
+) -> None:
+    """Serve every method of the service that the generated module ``schema`` has.
+
+    Args:
+        parse: parses a method's request; by default the schema does.
+    """
+    (service,) = schema.DESCRIPTOR.services_by_name.values()
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            handler_of(method.name),
+            request_deserializer=(
+                partial(parse, method.name)
+                if parse is not None
+                else GetMessageClass(method.input_type).FromString
+            ),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
+        for method in service.methods
+    }
+    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
 
 
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -324,7 +350,7 @@ class RpcServer:
     def _admin_server(self) -> grpc.aio.Server:
         guard = MessageGuard(self._engine, {_ADMIN: self._admin.admit})
         server = self._server(guard, _ADMIN_CONNECTIONS_MAX)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
+        add_service(server, admin_pb2, lambda name: getattr(self._admin, name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

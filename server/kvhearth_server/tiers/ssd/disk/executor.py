@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvhearth.checksum import checksum_of
 from kvhearth.failpoints import hit
+from kvhearth.model import checksum_of
 from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.disk.queues import (
     DiskQueue,

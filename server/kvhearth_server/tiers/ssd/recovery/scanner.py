@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvhearth.checksum import RunningChecksum, checksum_of
-from kvhearth.model import I64, U8, Records
+from kvhearth.model import I64, U8, Records, RunningChecksum, checksum_of
 from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import (
