@@ -262,6 +262,7 @@ SERVICE: tuple[Metric, ...] = (
                 "attach",
                 "attach_connection",
                 "garbage",
+                "keeper",
                 "grpc_door",
                 "pins",
                 "recovery",
