@@ -249,6 +249,7 @@ SERVICE: tuple[Metric, ...] = (
                 "attach",
                 "attach_connection",
                 "garbage",
+                "keeper",
                 "grpc_door",
                 "pins",
                 "recovery",
