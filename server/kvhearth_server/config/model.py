@@ -124,7 +124,9 @@ class Settings(BaseSettings):
         1024, ge=1, le=65535, description="Maximum number of pins of one namespace."
     )
     pin_ttl_max_s: Seconds = Field(86400, description="Maximum time to live of a pin.")
-    attach_timeout_s: Seconds = Field(5, gt=0, description="Time limit of an attach handshake.")
+    attach_timeout_s: Seconds = Field(
+        5, gt=0, description="Time limit of an attach handshake, and of each frame of a call."
+    )
     drain_timeout_s: Seconds = Field(
         10, description="Time limit at shutdown for calls in flight and for write-back to SSD."
     )
