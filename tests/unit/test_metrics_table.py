@@ -352,10 +352,10 @@ def test_histogram_buckets() -> None:
 
 def test_client_counters_only_rise() -> None:
     reported = Reported()
-    reported.note(1, {"a": 5})
-    reported.note(1, {"a": 5})
-    reported.note(1, {"a": 3})
-    reported.note(2, {"a": 1})
+    reported.note(1, "t", {"a": 5})
+    reported.note(1, "t", {"a": 5})
+    reported.note(1, "t", {"a": 3})
+    reported.note(2, "t", {"a": 1})
     assert reported.totals == {"a": 6}
     reported.forget(1)
     assert reported.totals == {"a": 6}
@@ -364,23 +364,31 @@ def test_client_counters_only_rise() -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_client_that_attaches_again_is_not_counted_twice(ended: bool) -> None:
     reported = Reported()
-    reported.note(1, {"a": 5})
+    reported.note(1, "t", {"a": 5})
     if ended:
         reported.forget(1)
     reported.follow(2, 1)
-    reported.note(2, {"a": 7})
+    reported.note(2, "t", {"a": 7})
     assert reported.totals == {"a": 7}
     reported.follow(4, 3)
-    reported.note(4, {"a": 1})
+    reported.note(4, "t", {"a": 1})
     assert reported.totals == {"a": 8}
 
 
 def test_names_are_bounded() -> None:
     reported = Reported()
-    reported.note(1, {'x"} 1\n': 1, "Upper": 1, "y" * 100: 1, "": 1})
+    reported.note(1, "t", {'x"} 1\n': 1, "Upper": 1, "y" * 100: 1, "": 1})
     assert not reported.totals
-    reported.note(1, {f"n{number}": 1 for number in range(2 * NAMES_MAX)})
+    reported.note(1, "t", {f"n{number}": 1 for number in range(2 * NAMES_MAX)})
     assert len(reported.totals) == NAMES_MAX
+
+
+def test_a_tenant_does_not_use_up_the_names_of_another() -> None:
+    reported = Reported()
+    reported.note(1, "t", {f"n{number}": 1 for number in range(2 * NAMES_MAX)})
+    reported.note(2, "u", {"copies_failed": 3, "n0": 1})
+    assert reported.totals["copies_failed"] == 3
+    assert reported.totals["n0"] == 2
 
 
 # -- ages --------------------------------------------------------------------------------------

@@ -130,7 +130,10 @@ class Counters:
 
 
 NAMES_MAX = 128
-"""Upper bound on the names that are summed; later ones, and no short words, are ignored."""
+"""Upper bound on a tenant's names that are summed; later ones, and no short words, are ignored.
+
+A bound of all tenants together would let one of them use up the names of the others.
+"""
 
 _ENDED_MAX = 256
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
@@ -146,15 +149,17 @@ class Reported:
 
     def __init__(self) -> None:
         self.totals: collections.Counter[str] = collections.Counter()
+        self._names: dict[str, set[str]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._ended: OrderedDict[int, dict[str, int]] = OrderedDict()
 
-    def note(self, session: int, counters: Mapping[str, int]) -> None:
+    def note(self, session: int, tenant: str, counters: Mapping[str, int]) -> None:
         """Add a heartbeat of ``session``; the caller bounds the number of ``counters``."""
+        names = self._names.setdefault(tenant, set())
         last = self._last.setdefault(session, {})
         for name, value in counters.items():
             rise = value - last.get(name, 0)
-            if rise > 0 and self._known(name):
+            if rise > 0 and _taken(name, names):
                 self.totals[name] += rise
                 last[name] = value
 
@@ -172,7 +177,9 @@ class Reported:
         while len(self._ended) > _ENDED_MAX:
             self._ended.popitem(last=False)
 
-    def _known(self, name: str) -> bool:
-        if name in self.totals:
-            return True
-        return len(self.totals) < NAMES_MAX and _NAME.fullmatch(name) is not None
+
+def _taken(name: str, names: set[str]) -> bool:
+    """Whether a tenant's name is summed; adds it to ``names`` if there is room."""
+    if name not in names and len(names) < NAMES_MAX and _NAME.fullmatch(name):
+        names.add(name)
+    return name in names
