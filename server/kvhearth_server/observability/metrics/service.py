@@ -256,7 +256,7 @@ SERVICE: tuple[Metric, ...] = (
                 "scrub",
                 "scrub_ssd",
             ),
-            *("sum", "tiering", "keeper", "trim", "verify", "watch", "watchdog"),
+            *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(
