@@ -239,6 +239,7 @@ def _limits(settings: Settings) -> Limits:
         pin_ttl_max_s=settings.pin_ttl_max_s,
         namespace_quota_bytes=settings.namespace_quota,
         eviction=settings.eviction,
+        shares=settings.tenant_shares,
     )
 
 

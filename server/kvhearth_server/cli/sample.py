@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from kvhearth_server.cli.serve import metavar
 from kvhearth_server.config.load import Settings, Shown, SsdDir, TenantSetting
 from kvhearth_server.config.value_types import format_size
+from kvhearth_server.core.shares import TenantShares
 
 _COLUMNS = 96
 _HEAD = """\
@@ -66,4 +67,4 @@ def _item(value: object) -> object:
     if isinstance(value, TenantSetting):
         uids = ",".join(map(str, value.uids))
         return f"{value.name}={uids}:{format_size(value.bytes)}"
-    return str(value) if isinstance(value, SsdDir) else value
+    return str(value) if isinstance(value, SsdDir | TenantShares) else value

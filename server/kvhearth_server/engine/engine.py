@@ -96,7 +96,6 @@ class Engine:
         self.arena = arena
         self.tiers = tuple(tiers)
         """Tiers under memory, cheapest first."""
-        self.limits = limits
         self.shell = shell
         self.counters = counters
         self.now = now
@@ -129,6 +128,11 @@ class Engine:
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of the core in force."""
+        return self.core.state.limits
 
     # -- calls -------------------------------------------------------------------------------------
 
