@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
@@ -24,6 +27,8 @@ from support.raw_door import (
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.engine import contract_of, engine_of
+from kvhearth_server.cli import app
+from kvhearth_server.cli.admin_client import AdminClient
 
 OTHER = 65534
 TENANTS = f"a={OTHER}:8MiB b={os.getuid()}:8MiB"
@@ -98,4 +103,69 @@ def test_engines_that_hold_their_stock_leave_room_for_others() -> None:
                     session.reserve(capacity // PAGE_BYTES)
             with engine_of(daemon.url(), contract_of(PAGE_BYTES), "good") as engine:
                 goes_on(engine)
+        end_well(daemon)
+
+
+# -- reload ----------------------------------------------------------------------------------------
+
+
+def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    """Return the daemon's log lines of one event."""
+    found = [json.loads(line) for line in daemon.own_lines() if line.startswith("{")]
+    return [line for line in found if line["event"] == name]
+
+
+def hang_up(daemon: Daemon, event: str) -> dict[str, Any]:
+    """Send SIGHUP and return the log line that follows it."""
+    before = len(events(daemon, event))
+    assert daemon.process is not None
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    return until(lambda: events(daemon, event)[before:], event)[0]  # type: ignore[no-any-return]
+
+
+def test_bounds_change_without_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("sessions_max: 2\nkeys_max: 100\n")
+    with (
+        running_daemon(arena=False, config=path) as daemon,
+        RawSession(daemon) as one,
+        RawSession(daemon),
+    ):
+        with pytest.raises(KVHearthError, match="too_many_sessions"):
+            RawSession(daemon)
+        path.write_text("sessions_max: 5\nkeys_max: 200\n")
+        boot_id = daemon.stats().boot_id
+        assert app.run(["config", "reload", "--socket-dir", str(daemon.socket_dir)]) == 0
+        assert capsys.readouterr().out == "changed: sessions_max\nneed a restart: keys_max\n"
+        with RawSession(daemon):
+            assert daemon.stats().boot_id == boot_id
+        (line,) = events(daemon, "admin.reload")
+        assert (line["result"], line["changed"]) == ("done", ["sessions_max"])
+
+        path.write_text("sessions_max: none\n")
+        with AdminClient(daemon.socket_dir) as admin, pytest.raises(KVHearthError) as caught:
+            admin.reload_settings()
+        assert caught.value.reason is Reason.CONFIG_INVALID
+        assert "sessions_max" in hang_up(daemon, "settings.not_reloaded")["reason"]
+
+        path.write_text("sessions_max: 5\ntenant_shares: {default: {sessions: 0-40}}\n")
+        assert hang_up(daemon, "settings.reloaded")["changed"] == ["tenant_shares"]
+        with pytest.raises(KVHearthError, match="share_exceeded"):
+            RawSession(daemon)
+        assert one.lookup([]).hit_tokens == 0
+        (share,) = [each for each in daemon.stats().shares if each.share == "sessions"]
+        assert (share.used, share.cap, share.room, share.refused) == (2, 2, 0, 1)
+
+
+def test_a_share_of_a_tenant_that_needs_a_restart_is_not_applied(tmp_path: Path) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text("{}")
+    with running_daemon(arena=False, config=path) as daemon:
+        new = f"tenants: ['a={os.getuid()}:8MiB']\ntenant_shares: {{a: {{sessions: 0-40}}}}\n"
+        path.write_text(new)
+        reason = hang_up(daemon, "settings.not_reloaded")["reason"]
+        assert "a is no tenant" in reason
+        assert "tenants changed, too" in reason
         end_well(daemon)

@@ -1,4 +1,4 @@
-"""``kvhearth config``: the settings in force, a commented sample, and a check."""
+"""``kvhearth config``: the settings in force, a commented sample, a check, and a reload."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.output import AsJson, Config, note, say_json
+from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.output import AsJson, Config, SocketDir, note, plain, say_json
 from kvhearth_server.cli.sample import sample as sample_text
 from kvhearth_server.cli.sample import settings_yaml
 from kvhearth_server.config.load import Settings, load_settings, unread_environment
 
 SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
 SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
+RELOAD_EPILOG = "Example: kvhearth config validate kvhearth.yaml && kvhearth config reload"
 VALIDATE_EPILOG = "Example: kvhearth config validate kvhearth.yaml"
 
 
@@ -66,3 +68,20 @@ def validate(
         raise KVHearthError(Reason.CONFIG_INVALID, problem)
     if not as_json:
         typer.echo("valid")
+
+
+def reload(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
+    """Make the running daemon read its settings again, from the flags, the
+    environment and the file of its start.
+
+    Prints which settings changed and hold now, and which need a restart. With
+    an invalid setting nothing changes. SIGHUP does the same.
+    """
+    with AdminClient(socket_dir) as daemon:
+        reply = daemon.reload_settings()
+    if as_json:
+        say_json(plain(reply))
+        return
+    typer.echo(f"changed: {', '.join(reply.changed) or 'nothing'}")
+    if reply.needs_restart:
+        typer.echo(f"need a restart: {', '.join(reply.needs_restart)}")

@@ -44,6 +44,15 @@ SSD_DIR_BYTES_MAX = 1 << 50
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 
+RELOADABLE = frozenset(
+    {
+        *("tenant_shares", "sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
+        *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
+    }
+)
+"""Settings that a serving daemon applies when it reads them again."""
+
+
 class Settings(BaseSettings):
     """The daemon's settings. Frozen; sizes in bytes, durations in seconds."""
 

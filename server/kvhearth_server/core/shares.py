@@ -139,6 +139,10 @@ class Shares:
         most = min(self.part(tenant, Share.LEASES).cap, max(0.0, 1 - others))
         return max(1, int(self._leases_total * most))
 
+    def leases_floor(self, tenant: str) -> int:
+        """Number of leases that others leave to a tenant."""
+        return int(self._leases_total * self.part(tenant, Share.LEASES).floor)
+
     def count_refusal(self, tenant: str, share: Share) -> None:
         """Count a refusal."""
         place = (tenant, share)

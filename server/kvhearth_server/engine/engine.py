@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -66,6 +66,14 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
+class Reloaded:
+    """Names of settings that changed: those that hold now, and those that need a restart."""
+
+    changed: list[str]
+    needs_restart: list[str]
+
+
+@dataclass(frozen=True)
 class Attached:
     """Result of an attach: the welcome, and the descriptors that the attach socket sends and then
     closes.
@@ -101,6 +109,8 @@ class Engine:
         self.now = now
         self.started_at = now()
         self.drain_begun = asyncio.Event()
+        self.reload: Callable[[], Awaitable[Reloaded]] = _nothing_to_reload
+        """Reads the settings again and applies what may change; set by the start."""
         seed = secrets.randbits(64)
         self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
         self.journal = arena.journal(self.core.state.table)
@@ -133,6 +143,10 @@ class Engine:
     def limits(self) -> Limits:
         """Bounds of the core in force."""
         return self.core.state.limits
+
+    def use(self, limits: Limits) -> None:
+        """Use other bounds from now on."""
+        self.core.state.use(limits)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -380,6 +394,10 @@ class Engine:
                 self.arena.write_catalogue(whole)
                 self._written_version = version
             self.ssd_catalogue.write(content)
+
+
+async def _nothing_to_reload() -> Reloaded:
+    return Reloaded([], [])
 
 
 def _record(journal: Journal, action: Action) -> None:

@@ -81,6 +81,11 @@ class AdminServiceStub(object):
                 request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ReloadSettings = channel.unary_unary(
+                '/kvhearth.proto.v1.AdminService/ReloadSettings',
+                request_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
+                response_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -148,6 +153,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadSettings(self, request, context):
+        """Reads the settings again, from the same sources as at the start, and applies those that may change while serving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +207,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'ReloadSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadSettings,
+                    request_deserializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsRequest.FromString,
+                    response_serializer=kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +459,33 @@ class AdminService(object):
             '/kvhearth.proto.v1.AdminService/Drain',
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             kvhearth_dot_proto_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhearth.proto.v1.AdminService/ReloadSettings',
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsRequest.SerializeToString,
+            kvhearth_dot_proto_dot_v1_dot_admin__pb2.ReloadSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

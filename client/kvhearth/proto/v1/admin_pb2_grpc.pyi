@@ -74,6 +74,12 @@ class AdminServiceStub:
     ]
     """Stops taking stores and attaches, as before a shutdown."""
 
+    ReloadSettings: grpc.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ReloadSettingsRequest,
+        kvhearth.proto.v1.admin_pb2.ReloadSettingsResponse,
+    ]
+    """Reads the settings again, from the same sources as at the start, and applies those that may change while serving."""
+
 class AdminServiceAsyncStub:
     """For operators. Every call carries the admin token (the file `admin.token` in the socket directory, readable by
     the daemon's user only) in the metadata key `kvhearth-admin-token`.
@@ -129,6 +135,12 @@ class AdminServiceAsyncStub:
         kvhearth.proto.v1.admin_pb2.DrainResponse,
     ]
     """Stops taking stores and attaches, as before a shutdown."""
+
+    ReloadSettings: grpc.aio.UnaryUnaryMultiCallable[
+        kvhearth.proto.v1.admin_pb2.ReloadSettingsRequest,
+        kvhearth.proto.v1.admin_pb2.ReloadSettingsResponse,
+    ]
+    """Reads the settings again, from the same sources as at the start, and applies those that may change while serving."""
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
     """For operators. Every call carries the admin token (the file `admin.token` in the socket directory, readable by
@@ -203,5 +215,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvhearth.proto.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.DrainResponse]]:
         """Stops taking stores and attaches, as before a shutdown."""
+
+    @abc.abstractmethod
+    def ReloadSettings(
+        self,
+        request: kvhearth.proto.v1.admin_pb2.ReloadSettingsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvhearth.proto.v1.admin_pb2.ReloadSettingsResponse, collections.abc.Awaitable[kvhearth.proto.v1.admin_pb2.ReloadSettingsResponse]]:
+        """Reads the settings again, from the same sources as at the start, and applies those that may change while serving."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
