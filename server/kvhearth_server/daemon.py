@@ -151,7 +151,8 @@ class Reloader:
             raise KVHearthError(Reason.CONFIG_INVALID, message) from None
         new, changed, restart = merged_settings(self._settings, read)
         raise_limit(new)
-        self._engine.use(_limits(new))
+        budget = new.ssd_bytes_per_day if "ssd_bytes_per_day" in changed else None
+        self._engine.use(_limits(new), budget)
         if "log_level" in changed:
             logs.configure(new.log_level, new.log_format)
         self._settings = new

@@ -144,9 +144,11 @@ class Engine:
         """Bounds of the core in force."""
         return self.core.state.limits
 
-    def use(self, limits: Limits) -> None:
-        """Use other bounds from now on."""
+    def use(self, limits: Limits, ssd_bytes_per_day: int | None = None) -> None:
+        """Use other bounds from now on, and another write budget unless it is None."""
         self.core.state.use(limits)
+        if self.tiering is not None:
+            self.tiering.use_shares(ssd_bytes_per_day)
 
     # -- calls -------------------------------------------------------------------------------------
 

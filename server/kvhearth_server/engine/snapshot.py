@@ -291,6 +291,24 @@ def take_shares(engine: Engine) -> list[ShareNow]:
         most = int(books.capacity * cap)
         room = most - books.reserved - books.quarantined
         found.append(_share(engine, tenant, Share.RESERVED, books.reserved, 0, most, room))
+    return found + _ssd_shares(engine)
+
+
+def _ssd_shares(engine: Engine) -> list[ShareNow]:
+    """Return each tenant's part of the SSD tier and, if there is a write budget, of that."""
+    if engine.tiering is None:
+        return []
+    found = list[ShareNow]()
+    uses = engine.tiering.tier.tenants_use(engine.core.state.shares.tenants)
+    for tenant, use in uses.items():
+        room = use.capacity_bytes - use.bytes
+        numbers = use.bytes, use.floor_bytes, use.capacity_bytes, room
+        found.append(_share(engine, tenant, Share.SSD, *numbers))
+        if use.writes_cap_bytes:
+            of_writes = use.writes_bytes, use.writes_floor_bytes, use.writes_cap_bytes
+            found.append(
+                _share(engine, tenant, Share.SSD_WRITES, *of_writes, use.writes_room_bytes)
+            )
     return found
 
 
