@@ -24,6 +24,7 @@ from support.raw_door import (
     goes_on,
     raw_contract,
 )
+from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_paced
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.engine import contract_of, engine_of
@@ -103,6 +104,30 @@ def test_engines_that_hold_their_stock_leave_room_for_others() -> None:
                     session.reserve(capacity // PAGE_BYTES)
             with engine_of(daemon.url(), contract_of(PAGE_BYTES), "good") as engine:
                 goes_on(engine)
+        end_well(daemon)
+
+
+@as_root
+def test_the_stores_of_one_tenant_leave_the_blocks_of_the_other_on_ssd(tmp_path: Path) -> None:
+    """200 of 200 blocks were pushed off the drive."""
+    ssd = {"ssd_dirs": [f"{tmp_path / 'log'}=80MiB"], **SSD}
+    tenants = f"a={OTHER}:8MiB b={os.getuid()}:12MiB"
+    with running_daemon(arena=False, memory="20MiB", tenants=tenants, **ssd) as daemon:
+        with contextlib.ExitStack() as held:
+            good = held.enter_context(engine_of(daemon.url(), CONTRACT, "good"))
+            good.wait_ready()
+            with as_tenant_a(daemon):
+                flooding = held.enter_context(engine_of(daemon.url(), CONTRACT, "flood"))
+                flooding.wait_ready()
+            ours = new_keys(200)
+            store_paced(good, daemon, ours)
+            saved(daemon, len(ours))
+            store_paced(flooding, daemon, new_keys(2000))
+            assert daemon.stats().ssd.counters["segments_reclaimed"] > 30
+            assert fetch_all(good, ours) == ours
+            found = {(each.tenant, each.share): each for each in daemon.stats().shares}
+            assert found["b", "ssd"].used < found["b", "ssd"].floor
+            assert found["a", "ssd"].used > found["a", "ssd"].floor
         end_well(daemon)
 
 
