@@ -182,6 +182,20 @@ def test_bounds_change_without_a_restart(
         assert one.lookup([]).hit_tokens == 0
         (share,) = [each for each in daemon.stats().shares if each.share == "sessions"]
         assert (share.used, share.cap, share.room, share.refused) == (2, 2, 0, 1)
+        contract = tmp_path / "contract.json"
+        contract.write_text(raw_contract().to_json())
+        where = ["--socket-dir", str(daemon.socket_dir)]
+        capsys.readouterr()
+        assert app.run(["explain", str(contract), *where]) == 0
+        said = capsys.readouterr().out
+        assert "refused: tenant default uses 2 sessions and has room for 0" in said
+        assert app.run(["stat", *where]) == 0
+        (row,) = [
+            line.split()
+            for line in capsys.readouterr().out.splitlines()
+            if "sessions  " in line and "default" in line
+        ]
+        assert row == ["default", "sessions", "2", "0", "2", "0", "1"]
 
 
 def test_a_share_of_a_tenant_that_needs_a_restart_is_not_applied(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -22,6 +24,8 @@ from kvhearth_server.cli.output import (
 )
 
 _BAR_COLUMNS = 30
+_COUNTS = frozenset({"sessions", "namespaces", "leases"})
+"""Shares that are numbers; all others are bytes."""
 
 
 def reasons(found: admin_pb2.SsdStats) -> list[str]:
@@ -90,7 +94,9 @@ EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, the SSD tier, and every counter since the start."""
+    """Show memory by segment, tenants' shares, the SSD tier, and every counter
+    since the start.
+    """
     with AdminClient(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:
@@ -100,6 +106,8 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     out.print(summary_stats(found))
     out.print()
     out.print(segments(found))
+    out.print()
+    out.print(shares(found.shares))
     out.print()
     if found.HasField("ssd"):
         out.print(summary(found.ssd))
@@ -124,6 +132,17 @@ def summary_stats(found: admin_pb2.StatsResponse) -> Table:
             ("hits", f"{percent(hits, asked)} of {asked} keys"),
         ]
     )
+
+
+def shares(found: Iterable[admin_pb2.ShareStats]) -> Table:
+    """Return a table with one row for each tenant and resource."""
+    heads = ("tenant", "share", "used", "floor", "cap", "room", "refused")
+    shown = table(*heads, right=heads[2:])
+    for part in found:
+        write = str if part.share in _COUNTS else size
+        numbers = (part.used, part.floor, part.cap, part.room)
+        row(shown, part.tenant, part.share, *map(write, numbers), str(part.refused))
+    return shown
 
 
 def segments(found: admin_pb2.StatsResponse) -> Table:
