@@ -196,6 +196,16 @@ def test_nobodys_empty_namespaces_go_for_another_tenant_while_within_the_floor()
     assert rig.state.shares.accounts[Share.NAMESPACES].used("a") == 6
 
 
+@pytest.mark.parametrize("share", ["namespaces", "contract_bytes"])
+def test_who_is_at_its_cap_makes_nobody_else_lose_a_namespace(share: str) -> None:
+    rig = two_tenants(f"a={share}:0-1", f"b={share}:0", namespaces_max=400)
+    for number in range(5):
+        rig.leave(rig.attach(numbered(100 + number), tenant="b", engine_id=f"e{number}"))
+    _, error = attach_until_refused(rig, "a")
+    assert error.details["share"] == share
+    assert rig.state.shares.accounts[Share.NAMESPACES].used("b") == 5
+
+
 def test_a_tenant_over_its_floor_makes_room_for_one_below() -> None:
     rig = two_tenants(namespaces_max=8)
     for number in range(6):

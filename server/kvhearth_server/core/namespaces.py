@@ -98,8 +98,9 @@ class Namespaces:
             return found
         size = len(contract.to_json())
         while (short := self._short(tenant, size)) is not None:
-            if not self._make_room(tenant, short):
-                raise self._refusal(tenant, size, short)
+            need = 1 if short is Share.NAMESPACES else size
+            if not self._make_room(tenant, short, need):
+                raise self._refusal(tenant, short, need)
         number, epoch = self._free_number(), self.epoch_floor
         made = Namespace(number, digest, tenant, contract, epoch, quota_bytes=self._quota_bytes)
         self._add(made)
@@ -149,7 +150,7 @@ class Namespaces:
             return Share.NAMESPACES
         return Share.CONTRACT_BYTES if self._contracts.room(tenant) < size else None
 
-    def _make_room(self, tenant: str, short: Share) -> bool:
+    def _make_room(self, tenant: str, short: Share, need: int) -> bool:
         """Forget an empty namespace: of the tenant that is furthest over its floor, or its own.
 
         Nobody's namespaces within the floor are forgotten for others: their copies on slower tiers
@@ -157,7 +158,7 @@ class Namespaces:
         """
         account = self._shares.accounts[short]
         over = {t: account.used(t) - account.floor(t) for t in self._tenants()}
-        if account.used(tenant) >= account.cap(tenant):
+        if account.used(tenant) + need > account.cap(tenant):
             over = {}  # others' namespaces would not help
         donors = {t: amount for t, amount in over.items() if amount > 0}
         donors.setdefault(tenant, 0)
@@ -167,9 +168,8 @@ class Namespaces:
     def _tenants(self) -> Iterable[str]:
         return {space.tenant for space in self._by_number.values()}
 
-    def _refusal(self, tenant: str, size: int, short: Share) -> KVHearthError:
+    def _refusal(self, tenant: str, short: Share, need: int) -> KVHearthError:
         account = self._shares.accounts[short]
-        need = 1 if short is Share.NAMESPACES else size
         if account.used_total + need <= account.total:
             return self._shares.refusal(tenant, short)
         return KVHearthError(
