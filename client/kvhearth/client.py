@@ -129,7 +129,12 @@ def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, R
     return {group: flat[np.isin(flat["slot"], slots)] for group, slots in lease.slots.items()}
 
 
-_SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
+_SHORT = frozenset(
+    {
+        *(Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.SHARE_EXCEEDED),
+        Reason.STOCK_CAP,
+    }
+)
 """Bounds that leave nothing to reserve: the answer of a full cache, not a failure."""
 
 

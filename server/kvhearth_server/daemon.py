@@ -11,24 +11,26 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvhearth_server.config.load import Settings
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
-from kvhearth_server.engine.engine import Engine, EngineLimits
+from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
+from kvhearth_server.observability import logs
 from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import StartBar, get_logger
@@ -53,11 +55,15 @@ _SUMMED = (
 """Counters that the last log line of a run shows."""
 _TRIM_PAUSE_S = 0.25
 _KEEP_PAUSE_S = 1.0
+_RELOAD_S = 10.0
 _log = get_logger("kvhearth.daemon")
 
 
 def run(
-    settings: Settings, plan: ArenaPlan | None = None, kinds: Sequence[TierKind] | None = None
+    settings: Settings,
+    plan: ArenaPlan | None = None,
+    kinds: Sequence[TierKind] | None = None,
+    again: Callable[[], Settings] | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status.
 
@@ -65,6 +71,7 @@ def run(
         settings: the operator's settings.
         plan: an arena that settings cannot describe; by default the settings describe it.
         kinds: kinds of tiers, cheapest first; fault injection passes its own.
+        again: reads the settings again, from the sources of the start; by default they stay.
 
     Raises:
         KVHearthError: the error that keeps the daemon from starting (memory, arena, sockets).
@@ -78,7 +85,7 @@ def run(
     try:
         tiers = open_tiers(settings, arena, kinds)
         try:
-            return asyncio.run(_serve(settings, arena, tiers))
+            return asyncio.run(_serve(settings, arena, tiers, again or (lambda: settings)))
         finally:
             for tier in tiers:
                 tier.close()
@@ -87,19 +94,81 @@ def run(
 
 
 def _tell_hangup(_: int, __: FrameType | None) -> None:
-    """Log and ignore SIGHUP: operators send it to reload settings, and dying of it would cost the
+    """Log and ignore a SIGHUP before or after the daemon serves: dying of it would cost the
     cache.
     """
-    _log.warning("daemon.hangup", message="SIGHUP reloads nothing: restart to change settings")
+    _log.warning("daemon.hangup", message="SIGHUP reloads nothing now: the daemon does not serve")
 
 
-async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int:
+class Reloader:
+    """Reads the settings again and applies those that may change while the daemon serves.
+
+    Args:
+        settings: those in force.
+        again: reads them again; may wait for a file.
+        engine: serves under them.
+    """
+
+    def __init__(self, settings: Settings, again: Callable[[], Settings], engine: Engine) -> None:
+        self._settings, self._again, self._engine = settings, again, engine
+        self._busy = asyncio.Lock()
+        self._hung_up = asyncio.Event()
+
+    def hangup(self) -> None:
+        """Take note of a SIGHUP; several before the next reload are one."""
+        _log.warning("daemon.hangup", message="SIGHUP: the settings are read again")
+        self._hung_up.set()
+
+    async def follow(self) -> None:
+        """Reload after each SIGHUP, for as long as the task lives."""
+        while True:
+            await self._hung_up.wait()
+            self._hung_up.clear()
+            with contextlib.suppress(KVHearthError):  # it is in the log
+                await self.reload()
+
+    async def reload(self) -> Reloaded:
+        """Read the settings and apply the changes, all or none.
+
+        Raises:
+            KVHearthError: ``config_invalid``; everything stays as it was.
+        """
+        async with self._busy:
+            try:
+                done = await self._reload()
+            except KVHearthError as error:
+                _log.error("settings.not_reloaded", reason=error.message)
+                raise
+        _log.info("settings.reloaded", changed=done.changed, needs_restart=done.needs_restart)
+        return done
+
+    async def _reload(self) -> Reloaded:
+        try:
+            async with asyncio.timeout(_RELOAD_S):
+                read = await asyncio.to_thread(self._again)
+        except TimeoutError:
+            message = f"the settings could not be read within {_RELOAD_S:g} s; try again"
+            raise KVHearthError(Reason.CONFIG_INVALID, message) from None
+        new, changed, restart = merged_settings(self._settings, read)
+        raise_limit(new)
+        budget = new.ssd_bytes_per_day if "ssd_bytes_per_day" in changed else None
+        self._engine.use(_limits(new), budget)
+        if "log_level" in changed:
+            logs.configure(new.log_level, new.log_format)
+        self._settings = new
+        return Reloaded(changed, restart)
+
+
+async def _serve(
+    settings: Settings, arena: Arena, tiers: Sequence[Tier], again: Callable[[], Settings]
+) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(loop)
     supervisor = Supervisor(counters)
+    _follow_hangups(Reloader(settings, again, engine), engine, supervisor)
     background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
@@ -132,6 +201,8 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(end):
             await _settled(engine, background)  # calls made while the sockets closed
+    loop.remove_signal_handler(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, _tell_hangup)  # the loop leaves the default, which is to die
     await supervisor.stop()
     background.close()
     if engine.tiering is not None:
@@ -155,6 +226,13 @@ def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number.name)
     return found
+
+
+def _follow_hangups(reloader: Reloader, engine: Engine, supervisor: Supervisor) -> None:
+    """Reload the settings at each SIGHUP, and when an operator asks for it."""
+    engine.reload = reloader.reload
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.hangup)
+    supervisor.spawn("reload", reloader.follow)
 
 
 def _summary(engine: Engine) -> dict[str, object]:
@@ -254,6 +332,7 @@ def _limits(settings: Settings) -> Limits:
         pin_ttl_max_s=settings.pin_ttl_max_s,
         namespace_quota_bytes=settings.namespace_quota,
         eviction=settings.eviction,
+        shares=settings.tenant_shares,
     )
 
 

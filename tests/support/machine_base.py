@@ -265,6 +265,7 @@ class MachineBase(RuleBasedStateMachine):
             at_bound = {
                 Reason.TOO_MANY_SESSIONS: self.state.groups.sessions >= self.limits.sessions_max,
                 Reason.TOO_MANY_NAMESPACES: len(self.state.namespaces) >= NAMESPACES,
+                Reason.SHARE_EXCEEDED: self._others_floors_bind(tenant),
             }
             if not at_bound.get(error.reason):
                 raise
@@ -276,6 +277,19 @@ class MachineBase(RuleBasedStateMachine):
         self.clients.append(
             Client(session.number, session, engine, session.group, made, rank, rank == 0, boot_id)
         )
+
+    def _others_floors_bind(self, tenant: str) -> bool:
+        """Whether other tenants' unused floors leave the tenant no session or no namespace."""
+        if len(self.tenants) < 2:
+            return False
+        spaces = [space.tenant for space in self.state.namespaces]
+        attached = [group.tenant for group in self.state.groups for _ in group.attached]
+        for most, used in ((self.limits.sessions_max, attached), (NAMESPACES, spaces)):
+            floor = most // (2 * len(self.tenants))
+            kept = sum(max(0, floor - used.count(t)) for t in self.tenants if t != tenant)
+            if len(used) < most <= len(used) + kept:
+                return True
+        return False
 
     def _goes_quiet(self, client: Client) -> None:
         """Record that the process no longer writes and maps nothing."""

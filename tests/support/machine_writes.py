@@ -167,6 +167,12 @@ class WritingRules(MachineBase):
         if reason is Reason.STOCK_CAP:
             held = group.stock_bytes + group.quarantined_bytes
             assert held + block > STOCK_FRACTION * books.capacity
+        elif reason is Reason.SHARE_EXCEEDED:
+            others = [g for g in self.state.groups if g.segment == group.segment and g is not group]
+            assert any(each.stock_bytes for each in others), "a lone engine has no share"
+            held = group.stock_bytes + group.quarantined_bytes
+            free = int(HELD_FRACTION * books.capacity) - books.reserved - books.quarantined
+            assert held + block > free - block
         elif reason is Reason.HELD_CAP:
             assert books.bound + block > HELD_FRACTION * books.capacity
         elif reason is Reason.QUOTA_EXCEEDED:

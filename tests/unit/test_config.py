@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.cli.config import settings_yaml
 from kvhearth_server.config.load import (
     SOCKET_PATH_BYTES_MAX,
     Settings,
@@ -16,9 +17,11 @@ from kvhearth_server.config.load import (
     TenantSetting,
     flag_of,
     load_settings,
+    merged_settings,
     parse_tenant,
     unread_environment,
 )
+from kvhearth_server.config.model import RELOADABLE
 from kvhearth_server.config.value_types import (
     format_duration_s,
     format_size,
@@ -111,6 +114,46 @@ def test_defaults_are_valid_and_frozen() -> None:
     assert settings.grpc_socket == Path("/run/kvhearth/grpc.sock")
     with pytest.raises(ValueError, match="frozen"):
         settings.memory = 1
+
+
+def test_what_may_change_is_merged_and_the_rest_is_told() -> None:
+    running = Settings(sessions_max=10, keys_max=7)
+    read = Settings(sessions_max=20, keys_max=8, log_level="debug")
+    new, changed, restart = merged_settings(running, read)
+    assert new == Settings(sessions_max=20, keys_max=7, log_level="debug")
+    assert (changed, restart) == (["sessions_max", "log_level"], ["keys_max"])
+    assert merged_settings(new, new) == (new, [], [])
+    assert Settings.model_fields.keys() >= RELOADABLE
+
+
+def test_shares_are_read_as_a_mapping_and_as_text(tmp_path: Path) -> None:
+    tenants = "a=1:128MiB b=2:128MiB"
+    text = Settings(tenants=tenants, tenant_shares="default=sessions:10 b=sessions:20-60,ssd:30")
+    path = tmp_path / "k.yaml"
+    path.write_text("tenant_shares: {default: {sessions: 10}, b: {sessions: 20-60, ssd: 30}}")
+    assert load_settings({"tenants": tenants}, path) == text
+    path.write_text(settings_yaml(text))
+    assert load_settings({}, path) == text
+
+
+@pytest.mark.parametrize(
+    ("shares", "wrong"),
+    [
+        ("default=sessions:20-10", "sessions: '20-10' is no part"),
+        ("default=sessions:101", "sessions: '101' is no part"),
+        ("default=cpu:10", "'cpu' is no resource; use sessions, namespaces"),
+        ("default=ssd:10-20", "ssd: has a floor only"),
+        ("default=reserved:10", "reserved: has a cap only"),
+        ("nobody=sessions:10", "tenant_shares: nobody is no tenant; use default"),
+        ("A=sessions:10", "is no row of shares"),
+        ({"default": 5}, "'default': write TENANT: {sessions: 20-60"),
+        ({"default": {"sessions": True}}, "sessions: True is no part"),
+    ],
+)
+def test_shares_that_cannot_be(shares: object, wrong: str) -> None:
+    with pytest.raises(KVHearthError) as caught:
+        load_settings({"tenant_shares": shares})
+    assert wrong in caught.value.message
 
 
 def test_every_setting_is_described() -> None:

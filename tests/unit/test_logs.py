@@ -237,5 +237,5 @@ def test_events_are_keys_that_the_operations_page_lists() -> None:
     section = page.partition("\n## Log\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     cells = "".join(row[1] for row in rows if len(row) == 6)  # the others list fields
-    by_verb = {"admin.evict", "admin.forget", "admin.drain"}
+    by_verb = {"admin.evict", "admin.forget", "admin.drain", "admin.reload"}
     assert set(re.findall(r"`([^`]+)`", cells)) == events | by_verb

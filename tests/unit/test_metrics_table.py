@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
+from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, ShareNow, Snapshot, SsdNow
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -105,6 +105,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
         "eviction_ages": ages,
+        "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
     }
     return Snapshot(**(values | changes))
 

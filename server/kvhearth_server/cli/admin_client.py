@@ -119,6 +119,10 @@ class AdminClient:
         """Make the daemon refuse new stores and sessions."""
         return self._ask(admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
 
+    def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
+        """Make the daemon read its settings again."""
+        return self._ask(admin_pb2.ReloadSettingsRequest(), admin_pb2.ReloadSettingsResponse)
+
     def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
         """Return the namespace whose hex digest starts with ``name``.
 

@@ -95,6 +95,7 @@ def build() -> typer.Typer:
     )
     settings.command("show", epilog=config.SHOW_EPILOG)(config.show)
     settings.command("sample", epilog=config.SAMPLE_EPILOG)(config.sample)
+    settings.command("reload", epilog=config.RELOAD_EPILOG)(config.reload)
     settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
     app.add_typer(settings, name="config")
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)

@@ -1,4 +1,4 @@
-"""``kvhearth config``: the settings in force, a commented sample, and a check."""
+"""``kvhearth config``: the settings in force, a commented sample, a check, and a reload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.output import AsJson, Config, note, say_json
+from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.output import AsJson, Config, SocketDir, note, plain, say_json
 from kvhearth_server.cli.serve import metavar
 from kvhearth_server.config.load import (
     Settings,
@@ -22,6 +23,7 @@ from kvhearth_server.config.load import (
     unread_environment,
 )
 from kvhearth_server.config.value_types import format_size
+from kvhearth_server.core.shares import TenantShares
 
 _COLUMNS = 96
 _HEAD = """\
@@ -72,11 +74,12 @@ def _item(value: object) -> object:
     if isinstance(value, TenantSetting):
         uids = ",".join(map(str, value.uids))
         return f"{value.name}={uids}:{format_size(value.bytes)}"
-    return str(value) if isinstance(value, SsdDir) else value
+    return str(value) if isinstance(value, SsdDir | TenantShares) else value
 
 
 SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
 SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
+RELOAD_EPILOG = "Example: kvhearth config validate kvhearth.yaml && kvhearth config reload"
 VALIDATE_EPILOG = "Example: kvhearth config validate kvhearth.yaml"
 
 
@@ -128,3 +131,20 @@ def validate(
         raise KVHearthError(Reason.CONFIG_INVALID, problem)
     if not as_json:
         typer.echo("valid")
+
+
+def reload(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
+    """Make the running daemon read its settings again, from the flags, the
+    environment and the file of its start.
+
+    Prints which settings changed and hold now, and which need a restart. With
+    an invalid setting nothing changes. SIGHUP does the same.
+    """
+    with AdminClient(socket_dir) as daemon:
+        reply = daemon.reload_settings()
+    if as_json:
+        say_json(plain(reply))
+        return
+    typer.echo(f"changed: {', '.join(reply.changed) or 'nothing'}")
+    if reply.needs_restart:
+        typer.echo(f"need a restart: {', '.join(reply.needs_restart)}")

@@ -141,4 +141,7 @@ def serve(context: typer.Context, config: Path | None = None, **flags: object) -
     # gRPC.
     from kvhearth_server import daemon
 
-    raise typer.Exit(daemon.run(settings, kinds=context.obj))
+    def again() -> Settings:
+        return load_settings(given(flags), config)
+
+    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again))

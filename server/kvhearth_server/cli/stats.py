@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,6 +33,8 @@ from kvhearth_server.cli.output import (
 )
 
 _BAR_COLUMNS = 30
+_COUNTS = frozenset({"sessions", "namespaces", "leases"})
+"""Shares that are numbers; all others are bytes."""
 
 
 def _reasons(found: admin_pb2.SsdStats) -> list[str]:
@@ -98,14 +100,16 @@ STAT_EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, the SSD tier, and every counter since the start."""
+    """Show memory by segment, tenants' shares, the SSD tier, and every counter
+    since the start.
+    """
     with AdminClient(socket_dir) as daemon:
         found = daemon.stats()
     if as_json:
         say_json(plain(found))
         return
     out = console()
-    parts = [_daemon(found), _segments(found)]
+    parts = [_daemon(found), _segments(found), _shares(found.shares)]
     if found.HasField("ssd"):
         parts += [_ssd(found.ssd), _directories(found.ssd)]
     for part in parts:
@@ -128,6 +132,17 @@ def _daemon(found: admin_pb2.StatsResponse) -> Table:
             ("hits", f"{percent(hits, asked)} of {asked} keys"),
         ]
     )
+
+
+def _shares(found: Iterable[admin_pb2.ShareStats]) -> Table:
+    """Return a table with one row for each tenant and resource."""
+    heads = ("tenant", "share", "used", "floor", "cap", "room", "refused")
+    shown = table(*heads, right=heads[2:])
+    for part in found:
+        write = str if part.share in _COUNTS else size
+        numbers = (part.used, part.floor, part.cap, part.room)
+        row(shown, part.tenant, part.share, *map(write, numbers), str(part.refused))
+    return shown
 
 
 def _segments(found: admin_pb2.StatsResponse) -> Table:

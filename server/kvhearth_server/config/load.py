@@ -17,7 +17,12 @@ from pydantic_settings import EnvSettingsSource
 
 from kvhearth import failpoints as faults
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config.model import ENV_PREFIX, SOCKET_PATH_BYTES_MAX, Settings
+from kvhearth_server.config.model import (
+    ENV_PREFIX,
+    RELOADABLE,
+    SOCKET_PATH_BYTES_MAX,
+    Settings,
+)
 from kvhearth_server.config.value_types import Shown, SsdDir, TenantSetting, parse_tenant
 
 WRONG_CHARS_MAX = 400
@@ -108,6 +113,7 @@ __all__ = [
     "TenantSetting",
     "flag_of",
     "load_settings",
+    "merged_settings",
     "parse_tenant",
     "unread_environment",
 ]
@@ -161,6 +167,30 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
         message = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
         raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(message)))
     return settings
+
+
+def merged_settings(running: Settings, read: Settings) -> tuple[Settings, list[str], list[str]]:
+    """Return the running settings with what may change of those that were read again, the names of
+    these changes, and the names of changes that need a restart.
+
+    Raises:
+        KVHearthError: ``CONFIG_INVALID``: what may change does not fit what needs a restart first.
+    """
+    names = [n for n in Settings.model_fields if getattr(running, n) != getattr(read, n)]
+    changed = [name for name in names if name in RELOADABLE]
+    restart = [name for name in names if name not in RELOADABLE]
+    values = {name: getattr(running, name) for name in Settings.model_fields}
+    values |= {name: getattr(read, name) for name in changed}
+    try:
+        return Settings(**values), changed, restart
+    except ValidationError as error:
+        wrong = "; ".join(
+            str(line.get("ctx", {}).get("error", line["msg"])) for line in error.errors()
+        )
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            one_line(f"{wrong}; restart, because {', '.join(restart)} changed, too"),
+        ) from None
 
 
 def unread_environment() -> list[str]:

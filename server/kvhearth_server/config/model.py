@@ -21,6 +21,7 @@ from kvhearth_server.config.value_types import (
     SsdDirs,
     Tenants,
     TenantSetting,
+    TenantSharesRows,
     Uids,
     directory,
     format_size,
@@ -29,6 +30,7 @@ from kvhearth_server.config.value_types import (
     lower,
     on_or_off,
 )
+from kvhearth_server.core.shares import problems_of
 
 ENV_PREFIX = "KVHEARTH_"
 ATTACH_SOCKET_NAME = "attach.sock"
@@ -42,6 +44,15 @@ MIB = 1 << 20
 SSD_SEGMENT_BYTES_LEAST = 64 << 10
 SSD_DIR_BYTES_MAX = 1 << 50
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
+
+
+RELOADABLE = frozenset(
+    {
+        *("tenant_shares", "sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
+        *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
+    }
+)
+"""Settings that a serving daemon applies when it reads them again."""
 
 
 class Settings(BaseSettings):
@@ -91,6 +102,14 @@ class Settings(BaseSettings):
     )
     allow_uids: Uids = Field(
         (), description="User ids of the default tenant, in addition to the daemon's own."
+    )
+    tenant_shares: TenantSharesRows = Field(
+        (),
+        description="Parts of the daemon's bounds that others leave a tenant (FLOOR), and the most "
+        "it may have (CAP), in percent; in YAML also {tenant: {resource: FLOOR-CAP}}. Resources: "
+        "sessions, namespaces, contract_bytes, leases, reserved, ssd, ssd_writes. The row "
+        "'default' is for other tenants. By default the floors are one half of everything, in "
+        "equal parts. Reloadable.",
     )
     held_fraction_max: float = Field(
         0.8,
@@ -306,7 +325,8 @@ class Settings(BaseSettings):
             )
         if self.tenants and self.allow_uids:
             problems.append("allow_uids: is for the default tenant only; name the uids in tenants")
-        return problems
+        served = names or [DEFAULT_TENANT_NAME]
+        return problems + [f"tenant_shares: {p}" for p in problems_of(self.tenant_shares, served)]
 
     def _ssd_problems(self) -> list[str]:
         if not self.ssd_dirs:

@@ -112,5 +112,6 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     if slots is None:
         return False
     del group.leased_at[lease_id]
+    state.ledger.segments[group.segment].leases -= 1
     unhold(state, group.segment, ascending(slots))
     return True

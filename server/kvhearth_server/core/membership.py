@@ -13,6 +13,7 @@ from kvhearth_server.core.actions import Catalogue, Mark
 from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.holds import drop_lease
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, require
 
@@ -57,14 +58,17 @@ class Membership:
         Raises:
             KVHearthError: ``too_many_sessions``, ``bad_contract``, ``bad_message``,
                 ``contract_mismatch`` (naming the fields), ``rank_taken``, ``stale_incarnation``,
-                ``too_many_namespaces``.
+                ``too_many_namespaces``, ``share_exceeded``.
         """
         state = self._state
+        sessions = state.shares.accounts[Share.SESSIONS]
         require(
-            state.groups.sessions < state.limits.sessions_max,
+            sessions.used_total < sessions.total,
             Reason.TOO_MANY_SESSIONS,
-            f"{state.limits.sessions_max} sessions are attached; raise sessions_max or end some",
+            f"{sessions.total} sessions are attached; raise sessions_max or end some",
         )
+        if sessions.room(joining.tenant) < 1:
+            raise state.shares.refusal(joining.tenant, Share.SESSIONS)
         self._check_shape(joining)
         version = state.namespaces.version
         group = state.groups.open_group(joining.tenant, joining.engine_id)
@@ -88,6 +92,7 @@ class Membership:
             self._check_place(group, namespace, joining)
         member = Member(joining.session, joining.rank, joining.scheduler, joining.mapped)
         state.groups.join(group, member)
+        sessions.add(joining.tenant, 1)
         if state.namespaces.version != version:
             state.actions.append(Catalogue())
         return Joined(group, namespace)
@@ -104,6 +109,7 @@ class Membership:
         member = group.members[session]
         if member.state is not MemberState.ATTACHED:
             return
+        self._state.shares.accounts[Share.SESSIONS].add(group.tenant, -1)
         quiet = finished or not member.mapped
         member.state = MemberState.DRAINED if quiet else MemberState.GONE
         if not group.ended and (member.scheduler or not group.attached):

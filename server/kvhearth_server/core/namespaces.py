@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvhearth.contract import Contract, differences, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.shares import Share, Shares
 
 
 @dataclass
@@ -42,15 +43,24 @@ class Namespaces:
         count_max: int,
         quota_bytes: int | None = None,
         forgotten: Callable[[int], None] = lambda number: None,
+        shares: Shares | None = None,
     ) -> None:
-        """Make an empty catalogue; ``forgotten`` gets the number of each forgotten namespace."""
+        """Make an empty catalogue; ``forgotten`` gets the number of each forgotten namespace.
+
+        ``shares`` are the tenants' parts, allotted by the caller; by default nobody has one.
+        """
         self._forgotten = forgotten
-        self._count_max = min(count_max, NUMBER_MAX)
+        if shares is None:
+            shares = Shares()
+            most = {Share.NAMESPACES: min(count_max, NUMBER_MAX), Share.SESSIONS: 0}
+            shares.allot((), {**most, Share.CONTRACT_BYTES: CONTRACT_BYTES_MAX})
+        self._shares = shares
+        self._counted = shares.accounts[Share.NAMESPACES]
+        self._contracts = shares.accounts[Share.CONTRACT_BYTES]
         self._quota_bytes = quota_bytes
         self._by_digest: dict[bytes, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
         self._next = 1
-        self._contract_bytes = 0
         self.version = 0
         self.epoch_floor = 1
         """First epoch of a new namespace: above the epoch of every forgotten one, so that an engine
@@ -78,17 +88,17 @@ class Namespaces:
         """Return the namespace of a tenant's contract, made if new.
 
         Raises:
-            KVHearthError: ``too_many_namespaces`` if the catalogue is full of namespaces in use.
+            KVHearthError: ``too_many_namespaces`` if the catalogue is full of namespaces in use,
+                ``share_exceeded`` if the tenant's part of it is.
         """
         digest = namespace_digest(tenant, contract)
         if found := self._by_digest.get(digest):
             return found
-        while not self._has_room(contract):
-            if not self.forget_one():
-                raise KVHearthError(
-                    Reason.TOO_MANY_NAMESPACES,
-                    f"{len(self)} namespaces are in use; evict one or raise namespaces_max",
-                )
+        size = len(contract.to_json())
+        while (short := self._short(tenant, size)) is not None:
+            need = 1 if short is Share.NAMESPACES else size
+            if not self._make_room(tenant, short, need):
+                raise self._refusal(tenant, short, need)
         number, epoch = self._free_number(), self.epoch_floor
         made = Namespace(number, digest, tenant, contract, epoch, quota_bytes=self._quota_bytes)
         self._add(made)
@@ -132,14 +142,44 @@ class Namespaces:
         ]
         return sorted(pairs, key=lambda pair: (len(pair[1]), pair[0].number))[:count_max]
 
-    def _has_room(self, contract: Contract) -> bool:
-        size = self._contract_bytes + len(contract.to_json())
-        return len(self._by_number) < self._count_max and size <= CONTRACT_BYTES_MAX
+    def _short(self, tenant: str, size: int) -> Share | None:
+        """The bound that keeps a tenant from a namespace with a contract of ``size`` bytes."""
+        if self._counted.room(tenant) < 1:
+            return Share.NAMESPACES
+        return Share.CONTRACT_BYTES if self._contracts.room(tenant) < size else None
+
+    def _make_room(self, tenant: str, short: Share, need: int) -> bool:
+        """Forget an empty namespace: of the tenant that is furthest over its floor, or its own.
+
+        Nobody's namespaces within the floor are forgotten for others: their copies on slower tiers
+        would be lost.
+        """
+        account = self._shares.accounts[short]
+        over = {t: account.used(t) - account.floor(t) for t in self._tenants()}
+        if account.used(tenant) + need > account.cap(tenant):
+            over = {}  # others' namespaces would not help
+        donors = {t: amount for t, amount in over.items() if amount > 0}
+        donors.setdefault(tenant, 0)
+        ordered = sorted(donors, key=lambda each: -donors[each])
+        return any(self._forget_of(each) for each in ordered)
+
+    def _tenants(self) -> Iterable[str]:
+        return {space.tenant for space in self._by_number.values()}
+
+    def _refusal(self, tenant: str, short: Share, need: int) -> KVHearthError:
+        account = self._shares.accounts[short]
+        if account.used_total + need <= account.total:
+            return self._shares.refusal(tenant, short)
+        return KVHearthError(
+            Reason.TOO_MANY_NAMESPACES,
+            f"{len(self)} namespaces are in use; evict one or raise namespaces_max",
+        )
 
     def _add(self, namespace: Namespace) -> None:
         self._by_digest[namespace.digest] = namespace
         self._by_number[namespace.number] = namespace
-        self._contract_bytes += len(namespace.contract.to_json())
+        self._counted.add(namespace.tenant, 1)
+        self._contracts.add(namespace.tenant, len(namespace.contract.to_json()))
         self._next = max(self._next, namespace.number + 1)
 
     def _free_number(self) -> int:
@@ -153,12 +193,21 @@ class Namespaces:
         return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
 
     def forget_one(self) -> bool:
-        """Make room: forget a namespace without blocks and engines; False if there is none."""
+        """Forget a namespace without blocks and engines; False if there is none."""
+        return any(self._forget_of(tenant) for tenant in self._tenants())
+
+    def _forget_of(self, tenant: str) -> bool:
         for space in self._by_number.values():
-            if not space.blocks and not space.groups and not space.used_bytes:
+            if (
+                space.tenant == tenant
+                and not space.blocks
+                and not space.groups
+                and not space.used_bytes
+            ):
                 del self._by_number[space.number]
                 del self._by_digest[space.digest]
-                self._contract_bytes -= len(space.contract.to_json())
+                self._counted.add(tenant, -1)
+                self._contracts.add(tenant, -len(space.contract.to_json()))
                 self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
                 self.version += 1
                 self._forgotten(space.number)

@@ -17,8 +17,14 @@ from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.ledger import Ledger
 from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
-from kvhearth_server.core.namespaces import Namespace, Namespaces
+from kvhearth_server.core.namespaces import (
+    CONTRACT_BYTES_MAX,
+    NUMBER_MAX,
+    Namespace,
+    Namespaces,
+)
 from kvhearth_server.core.policies import PolicySet
+from kvhearth_server.core.shares import Share, Shares, TenantShares
 from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -48,6 +54,7 @@ class Limits:
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
     eviction: str = "s3fifo"
+    shares: tuple[TenantShares, ...] = ()
 
 
 class CoreState:
@@ -56,7 +63,6 @@ class CoreState:
     def __init__(
         self, geometry: Geometry, limits: Limits, generation: U32, hash_seed: int = 0
     ) -> None:
-        self.limits = limits
         self.table = SlotTable(geometry, generation)
         self.actions: list[Action] = []
         self.pools = [
@@ -68,17 +74,32 @@ class CoreState:
         self.writeback_queue = WritebackQueue(self.table, self.count)
         self.lower_tier: LowerTier | None = None
         self.policies = PolicySet(limits.eviction, geometry.slot_count, limits.namespaces_max)
+        self.shares = Shares([s.tenant for s in geometry.segments])
         self.namespaces = Namespaces(
-            limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop
+            limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop, self.shares
         )
         self.groups = Groups()
         self.ledger = Ledger(self.table)
+        self.use(limits)
         self.events = EventLog()
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
         self.clock = 0
         self.sequence = 0
         self.release_epoch = 0
+
+    def use(self, limits: Limits) -> None:
+        """Set the bounds, at the start or while serving; what exceeds them stays until it ends."""
+        self.limits = limits
+        totals = {
+            Share.SESSIONS: limits.sessions_max,
+            Share.NAMESPACES: min(limits.namespaces_max, NUMBER_MAX),
+            Share.CONTRACT_BYTES: CONTRACT_BYTES_MAX,
+            Share.LEASES: limits.sessions_max * limits.leases_max,
+        }
+        self.shares.allot(limits.shares, totals)
+        for tenant, segment in self.segment_of.items():
+            self.ledger.segments[segment].leases_max = self.shares.leases_max(tenant)
 
     def _slab_sized(self, slab: int, slot_bytes: int) -> None:
         self.actions.append(SlabSized(slab, slot_bytes))

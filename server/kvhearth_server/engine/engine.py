@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -65,6 +65,14 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
+class Reloaded:
+    """Names of settings that changed: those that hold now, and those that need a restart."""
+
+    changed: list[str]
+    needs_restart: list[str]
+
+
+@dataclass(frozen=True)
 class Attached:
     """Result of an attach: the welcome, and descriptors that the attach socket sends and closes."""
 
@@ -93,12 +101,13 @@ class Engine:
         self.arena = arena
         self.tiers = tuple(tiers)
         """Tiers under memory, cheapest first."""
-        self.limits = limits
         self.shell = shell
         self.counters = counters
         self.now = now
         self.started_at = now()
         self.drain_begun = asyncio.Event()
+        self.reload: Callable[[], Awaitable[Reloaded]] = _nothing_to_reload
+        """Reads the settings again and applies what may change; set by the start."""
         seed = secrets.randbits(64)
         self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
         self.journal = arena.journal(self.core.state.table)
@@ -129,6 +138,17 @@ class Engine:
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of the core in force."""
+        return self.core.state.limits
+
+    def use(self, limits: Limits, ssd_bytes_per_day: int | None = None) -> None:
+        """Use other bounds from now on, and another write budget unless it is None."""
+        self.core.state.use(limits)
+        if self.tiering is not None:
+            self.tiering.use_shares(ssd_bytes_per_day)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -374,6 +394,10 @@ class Engine:
                 self.arena.write_catalogue(whole)
                 self._written_version = version
             self.ssd_catalogue.write(content)
+
+
+async def _nothing_to_reload() -> Reloaded:
+    return Reloaded([], [])
 
 
 def _record(journal: Journal, action: Action) -> None:

@@ -5,13 +5,14 @@ long work (evict, forget, check) in portions, so that the loop serves requests i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import __version__
 from kvhearth_server.core.check_books import BooksError
+from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
@@ -174,6 +175,22 @@ class NamespaceNow:
 
 
 @dataclass(frozen=True)
+class ShareNow:
+    """A tenant's part of a resource, in the resource's units.
+
+    ``room`` is what the tenant could still take now, as far as its share is concerned.
+    """
+
+    tenant: str
+    share: str
+    used: int
+    floor: int
+    cap: int
+    room: int
+    refused: int
+
+
+@dataclass(frozen=True)
 class SsdNow:
     """The SSD tier.
 
@@ -190,8 +207,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier. The last five fields
-    are the daemon's own objects, to be read at once.
+    """State of the daemon at one moment. ``ssd`` is None without such a tier. The five fields
+    before ``shares`` are the daemon's own objects, to be read at once.
     """
 
     version: str
@@ -217,6 +234,7 @@ class Snapshot:
     reported: Mapping[str, int]
     timings: CallTimings
     eviction_ages: Histogram
+    shares: Sequence[ShareNow] = ()
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -254,7 +272,53 @@ def take_snapshot(engine: Engine) -> Snapshot:
         reported=engine.reported.totals,
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
+        shares=take_shares(engine),
     )
+
+
+def take_shares(engine: Engine) -> list[ShareNow]:
+    """Return each tenant's part of each resource; call on the loop."""
+    state = engine.core.state
+    shares, found = state.shares, list[ShareNow]()
+    for tenant in shares.tenants:
+        books = state.ledger.segments[state.segment_of[tenant]]
+        for share, account in shares.accounts.items():
+            numbers = account.used(tenant), account.floor(tenant), account.cap(tenant)
+            found.append(_share(engine, tenant, share, *numbers, account.room(tenant)))
+        most, floor = books.leases_max, shares.leases_floor(tenant)
+        found.append(
+            _share(engine, tenant, Share.LEASES, books.leases, floor, most, most - books.leases)
+        )
+        cap = shares.part(tenant, Share.RESERVED).cap * state.limits.held_fraction_max
+        most = int(books.capacity * cap)
+        room = most - books.reserved - books.quarantined
+        found.append(_share(engine, tenant, Share.RESERVED, books.reserved, 0, most, room))
+    return found + _ssd_shares(engine)
+
+
+def _ssd_shares(engine: Engine) -> list[ShareNow]:
+    """Return each tenant's part of the SSD tier and, if there is a write budget, of that."""
+    if engine.tiering is None:
+        return []
+    found = list[ShareNow]()
+    uses = engine.tiering.tier.tenants_use(engine.core.state.shares.tenants)
+    for tenant, use in uses.items():
+        room = use.capacity_bytes - use.bytes
+        numbers = use.bytes, use.floor_bytes, use.capacity_bytes, room
+        found.append(_share(engine, tenant, Share.SSD, *numbers))
+        if use.writes_cap_bytes:
+            of_writes = use.writes_bytes, use.writes_floor_bytes, use.writes_cap_bytes
+            found.append(
+                _share(engine, tenant, Share.SSD_WRITES, *of_writes, use.writes_room_bytes)
+            )
+    return found
+
+
+def _share(
+    engine: Engine, tenant: str, share: Share, used: int, floor: int, cap: int, room: int
+) -> ShareNow:
+    refused = engine.core.state.shares.refused.get((tenant, share), 0)
+    return ShareNow(tenant, str(share), used, floor, cap, max(0, room), refused)
 
 
 def take_ssd(engine: Engine) -> SsdNow | None:

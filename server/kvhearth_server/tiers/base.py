@@ -365,6 +365,40 @@ class Offer:
     settled: bool = False
 
 
+@dataclass(frozen=True)
+class TierShares:
+    """Tenants' parts of a tier that they share.
+
+    Attributes:
+        owner_of: names the tenant whose lookups can find blocks of a namespace and weights epoch;
+            empty if none can any more.
+        floors: part of the capacity that others leave a tenant, 0 to 1.
+        write_floors: part of the write budget that others leave a tenant, 0 to 1.
+    """
+
+    owner_of: Callable[[bytes, int], str]
+    floors: Mapping[str, float]
+    write_floors: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TenantUse:
+    """A tenant's use of a tier, in bytes.
+
+    ``bytes`` on the drives of ``capacity_bytes``, of which ``floor_bytes`` are left to it;
+    ``writes_bytes`` of its ``writes_floor_bytes`` in the write budget are spent, and
+    ``writes_room_bytes`` could be written now; both are 0 without a budget.
+    """
+
+    bytes: int
+    floor_bytes: int
+    capacity_bytes: int
+    writes_bytes: int
+    writes_floor_bytes: int
+    writes_cap_bytes: int
+    writes_room_bytes: int
+
+
 class Tier(Protocol):
     """A place for blocks. All calls come from one thread.
 
@@ -448,6 +482,19 @@ class Tier(Protocol):
     def take_offers(self) -> list[Offer]:
         """Return new offers of blocks that the tier drops next; the last tier makes none."""
         return []
+
+    # -- shares ------------------------------------------------------------------------------------
+
+    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
+        """Keep these parts for tenants from now on.
+
+        Args:
+            bytes_per_day: a new write budget, 0 for no bound; None keeps the present one.
+        """
+
+    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
+        """Return the use by tenant; empty for a tier that tenants do not share by parts."""
+        return {}
 
     # -- status ------------------------------------------------------------------------------------
 

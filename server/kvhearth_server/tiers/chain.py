@@ -36,9 +36,11 @@ from kvhearth_server.tiers.base import (
     Outcome,
     Refusal,
     StoreBatch,
+    TenantUse,
     Throttled,
     Tier,
     TierFigures,
+    TierShares,
     gather,
 )
 
@@ -425,6 +427,15 @@ class TierChain(Tier):
         for tier in self._tiers:
             evicted += tier.take_evicted()
         return evicted
+
+    # -- shares ------------------------------------------------------------------------------------
+
+    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
+        for tier in self._tiers:
+            tier.use_shares(shares, bytes_per_day)
+
+    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
+        return next(filter(None, (tier.tenants_use(tenants) for tier in self._tiers)), {})
 
     # -- status ------------------------------------------------------------------------------------
 

@@ -23,7 +23,13 @@ from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as portions
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.snapshot import SegmentNow, SsdNow, Where, take_snapshot
+from kvhearth_server.engine.snapshot import (
+    SegmentNow,
+    ShareNow,
+    SsdNow,
+    Where,
+    take_snapshot,
+)
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.transport.messages import plain_text
 
@@ -150,6 +156,7 @@ class Stats:
     ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
     counters: dict[str, int]
     client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
+    shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
 
 
 @dataclass(frozen=True)
@@ -254,6 +261,15 @@ class Drained:
     draining: bool
 
 
+@dataclass(frozen=True)
+class Reload:
+    """Settings that changed when they were read again."""
+
+    boot_id: str
+    changed: Annotated[list[str], Field(description="They hold now.")]
+    needs_restart: Annotated[list[str], Field(description="They hold after a restart only.")]
+
+
 def message_of(kind: type[MessageT], report: object, **more: object) -> MessageT:
     """Return a report as a message: each field from the attribute of its name, or from ``more``."""
     return kind(**{**_values(kind.DESCRIPTOR, report, more), **more})
@@ -303,6 +319,7 @@ def stats(engine: Engine) -> Stats:
         ssd=_ssd(now.ssd),
         counters=engine.counters.snapshot(),
         client_counters=dict(now.reported),
+        shares=list(now.shares),
     )
 
 
@@ -445,6 +462,13 @@ class Actions:
             digest = _digest(namespace)
             epoch = details["epoch"] = await portions.forget(self.engine, digest, expected_epoch)
         return Bumped(self.engine.boot_id, epoch)
+
+    async def reload(self, peer: str) -> Reload:
+        """Read the settings again and apply those that may change while serving."""
+        with audited("reload", self.door, peer) as details:
+            done = await self.engine.reload()
+            details |= {"changed": done.changed, "needs_restart": done.needs_restart}
+        return Reload(self.engine.boot_id, done.changed, done.needs_restart)
 
     def drain(self, peer: str) -> Drained:
         """Accept no more stores and attaches, as before a shutdown."""

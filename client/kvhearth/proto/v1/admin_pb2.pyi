@@ -237,6 +237,43 @@ class SsdStats(google.protobuf.message.Message):
 global___SsdStats = SsdStats
 
 @typing.final
+class ShareStats(google.protobuf.message.Message):
+    """A tenant's part of a resource, in the resource's units."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    USED_FIELD_NUMBER: builtins.int
+    FLOOR_FIELD_NUMBER: builtins.int
+    CAP_FIELD_NUMBER: builtins.int
+    ROOM_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    share: builtins.str
+    used: builtins.int
+    floor: builtins.int
+    """What others leave the tenant, and the most that it may use."""
+    cap: builtins.int
+    room: builtins.int
+    """What the tenant could still take now."""
+    refused: builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        share: builtins.str = ...,
+        used: builtins.int = ...,
+        floor: builtins.int = ...,
+        cap: builtins.int = ...,
+        room: builtins.int = ...,
+        refused: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cap", b"cap", "floor", b"floor", "refused", b"refused", "room", b"room", "share", b"share", "tenant", b"tenant", "used", b"used"]) -> None: ...
+
+global___ShareStats = ShareStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -269,6 +306,7 @@ class StatsResponse(google.protobuf.message.Message):
     PINS_FIELD_NUMBER: builtins.int
     BOOKS_ERROR_FIELD_NUMBER: builtins.int
     SSD_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     version: builtins.str
     uptime_s: builtins.float
@@ -290,6 +328,8 @@ class StatsResponse(google.protobuf.message.Message):
     def ssd(self) -> global___SsdStats:
         """Absent without an SSD tier."""
 
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareStats]: ...
     def __init__(
         self,
         *,
@@ -306,9 +346,10 @@ class StatsResponse(google.protobuf.message.Message):
         pins: builtins.int = ...,
         books_error: builtins.str = ...,
         ssd: global___SsdStats | None = ...,
+        shares: collections.abc.Iterable[global___ShareStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ssd", b"_ssd", "ssd", b"ssd"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ssd", b"_ssd", "blocks", b"blocks", "books_error", b"books_error", "boot_id", b"boot_id", "counters", b"counters", "draining", b"draining", "groups", b"groups", "leases", b"leases", "pins", b"pins", "segments", b"segments", "sessions", b"sessions", "ssd", b"ssd", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ssd", b"_ssd", "blocks", b"blocks", "books_error", b"books_error", "boot_id", b"boot_id", "counters", b"counters", "draining", b"draining", "groups", b"groups", "leases", b"leases", "pins", b"pins", "segments", b"segments", "sessions", b"sessions", "shares", b"shares", "ssd", b"ssd", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ssd", b"_ssd"]) -> typing.Literal["ssd"] | None: ...
 
 global___StatsResponse = StatsResponse
@@ -512,12 +553,17 @@ class ExplainContractResponse(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     EXISTS_FIELD_NUMBER: builtins.int
     NEAREST_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     namespace: builtins.str
     exists: builtins.bool
     @property
     def nearest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceDifference]:
         """Nearest first, at most 8."""
+
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareStats]:
+        """Of the tenant that was asked for."""
 
     def __init__(
         self,
@@ -526,8 +572,9 @@ class ExplainContractResponse(google.protobuf.message.Message):
         namespace: builtins.str = ...,
         exists: builtins.bool = ...,
         nearest: collections.abc.Iterable[global___NamespaceDifference] | None = ...,
+        shares: collections.abc.Iterable[global___ShareStats] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "exists", b"exists", "namespace", b"namespace", "nearest", b"nearest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "exists", b"exists", "namespace", b"namespace", "nearest", b"nearest", "shares", b"shares"]) -> None: ...
 
 global___ExplainContractResponse = ExplainContractResponse
 
@@ -799,3 +846,40 @@ class DrainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id"]) -> None: ...
 
 global___DrainResponse = DrainResponse
+
+@typing.final
+class ReloadSettingsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReloadSettingsRequest = ReloadSettingsRequest
+
+@typing.final
+class ReloadSettingsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    CHANGED_FIELD_NUMBER: builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: builtins.int
+    boot_id: builtins.str
+    @property
+    def changed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Settings that have changed and hold now."""
+
+    @property
+    def needs_restart(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Settings that have changed and hold after a restart only."""
+
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.str = ...,
+        changed: collections.abc.Iterable[builtins.str] | None = ...,
+        needs_restart: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "changed", b"changed", "needs_restart", b"needs_restart"]) -> None: ...
+
+global___ReloadSettingsResponse = ReloadSettingsResponse

@@ -14,11 +14,12 @@ from kvhearth.model import I64, Bools
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.shares import Share
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import BlockSpec, Evicted, Kind, Tier
+from kvhearth_server.tiers.base import BlockSpec, Evicted, Kind, Tier, TierShares
 from kvhearth_server.tiers.chain import TierChain
 
 LOOK_S = 0.25
@@ -128,6 +129,17 @@ class Tiering:
         """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = True
         core.state.lower_tier = self
+        self.use_shares()
+
+    def use_shares(self, bytes_per_day: int | None = None) -> None:
+        """Give the tenants their present parts of the tiers; see ``Tier.use_shares``."""
+        shares = self._core.state.shares
+        floors, write_floors = (
+            {tenant: shares.part(tenant, share).floor for tenant in shares.tenants}
+            for share in (Share.SSD, Share.SSD_WRITES)
+        )
+        parts = TierShares(self._names.owner, floors, write_floors)
+        self.tier.use_shares(parts, bytes_per_day)
 
     # -- what lookups ask --------------------------------------------------------------------------
 

@@ -51,13 +51,24 @@ class BlockNaming:
         # A forgotten namespace's number may belong to another one by now.
         return found if found is not None and self.name(found) == name else None
 
-    def is_current(self, family: BlockSpec) -> bool:
-        """Whether a lookup could name blocks of a tier's family now."""
+    def owner(self, name: bytes, epoch: int) -> str:
+        """Return the tenant that could find blocks of an epoch in the namespace that the tier knows
+        as ``name``; "" if none can.
+        """
+        found = self._found(name)
+        return found.tenant if found is not None and found.epoch == epoch else ""
+
+    def _found(self, name: bytes) -> Namespace | None:
+        """Return the namespace that the tier knows as ``name``, even if it was never asked for."""
         version = self._core.state.namespaces.version
-        if family.namespace not in self._numbers and self._numbered != version:
+        if name not in self._numbers and self._numbered != version:
             self._number_all()
             self._numbered = version
-        found = self.namespace(family.namespace)
+        return self.namespace(name)
+
+    def is_current(self, family: BlockSpec) -> bool:
+        """Whether a lookup could name blocks of a tier's family now."""
+        found = self._found(family.namespace)
         if found is None or family.group >= len(found.contract.groups):
             return False
         return self.family(found, family.group) == family

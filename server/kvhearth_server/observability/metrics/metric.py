@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, Snapshot, SsdNow
+from kvhearth_server.engine.snapshot import (
+    NamespaceNow,
+    SegmentNow,
+    ShareNow,
+    Snapshot,
+    SsdNow,
+)
 from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.timings import Histogram
 
@@ -98,6 +104,11 @@ def of_segments(get: Callable[[SegmentNow], float]) -> Read:
 def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
     """Return a reader of one sample for each namespace that is shown."""
     return lambda now: [((each.name,), get(each)) for each in now.namespaces]
+
+
+def of_shares(get: Callable[[ShareNow], float]) -> Read:
+    """Return a reader of one sample for each tenant and resource."""
+    return lambda now: [((each.tenant, each.share), get(each)) for each in now.shares]
 
 
 def reported(names: Mapping[str, str]) -> Read:

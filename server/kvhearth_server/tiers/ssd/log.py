@@ -149,6 +149,9 @@ class LogDirectory:
     Attributes:
         ready: the next segments in their order; the first pages of some are still being written.
         sealing: number of segments that are full but not wholly written.
+        carry_share: largest share of a segment for hot blocks that are carried.
+        keep_share: largest share of a segment for blocks that are carried because others leave
+            their tenant this part of the tier.
         ahead, ahead_until: recent maximum of ``sealing``, and the time until which it counts.
     """
 
@@ -156,6 +159,7 @@ class LogDirectory:
     file_worker: FileWorker
     count_max: int
     carry_share: float
+    keep_share: float = 0.0
     open: Segment | None = None
     ready: deque[Segment] = field(default_factory=deque)
     sealing: int = 0
@@ -166,8 +170,14 @@ class LogDirectory:
 
     @property
     def carry_pages(self) -> int:
-        """Pages of an open segment that are kept for carried blocks."""
+        """Most pages of hot blocks that are carried from a segment."""
         return int(self.directory.segment_bytes // PAGE_BYTES * self.carry_share)
+
+    @property
+    def keep_pages(self) -> int:
+        """Pages of an open segment that are kept for carried blocks."""
+        share = max(self.carry_share, self.keep_share)
+        return int(self.directory.segment_bytes // PAGE_BYTES * share)
 
     def closed(self, now: float) -> None:
         """Count a segment that is full but not wholly written yet."""
@@ -185,7 +195,7 @@ class LogDirectory:
 
     def kept_pages(self, *, carried: bool) -> int:
         """Return the pages of the open segment that a new or carried block must leave free."""
-        return 0 if carried or self.ready else self.carry_pages
+        return 0 if carried or self.ready else self.keep_pages
 
     @property
     def over_capacity(self) -> bool:
@@ -349,6 +359,20 @@ class Log:
             segment.promised += take * records
             count -= take
         return runs
+
+    def place_is_coming(self, pages: int, records: int) -> bool:
+        """Whether no carried block of this size finds a place now, but one will soon: the first
+        page of a directory's next segment is being written.
+        """
+        coming = False
+        for log_dir in self.log_dirs:
+            if log_dir.directory.writable and log_dir.directory.health.may_write(self._clock()):
+                if log_dir.open is not None and log_dir.open.room_for(pages, records):
+                    return False
+                if log_dir.ready and log_dir.ready[0].state is SegmentState.OPEN:
+                    return False
+                coming |= bool(log_dir.ready)
+        return coming
 
     def _writable(
         self, log_dir: LogDirectory, pages: int, records: int, carried: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +32,11 @@ from kvhearth_server.tiers.base import (
     Offer,
     Refusal,
     StoreBatch,
+    TenantUse,
     Throttled,
     Tier,
     TierFigures,
+    TierShares,
     check_places,
 )
 from kvhearth_server.tiers.ssd.assembly import Environment, build
@@ -143,6 +145,7 @@ class SsdTier(Tier):
         self.files_found = sum(len(each.directory.segments) for each in self._parts.log.log_dirs)
         """Segment files that were there at the start."""
         self._watch = Watch(self._parts.log, self.counts, settings.slow_s, settings.stuck_s)
+        self._shares: TierShares | None = None
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
         self._next_ticket = 1
@@ -288,7 +291,8 @@ class SsdTier(Tier):
             return rows
         now = self._clock()
         size = _disk_bytes(family)
-        through = self._budget.take(size, len(rows), now)
+        tenant = self._shares.owner_of(family.namespace, family.epoch) if self._shares else ""
+        through = self._budget.take(size, len(rows), now, tenant)
         if through < len(rows):
             out_of = Throttled(Refusal.BUDGET, self._budget.wait_s(now))
             task.settle(rows[through:].tolist(), out_of)
@@ -344,6 +348,36 @@ class SsdTier(Tier):
 
     def take_offers(self) -> list[Offer]:
         return self._parts.reclaimer.take_offers()
+
+    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
+        self._shares = shares
+        self._budget.allot(shares.write_floors, bytes_per_day, self._clock())
+        self._parts.reclaimer.use_shares(shares)
+
+    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
+        shares = self._shares
+        if shares is None:
+            return {}
+        now, capacity = self._clock(), self._parts.reclaimer.capacity_pages * PAGE_BYTES
+        pages = dict.fromkeys(tenants, 0)
+        for name, count in self._parts.index.pages().items():
+            tenant = shares.owner_of(*name)
+            if tenant in pages:
+                pages[tenant] += count
+        found = dict[str, TenantUse]()
+        for tenant in tenants:
+            left, reserve = self._budget.reserve(tenant, now)
+            bounded = not self._budget.unbounded
+            found[tenant] = TenantUse(
+                pages[tenant] * PAGE_BYTES,
+                int(capacity * shares.floors.get(tenant, 0.0)),
+                capacity,
+                reserve - left,
+                reserve,
+                self._budget.size if bounded else 0,
+                max(0, self._budget.room(tenant, now)) if bounded else 0,
+            )
+        return found
 
     @property
     def loads_of_the_dead(self) -> bool:

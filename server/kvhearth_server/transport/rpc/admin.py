@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -193,6 +194,11 @@ class AdminService:
             namespace=digest.hex(),
             exists=state.namespaces.find(digest) is not None,
             nearest=nearest,
+            shares=[
+                admin_pb2.ShareStats(**dataclasses.asdict(each))
+                for each in portions.take_shares(self._engine)
+                if each.tenant == tenant
+            ],
         )
 
     async def Evict(
@@ -214,6 +220,15 @@ class AdminService:
             expected = request.expected_epoch or None
             report = await self._actions.forget(context.peer(), request.namespace, expected)
             return message_of(admin_pb2.ForgetNamespaceResponse, report)
+
+        return await self._run(context, work)
+
+    async def ReloadSettings(
+        self, request: admin_pb2.ReloadSettingsRequest, context: Context
+    ) -> admin_pb2.ReloadSettingsResponse:
+        async def work() -> admin_pb2.ReloadSettingsResponse:
+            report = await self._actions.reload(context.peer())
+            return message_of(admin_pb2.ReloadSettingsResponse, report)
 
         return await self._run(context, work)
 
