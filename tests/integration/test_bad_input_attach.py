@@ -125,7 +125,8 @@ def test_a_user_of_no_tenant_is_refused_by_the_length_of_its_hello() -> None:
             assert line.refusal().reason is Reason.PEER_NOT_ALLOWED
         with RawLine(attach_path(daemon)) as line:
             line.send(encode_frame(HEALTH_QUESTION))
-            assert line.answer() == {"kind": "health", "serving": True, "degraded": []}
+            answer = line.answer()
+            assert (answer["kind"], answer["serving"]) == ("health", True)
         for short in (frame(b"nonsense"), frame(b"{}")):
             with RawLine(attach_path(daemon)) as line:
                 line.send(short)
