@@ -35,7 +35,14 @@ from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import foreign
-from kvhearth_server.preflight import arena_plan, check, lock_sockets, socket_files, socket_refusal
+from kvhearth_server.preflight import (
+    arena_plan,
+    check,
+    lock_sockets,
+    read_token,
+    socket_files,
+    socket_refusal,
+)
 from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers
 from kvhearth_server.tiers.base import Tier
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -115,7 +122,7 @@ async def _serve(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> int
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
-        await web.start()
+        await web.start(supervisor)
     _spare_the_loop()
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
@@ -284,7 +291,7 @@ def _open_web(settings: Settings, engine: Engine, admin_token: str) -> WebServer
         return None
     from kvhearth_server.transport.web.server import WebServer
 
-    return WebServer(settings, engine, admin_token)
+    return WebServer(settings, engine, admin_token, read_token(settings))
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

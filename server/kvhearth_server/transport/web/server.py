@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,9 +17,9 @@ from starlette.types import ASGIApp
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.observability.logs import LimitedRecords
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.logs import LimitedLog, LimitedRecords, get_logger
 from kvhearth_server.transport.web.protocol import (
-    CONNECTIONS_MAX,
     BoundedProtocol,
     Refused,
     protocol_of,
@@ -29,7 +30,13 @@ HEAD_BYTES_MAX = 16 << 10
 _KEEP_ALIVE_S = 15
 _STOP_S = 2.0
 _TICK_S = 1.0
+_ACCEPT_PAUSE_S = 1 / 512
+"""Least time between two connections; the others wait in the kernel's queue."""
+_ACCEPT_AGAIN_S = 0.05
+_BACKLOG = 512
+"""Connections in the kernel's queue: one second of them."""
 _LIMITED = LimitedRecords()
+_refusals = LimitedLog(get_logger("kvhearth.http"))
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -42,7 +49,8 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
-        found.listen(CONNECTIONS_MAX)
+        found.listen(_BACKLOG)
+        found.setblocking(False)
     except OSError as error:
         found.close()
         raise KVHearthError(
@@ -79,7 +87,7 @@ class Listener:
         host, port = self._socket.getsockname()[:2]
         return _text(host, port)
 
-    async def start(self, app: ASGIApp) -> None:
+    async def start(self, app: ASGIApp, supervisor: Supervisor) -> None:
         """Answer requests from now on."""
         assert self._socket is not None, "bind first"
         config = uvicorn.Config(
@@ -92,28 +100,29 @@ class Listener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=CONNECTIONS_MAX,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
         logging.getLogger("uvicorn.error").addFilter(_LIMITED)
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
+        self._task = asyncio.create_task(self._server.serve([]), name="http")
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
             await asyncio.sleep(0)
+        supervisor.spawn("http-accept", partial(self._server.accept_forever, self._socket))
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
         if self._server is not None and self._task is not None:
             self._server.end.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._task, _STOP_S)
-        if self._socket is not None:
-            self._socket.close()
 
 
 class _Server(uvicorn.Server):
@@ -127,6 +136,26 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Do nothing: SIGTERM and SIGINT belong to the daemon."""
         yield
+
+    async def accept_forever(self, listener: socket.socket) -> None:
+        """Accept connections one by one. asyncio's own servers accept a whole queue in one turn of
+        the loop.
+        """
+        loop = asyncio.get_running_loop()
+        while listener.fileno() >= 0:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+                await loop.connect_accepted_socket(self._protocol, connection)
+            except OSError as error:
+                # Out of descriptors, most likely; a peer that has gone already costs nothing.
+                _refusals.warning("http.cannot_accept", kind="accept", error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state={}
+        )
 
     async def main_loop(self) -> None:
         """Run until ``end``; a tick keeps the date header right and ends slow connections."""
@@ -155,18 +184,20 @@ class WebServer:
         KVHearthError: ``socket_unusable``.
     """
 
-    def __init__(self, settings: Settings, engine: Engine, admin_token: str) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, admin_token: str, read_token: str = ""
+    ) -> None:
         address = settings.http_address
         assert address is not None, "HTTP is off"
-        self._app = make_app(engine, settings, admin_token)
+        self._app = make_app(engine, settings, admin_token, read_token)
         self._listener = Listener(
             *address, lambda reason: engine.counters.add("refusals", 1, str(reason))
         )
         self.address = self._listener.bind()
 
-    async def start(self) -> None:
+    async def start(self, supervisor: Supervisor) -> None:
         """Answer requests; call on the engine's loop."""
-        await self._listener.start(self._app)
+        await self._listener.start(self._app, supervisor)
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
