@@ -217,6 +217,8 @@ def _spawn(
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    if engine.durable:
+        supervisor.spawn("catalogue", engine.catalogue.run)
     supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
     if not engine.arena.trim():
         supervisor.spawn("trim", partial(_trim, engine))

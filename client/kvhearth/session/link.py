@@ -79,4 +79,6 @@ def open_link(url: DaemonUrl, hello: Hello) -> Link:
 def _transport(url: DaemonUrl, welcome: Welcome) -> CacheTransport:
     if url.calls == "grpc":
         return GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
-    return FramesUnixTransport(url.calls_path, welcome.token, welcome.message_bytes_max)
+    return FramesUnixTransport(
+        url.calls_path, welcome.token, welcome.message_bytes_max, url.check_daemon
+    )

@@ -151,6 +151,8 @@ class AttachServer:
                 decoder = FrameDecoder()
                 attached = await self._handshake(connection, peer, decoder)
                 if attached is not None:
+                    # A successor must know of the session before it can write to the arena.
+                    await self._engine.catalogue.written()
                     await self._welcome(connection, attached)
                     self._tell(attached, peer, "engine.attached")
                     finished = await self._life_line(connection, decoder)
@@ -305,6 +307,8 @@ class AttachServer:
             reason=str(error.reason),
             why=error.message,
             uid=peer.uid,
+            pid=peer.pid,
+            tenant=next((each.name for each in self._tenancies if peer.uid in each.uids), ""),
         )
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_REFUSE_S):

@@ -1,4 +1,6 @@
-"""Audit log: one line for each action of an operator, from every transport."""
+"""Audit log: one line for each action of an operator, from every transport, and for each of an
+engine that voids blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ import contextlib
 from collections.abc import Iterator
 
 from kvhearth.errors import KVHearthError
-from kvhearth_server.observability.logs import LimitedLog, get_logger
+from kvhearth_server.engine.sessions import Session
+from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
 _NAME_CHARS = 64
+_BUMPS_A_SECOND = 16
 _log = get_logger("kvhearth.admin")
 _refusals = LimitedLog(_log)
+_bumps = LimitedLog(get_logger("kvhearth.audit"), Throttle(burst=_BUMPS_A_SECOND))
 
 
 @contextlib.contextmanager
@@ -41,6 +46,20 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
     finally:
         say = _log.info if result == "done" else _log.warning
         say(f"admin.{verb}", result=result, door=door, peer=peer, **details)
+
+
+def bumped(record: Session, epoch: int) -> None:
+    """Log that an engine's process raised its namespace's weights epoch, which voids all blocks."""
+    peer = record.peer
+    _bumps.warning(
+        "engine.bumped",
+        kind=record.tenant,
+        session=record.number,
+        uid=peer.uid,
+        pid=peer.pid,
+        tenant=record.tenant,
+        epoch=epoch,
+    )
 
 
 def refused(door: str, peer: str) -> None:
