@@ -129,7 +129,7 @@ $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	touch $@
 
 test-floors: $(FLOORS)/.ready ## the lowest versions that pyproject.toml names: unit tests, the CLI, a daemon
-	$(FLOORS)/bin/python -m pytest $(PARALLEL) -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow and not gpu and not engines' tests/unit tests/integration/test_floors.py $(TEST_ARGS)
+	$(FLOORS)/bin/python -m pytest $(PARALLEL) -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow and not gpu and not engines' --ignore tests/unit/test_tidy.py tests/unit tests/integration/test_floors.py $(TEST_ARGS)
 
 sbom: $(SUPPLY)/.ready ## CycloneDX list of the image's packages: dist/sbom.json
 	mkdir -p dist
