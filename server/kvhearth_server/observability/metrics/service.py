@@ -230,8 +230,9 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("attach", "attach_connection", "garbage", "pins", "recovery", "scrub", "scrub_ssd"),
-            *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("attach", "attach_connection", "catalogue", "garbage", "http_accept", "pins"),
+            *("recovery", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch"),
+            "watchdog",
         },
     ),
     Metric(

@@ -112,7 +112,7 @@ class Listener:
                 self._task.result()
                 raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
             await asyncio.sleep(0)
-        supervisor.spawn("http-accept", partial(self._server.accept_forever, self._socket))
+        supervisor.spawn("http_accept", partial(self._server.accept_forever, self._socket))
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
