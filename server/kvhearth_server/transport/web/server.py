@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -32,6 +33,7 @@ _STOP_S = 2.0
 _TICK_S = 1.0
 _ACCEPT_PAUSE_S = 1 / 512
 """Least time between two connections; the others wait in the kernel's queue."""
+_ACCEPTED_AT_ONCE = 8
 _ACCEPT_AGAIN_S = 0.05
 _BACKLOG = 512
 """Connections in the kernel's queue: one second of them."""
@@ -131,6 +133,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.end = asyncio.Event()
+        self._making = set[asyncio.Task[Any]]()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -138,19 +141,31 @@ class _Server(uvicorn.Server):
         yield
 
     async def accept_forever(self, listener: socket.socket) -> None:
-        """Accept connections one by one. asyncio's own servers accept a whole queue in one turn of
-        the loop.
+        """Accept connections, a few in one turn of the loop. asyncio's own servers accept a whole
+        queue in one.
         """
         loop = asyncio.get_running_loop()
+        next_at = loop.time()
         while listener.fileno() >= 0:
             try:
                 connection, _ = await loop.sock_accept(listener)
-                await loop.connect_accepted_socket(self._protocol, connection)
+                making = loop.connect_accepted_socket(self._protocol, connection)
+                self._making.add(task := loop.create_task(making))
+                task.add_done_callback(self._made)
             except OSError as error:
                 # Out of descriptors, most likely; a peer that has gone already costs nothing.
                 _refusals.warning("http.cannot_accept", kind="accept", error=str(error))
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
-            await asyncio.sleep(_ACCEPT_PAUSE_S)
+            # A turn that took long is made up for, or a probe would wait for the whole queue.
+            now = loop.time()
+            next_at = max(next_at, now - _ACCEPTED_AT_ONCE * _ACCEPT_PAUSE_S) + _ACCEPT_PAUSE_S
+            if next_at > now:
+                await asyncio.sleep(next_at - now)
+
+    def _made(self, task: asyncio.Task[Any]) -> None:
+        self._making.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _refusals.warning("http.cannot_accept", kind="made", error=str(error))
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
