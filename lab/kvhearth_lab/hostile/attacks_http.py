@@ -28,7 +28,7 @@ class HttpFlood(Attack):
         request = f"GET {self.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         with contextlib.ExitStack() as undo:
             poll, lines = select.poll(), dict[int, socket.socket]()
-            undo.callback(lambda: [line.close() for line in lines.values()])
+            undo.callback(_close, lines)
             while True:
                 while len(lines) < self.connections:
                     line = socket.create_connection(target.http_address, _CONNECT_S)
@@ -42,6 +42,11 @@ class HttpFlood(Attack):
                         poll.unregister(descriptor)
                         lines.pop(descriptor).close()
                 yield
+
+
+def _close(lines: dict[int, socket.socket]) -> None:
+    for line in lines.values():
+        line.close()
 
 
 def _again(line: socket.socket, request: bytes) -> bool:
