@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-hostile test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs clean
+.PHONY: help setup run test test-slow torture test-hostile test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs lock test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -108,10 +108,43 @@ rootfs: $(VENV)/.ready ## what the image holds, by the Dockerfile's stages witho
 	rm -rf dist/rootfs dist/rootfs.json
 	$(BIN)/python deploy/docker/rootfs.py dist/rootfs
 
+SUPPLY := $(VENV)-supply
+# Hashes only: where the files come from is the installer's own affair.
+COMPILE := $(SUPPLY)/bin/uv pip compile -q --no-header --no-annotate --no-emit-index-url --no-emit-find-links --python-version 3.11
+
+$(SUPPLY)/.ready: deploy/supply.txt
+	test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip --disable-pip-version-check -q install -r deploy/supply.txt
+	touch $@
+
+lock: $(SUPPLY)/.ready ## write the image's locks: the newest versions that pyproject.toml allows, with hashes
+	$(COMPILE) --universal --generate-hashes --upgrade --extra server pyproject.toml -o deploy/docker/requirements.lock
+	echo 'hatchling>=1.27' | $(COMPILE) --universal --generate-hashes --upgrade - -o deploy/docker/build.lock
+
+FLOORS := $(VENV)-floors
+
+$(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
+	rm -rf $(FLOORS)
+	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
+	$(COMPILE) --resolution lowest-direct --extra server pyproject.toml -o $(FLOORS)/floors.txt
+	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout pytest-xdist
+	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
+	touch $@
+
+test-floors: $(FLOORS)/.ready ## the lowest versions that pyproject.toml names: unit tests, the CLI, a daemon
+	$(FLOORS)/bin/python -m pytest $(PARALLEL) -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow and not gpu and not engines' --ignore tests/unit/test_tidy.py tests/unit tests/integration/test_floors.py $(TEST_ARGS)
+
+sbom: $(SUPPLY)/.ready ## CycloneDX list of the image's packages: dist/sbom.json
+	mkdir -p dist
+	$(SUPPLY)/bin/cyclonedx-py requirements deploy/docker/requirements.lock --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file dist/sbom.json
+
+advisories: $(SUPPLY)/.ready ## known advisories against the image's packages; ADVISORIES_ARGS=--allow-offline where the service is not reached
+	$(SUPPLY)/bin/python deploy/advisories.py deploy/docker/requirements.lock $(ADVISORIES_ARGS)
+
 check: lint types imports proto-check ## everything but the tests
 
 clean:           ## remove what make built
-	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist
+	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)

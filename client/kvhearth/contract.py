@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -113,6 +114,10 @@ class Contract:
 
     def to_json(self) -> str:
         """Return the canonical JSON: sorted names, no spaces, ASCII only."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> str:
         return json.dumps(
             dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )

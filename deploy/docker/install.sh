@@ -17,15 +17,26 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_DIR=1
 
-# The wheel: hatchling, in an environment of its own that pip makes.
-"$python" -m pip --quiet wheel --no-deps --wheel-dir "$work" "$source"
+# Only files whose hashes `make lock` wrote down.
+locked() {
+  "$python" -m pip --quiet --python "$1/bin/python3" install --no-compile --only-binary :all: \
+    --require-hashes --no-deps --requirement "$source/deploy/docker/$2"
+}
+
+# The wheel: hatchling, in an environment of its own.
+"$python" -m venv --without-pip "$work/build"
+locked "$work/build" build.lock
+"$python" -m pip --quiet --python "$work/build/bin/python3" wheel --no-deps --no-build-isolation \
+  --wheel-dir "$work" "$source"
 wheel=$(echo "$work"/kvhearth-*.whl)
 
 # A virtual environment without pip: nothing in the image installs anything.
 mkdir -p "$root/opt"
 "$python" -m venv --without-pip --symlinks "$target"
-"$python" -m pip --quiet --python "$target/bin/python3" install --no-compile --only-binary :all: \
-  "${wheel}[server]"
+locked "$target" requirements.lock
+"$python" -m pip --quiet --python "$target/bin/python3" install --no-compile --no-deps --no-index \
+  "$wheel"
+"$python" -m pip --quiet --python "$target/bin/python3" check
 
 # Not needed to run: tests, stubs, headers, static libraries, numpy's Fortran compiler.
 find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' \) -exec rm -rf {} +

@@ -36,7 +36,14 @@ from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import foreign
-from kvhearth_server.preflight import arena_plan, check, lock_sockets, socket_files, socket_refusal
+from kvhearth_server.preflight import (
+    arena_plan,
+    check,
+    lock_sockets,
+    read_token,
+    socket_files,
+    socket_refusal,
+)
 from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers
 from kvhearth_server.tiers.base import Tier
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -189,7 +196,7 @@ async def _serve(
     calls.start(settings.calls_socket)
     attach.start(settings.attach_socket, supervisor)
     if web is not None:
-        await web.start()
+        await web.start(supervisor)
     _spare_the_loop()
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
@@ -293,6 +300,8 @@ def _spawn(
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+    if engine.durable:
+        supervisor.spawn("catalogue", engine.catalogue.run)
     supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
     if engine.arena.keeper is not None:
         supervisor.spawn("keeper", partial(_keep, engine.arena))
@@ -380,7 +389,7 @@ def _open_web(
         return None
     from kvhearth_server.transport.web.server import WebServer
 
-    return WebServer(settings, engine, admin_token, connections_max)
+    return WebServer(settings, engine, admin_token, connections_max, read_token(settings))
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

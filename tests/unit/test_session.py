@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import resource
@@ -17,9 +18,12 @@ from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, u
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
+from kvhearth.proto.v1.cache_pb2 import HeartbeatRequest
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach, open_link
-from kvhearth.url import DaemonUrl
+from kvhearth.transports.base import HEARTBEAT
+from kvhearth.transports.frames_unix import FramesUnixTransport
+from kvhearth.url import DaemonUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 
@@ -179,6 +183,54 @@ def test_a_refusal_comes_with_its_details(tmp_path: Path) -> None:
         error = refusal_of(tmp_path)
     assert error.reason is Reason.CONTRACT_MISMATCH
     assert (error.message, error.details) == ("kv_dtype differs", {"kv_dtype": "int8"})
+
+
+def test_the_daemon_runs_as_the_user_of_the_url(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        own = dataclasses.replace(url(daemon.directory), daemon_uid=os.geteuid())
+        link = open_link(own, hello())
+        link.transport.call(HEARTBEAT, HeartbeatRequest(), 5.0)
+        link.close()
+        other = dataclasses.replace(own, daemon_uid=os.geteuid() + 1)
+        with pytest.raises(KVHearthError, match=f"user {os.geteuid()} serves") as refusal:
+            attach(other, hello())
+        assert refusal.value.reason is Reason.PEER_NOT_ALLOWED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's id")
+@pytest.mark.parametrize("name", ["attach.sock", "calls.sock"])
+def test_another_users_socket_gets_no_token_and_no_hello(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        os.seteuid(65534)
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+        right = dataclasses.replace(url(tmp_path), daemon_uid=0)
+        transport = FramesUnixTransport(path, "secret", 1 << 20, right.check_daemon)
+        use: Callable[[], object] = {
+            "attach.sock": lambda: attach(right, hello()),
+            "calls.sock": lambda: transport.call(HEARTBEAT, HeartbeatRequest(), 5.0),
+        }[name]
+        with pytest.raises(KVHearthError, match="user 65534 serves"):
+            use()
+        connection, _ = listener.accept()
+        with connection:
+            said = connection.recv(1 << 16)
+    assert b"hello" not in said
+    assert b"secret" not in said
+
+
+@pytest.mark.parametrize(
+    "option", ["-1", "x", "4294967295", "", "1&calls=grpc", "1" * 5000, "\uff11"]
+)
+def test_a_bad_user_id_in_the_url(option: str) -> None:
+    with pytest.raises(KVHearthError, match="daemon_uid") as refusal:
+        parse_url(f"kvhearth+unix:///run/kvhearth?daemon_uid={option}")
+    assert refusal.value.reason is Reason.BAD_URL
+    assert parse_url("kvhearth+unix:///run/kvhearth?daemon_uid=10").daemon_uid == 10
 
 
 def test_a_silent_daemon_costs_the_deadline(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def hanging(folder: Path) -> Iterator[None]:
 
 def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
-    catalogue_of(good, bad)[0].write(CONTENT)
+    catalogue_of(good, bad)[0].write(CONTENT, [])
     with hanging(bad):
         found, counters = catalogue_of(good, bad)
         begin = time.monotonic()

@@ -185,7 +185,8 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
             or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
-            ``bad_message`` for a malformed answer.
+            ``bad_message`` for a malformed answer; ``peer_not_allowed`` if the daemon runs as
+            another user than the URL names.
     """
     deadline = time.monotonic() + url.attach_ms / 1000
     try:
@@ -196,6 +197,7 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
     try:
         _set_timeout(life_line, deadline)
         life_line.connect(url.attach_path)
+        url.check_daemon(life_line)
         life_line.sendall(encode_frame(hello.to_message()))
         welcome = _read_answer(_receive(life_line, deadline, descriptors))
         _check_descriptors(hello, welcome, descriptors)
@@ -354,4 +356,6 @@ def open_link(url: DaemonUrl, hello: Hello) -> Link:
 def _transport(url: DaemonUrl, welcome: Welcome) -> CacheTransport:
     if url.calls == "grpc":
         return GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
-    return FramesUnixTransport(url.calls_path, welcome.token, welcome.message_bytes_max)
+    return FramesUnixTransport(
+        url.calls_path, welcome.token, welcome.message_bytes_max, url.check_daemon
+    )

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
@@ -39,10 +40,18 @@ class FramesUnixTransport:
         path: the calls socket.
         token: the session's secret.
         message_bytes_max: bound of one message, both ways.
+        check: raises if a connection must not be used; called before anything is sent on it.
     """
 
-    def __init__(self, path: str, token: str, message_bytes_max: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        token: str,
+        message_bytes_max: int,
+        check: Callable[[socket.socket], None] = lambda _: None,
+    ) -> None:
         self._path = path
+        self._check = check
         self._token = token.encode()
         self._message_bytes_max = message_bytes_max
         self._pid = os.getpid()
@@ -131,6 +140,11 @@ class FramesUnixTransport:
         connection = _Connection(self._path, self._token, self._message_bytes_max, end)
         with self._place_free:
             self._open.add(connection)
+        try:
+            self._check(connection.line)
+        except KVHearthError:
+            self._discard(connection)
+            raise
         if self._ended():
             self._discard(connection)
             raise self._closed_error()
@@ -229,6 +243,11 @@ class _Connection:
                 # The daemon's backlog is full; the kernel waits for a place only without a timeout.
                 _left_ms(end)
                 time.sleep(_BACKLOG_PAUSE_S)
+
+    @property
+    def line(self) -> socket.socket:
+        """The connected socket."""
+        return self._socket
 
     def exchange(self, method: int, body: bytes, end: float) -> tuple[int, memoryview]:
         """Send a request; return the kind and body of its answer, valid until the next exchange.

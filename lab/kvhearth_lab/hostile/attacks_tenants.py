@@ -10,7 +10,7 @@ from typing import ClassVar
 from kvhearth.contract import TEXT_CHARS_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth.session.attach import Session
+from kvhearth.session.link import Session
 from kvhearth.wire import frames
 from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.hostile.attack import SECOND_UID, Attack, Target

@@ -235,6 +235,11 @@ class Settings(BaseSettings):
         False,
         description="Allow an HTTP address that other machines can reach; HTTP is not encrypted.",
     )
+    read_token_file: Path | None = Field(
+        None,
+        description="File with a token that opens the lists of sessions, namespaces and leases "
+        "over HTTP, as the admin token does; read at the start. Default: the admin token only.",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
         Field("info", description="Lowest level that is logged.")
     )
@@ -254,7 +259,7 @@ class Settings(BaseSettings):
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
 
-    @field_validator("socket_dir", "arena_dir")
+    @field_validator("socket_dir", "arena_dir", "read_token_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else directory(value)

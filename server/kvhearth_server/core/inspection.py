@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvhearth.model import Tier
@@ -38,20 +39,25 @@ class Place:
     why_not: str
 
 
-def held_by_groups(state: CoreState, now: float) -> list[Held]:
-    """The groups that hold leases, the one with the oldest lease first."""
-    found = [
-        Held(
-            group,
-            len(group.leases),
-            group.leases.slot_count,
-            sum(state.table.total_bytes(slots) for slots in group.leases.values()),
-            max(0.0, now - min(group.leased_at.values())),
-        )
-        for group in state.groups
-        if group.leases
-    ]
-    return sorted(found, key=lambda held: -held.oldest_s)
+LEASES_AT_ONCE = 128
+
+
+def held_by_groups(state: CoreState, now: float) -> Iterator[Held | None]:
+    """Yield the groups that hold leases, and None after each portion of leases: leases may come and
+    go meanwhile.
+    """
+    for group in state.groups:
+        if not group.leases:
+            continue
+        oldest, ids = min(group.leased_at.values()), list(group.leases)
+        leases = slots = total = 0
+        for index, lease in enumerate(ids, 1):
+            if (held := group.leases.get(lease)) is not None:
+                leases, slots = leases + 1, slots + len(held)
+                total += state.table.total_bytes(held)
+            if index % LEASES_AT_ONCE == 0:
+                yield None
+        yield Held(group, leases, slots, total, max(0.0, now - oldest))
 
 
 def places(state: CoreState, key: bytes) -> list[Place]:

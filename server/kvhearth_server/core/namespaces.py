@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -28,6 +30,11 @@ class Namespace:
     used_bytes: int = 0
     blocks: int = 0
     groups: int = 0
+
+    @functools.cached_property
+    def contract_text(self) -> str:
+        """The contract's canonical JSON as a JSON string, for the durable catalogue."""
+        return json.dumps(self.contract.to_json())
 
 
 NUMBER_MAX = 0xFFFF

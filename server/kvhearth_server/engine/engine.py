@@ -38,7 +38,14 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.epoch_store import EpochStore
-from kvhearth_server.engine.recovery import catalogue_content, loading_from, safe_after, take_over
+from kvhearth_server.engine.recovery import (
+    CatalogueWriter,
+    catalogue_content,
+    loading_from,
+    namespace_texts,
+    safe_after,
+    take_over,
+)
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.engine.turns import Turns
@@ -128,10 +135,14 @@ class Engine:
         self.doors_shut: dict[str, str] = {}
         """Reasons of doors that take nobody for the moment, by the door's name."""
         self.tiering: Tiering | None = None
-        folders = [path for tier in tiers for path in tier.directories]
-        self.ssd_catalogue = EpochStore(folders, counters)
+        self.ssd_catalogue = EpochStore(
+            [path for tier in tiers for path in tier.directories], counters
+        )
         self.core.state.writeback_queue.on = bool(tiers)
         self._written_version = -1
+        self._namespace_texts = (-1, list[str]())
+        """Namespaces as the catalogue has them, and their version."""
+        self.catalogue = CatalogueWriter(self._prepare_catalogue)
         take_over(self)
         if tiers:
             self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
@@ -382,18 +393,37 @@ class Engine:
         elif self.journal is not None:
             _record(self.journal, action)
 
+    @property
+    def durable(self) -> bool:
+        """Whether namespaces and groups outlive this run."""
+        return self.arena.durable or bool(self.ssd_catalogue.paths)
+
     def write_catalogue(self) -> None:
-        """Make namespaces and groups durable if the arena or a tier is."""
-        if self.arena.durable or self.ssd_catalogue.paths:
-            content = catalogue_content(self.core.state, self.sessions, self.boot_id, self.lineage)
-            whole = {**content, "ssd_dirs": loading_from(self)}
-            self.arena.write_catalogue(whole)
-            if self._written_version != (version := self.core.state.namespaces.version):
+        """Make namespaces and groups durable if the arena or a tier is; what must be so before an
+        answer leaves waits for ``catalogue.written``.
+        """
+        if self.durable:
+            self.catalogue.changed()
+
+    def _prepare_catalogue(self) -> Callable[[], None]:
+        state = self.core.state
+        content = catalogue_content(state, self.sessions, self.boot_id, self.lineage)
+        head = self.arena.catalogue_head({**content, "ssd_dirs": loading_from(self)})
+        version = state.namespaces.version
+        if self._namespace_texts[0] != version:
+            self._namespace_texts = (version, namespace_texts(state))
+        namespaces = self._namespace_texts[1]
+
+        def write() -> None:
+            self.arena.write_catalogue(head, namespaces)
+            if self._written_version != version:
                 # Write both halves: if one is damaged, the other must not bring back an invalidated
                 # epoch.
-                self.arena.write_catalogue(whole)
+                self.arena.write_catalogue(head, namespaces)
                 self._written_version = version
-            self.ssd_catalogue.write(content)
+            self.ssd_catalogue.write(content, namespaces)
+
+        return write
 
 
 async def _nothing_to_reload() -> Reloaded:

@@ -99,22 +99,29 @@ class EpochStore:
             found += [said] if said else []
         return found
 
-    def write(self, content: dict[str, Any]) -> None:
-        """Replace the content, from the durable catalogue, if it changed."""
+    def write(self, content: dict[str, Any], namespaces: Sequence[str]) -> None:
+        """Replace the content if it changed: lineage, next session, epochs and namespaces of the
+        durable catalogue. One thread at a time may call it.
+
+        Args:
+            namespaces: JSON objects without spaces, their names sorted, as ``check`` wants it.
+        """
         if not self.paths:
             return
         if not self._number:
             self.read()
-        kept = {name: content[name] for name in _FIELDS}
+        kept = {name: content[name] for name in _FIELDS if name != "namespaces"}
         kept["next_session"] += _SESSIONS - kept["next_session"] % _SESSIONS
-        data = json.dumps(kept, separators=(",", ":")).encode()
+        data = _text(kept, namespaces)
         late = [copy for copy in self._copies if copy.kept != data]
         if not late:
             return
         # The next number alone will not do: a directory that was away may have a greater one.
         self._number = max(self._number + 1, int(time.time()))
         head = {"format": _FORMAT, "number": self._number}
-        whole = json.dumps({**head, **kept, "check": _check({**head, **kept})}).encode()
+        text = _text({**head, **kept}, namespaces)
+        check = hashlib.sha256(text).hexdigest()
+        whole = text.removesuffix(b"}") + f',"check":"{check}"}}'.encode()
         for copy in late:
             copy.put(data, whole)
         end = time.monotonic() + _PATIENCE_S
@@ -294,6 +301,13 @@ def _content(path: Path) -> dict[str, Any] | None:
         _log.error("ssd_catalogue.damaged", path=str(path))
         return None
     return content if all(name in content for name in _FIELDS) else None
+
+
+def _text(values: dict[str, Any], namespaces: Sequence[str]) -> bytes:
+    """Return the JSON of values and namespaces as ``_check`` takes it: sorted, without spaces."""
+    parts = {name: json.dumps(value, separators=(",", ":")) for name, value in values.items()}
+    parts["namespaces"] = "[" + ",".join(namespaces) + "]"
+    return ("{" + ",".join(f'"{name}":{parts[name]}' for name in sorted(parts)) + "}").encode()
 
 
 def _check(content: dict[str, Any]) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +27,100 @@ if TYPE_CHECKING:
 
 
 _EPOCH_MAX = 0xFFFF_FFFF
+_PAUSE_WRITES = 4
+"""Pause after a write of the catalogue, in times of its duration."""
+_PAUSE_MAX_S = 0.1
+
+
+class CatalogueWriter:
+    """Writes the durable catalogue: at once, or while ``run`` runs on a thread beside the loop. One
+    write then has all changes that came during the one before.
+
+    Args:
+        prepare: takes the content of this moment, on the loop, and returns the function that
+            writes it.
+    """
+
+    def __init__(self, prepare: Callable[[], Callable[[], None]]) -> None:
+        self._prepare = prepare
+        self._beside = False
+        self._changes = self._written = 0
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
+        self._lock = threading.Lock()
+        self._error: KVHearthError | None = None
+
+    def changed(self) -> None:
+        """Write the content, or have it written soon.
+
+        Raises:
+            KVHearthError: ``arena_unusable`` if it does not fit, unless ``run`` runs.
+        """
+        self._changes += 1
+        if self._beside:
+            self._changed.set()
+        else:
+            self._write(self._prepare())
+
+    async def written(self) -> None:
+        """Wait until all changes so far are written: no answer may promise them before.
+
+        Raises:
+            KVHearthError: ``arena_unusable`` if the content does not fit.
+        """
+        asked = self._changes
+        while self._beside and self._written < asked:
+            await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def run(self) -> None:
+        """Write changes until cancelled; the last ones are then written at once."""
+        self._beside = True
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                number, write = self._changes, self._prepare()
+                began = loop.time()
+                try:
+                    await loop.run_in_executor(None, self._write, write)
+                    self._error = None
+                except KVHearthError as error:
+                    _log.error("catalogue.not_written", error=error.message)
+                    self._error = error
+                self._end(number)
+                # A write takes the interpreter from the loop in part: a storm of changes gets a
+                # share of the time, and the next write has all of them.
+                await asyncio.sleep(min(_PAUSE_MAX_S, _PAUSE_WRITES * (loop.time() - began)))
+        finally:
+            self._beside = False
+            self._write(self._prepare())
+            self._end(self._changes)
+
+    def _end(self, number: int) -> None:
+        self._written = number
+        self._ended.set()
+        self._ended = asyncio.Event()
+
+    def _write(self, write: Callable[[], None]) -> None:
+        with self._lock:  # a cancelled ``run`` leaves its last write running
+            write()
+
+
+def namespace_texts(state: CoreState) -> list[str]:
+    """Return each namespace as a JSON object; its contract, which may be long, is encoded once."""
+    return [
+        f'{{"contract":{space.contract_text},"epoch":{space.epoch},"number":{space.number},'
+        f'"tenant":{json.dumps(space.tenant)},"tier_epoch":{space.tier_epoch}}}'
+        for space in state.namespaces
+    ]
 
 
 def catalogue_content(
     state: CoreState, sessions: Sessions, boot_id: str, lineage: str
 ) -> dict[str, Any]:
-    """Return the state that a successor needs, as JSON values."""
+    """Return the state that a successor needs, but the namespaces, as JSON values."""
     records = {session.number: session for session in sessions}
     return {
         "complete": True,
@@ -36,16 +128,6 @@ def catalogue_content(
         "lineage": lineage,
         "next_session": sessions.next_number,
         "epoch_floor": state.namespaces.epoch_floor,
-        "namespaces": [
-            {
-                "number": space.number,
-                "tenant": space.tenant,
-                "epoch": space.epoch,
-                "tier_epoch": space.tier_epoch,
-                "contract": space.contract.to_json(),
-            }
-            for space in state.namespaces
-        ],
         "groups": [
             {
                 "number": group.number,

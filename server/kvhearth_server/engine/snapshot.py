@@ -93,6 +93,7 @@ async def _drop_copies(engine: Engine, digest: bytes) -> int:
             break
         dropped += gone
         await asyncio.sleep(0)
+    await engine.catalogue.written()
     await engine.ssd_catalogue.confirm()
     return dropped
 
@@ -109,6 +110,7 @@ async def forget(engine: Engine, digest: bytes, expected: int | None) -> int:
             the new epoch, which still holds until a restart.
     """
     epoch = engine.call(engine.core.bump_namespace, digest, expected)
+    await engine.catalogue.written()
     if engine.ssd_catalogue.paths:
         await engine.ssd_catalogue.confirm()
     return epoch

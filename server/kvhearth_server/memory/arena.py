@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -318,15 +318,8 @@ class Arena:
             return None
         return Journal(self._journal_file, self.plan.geometry, table)
 
-    def write_catalogue(self, content: dict[str, Any]) -> None:
-        """Make namespaces and groups durable.
-
-        Raises:
-            KVHearthError: ``arena_unusable`` if it does not fit any more.
-        """
-        if self._blob is None:
-            return
-        hit("catalogue.before")
+    def catalogue_head(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of a catalogue with the arena's own facts of this moment."""
         full = {
             "format": CATALOGUE_FORMAT,
             "journal_version": VERSION,
@@ -338,7 +331,23 @@ class Arena:
         if self._surplus:
             (segment, _), *_ = self._surplus
             full["mapped_bytes"] = segment.bytes + segment.surplus_bytes
-        self._blob.write(json.dumps(full, separators=(",", ":")).encode())
+        return full
+
+    def write_catalogue(self, head: dict[str, Any], namespaces: Sequence[str]) -> None:
+        """Make namespaces and groups durable. Any thread may call it, one at a time.
+
+        Args:
+            head: from ``catalogue_head``.
+            namespaces: JSON objects.
+
+        Raises:
+            KVHearthError: ``arena_unusable`` if it does not fit any more.
+        """
+        if self._blob is None:
+            return
+        hit("catalogue.before")
+        text = json.dumps(head, separators=(",", ":")).removesuffix("}")
+        self._blob.write("".join((text, ',"namespaces":[', ",".join(namespaces), "]}")).encode())
         hit("catalogue.after")
 
     def trim(self, ours: Collection[int] = ()) -> bool:

@@ -10,6 +10,7 @@ import socket
 import struct
 import zlib
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from kvhearth import failpoints as faults
 from kvhearth.errors import KVHearthError, Reason
@@ -154,8 +155,7 @@ class DurableBlob:
                 f"{self.path} holds at most {self.capacity_bytes} bytes, not {len(data)}; "
                 "remove what is not needed any more, or open it with a larger capacity",
             )
-        newest = self._newest()
-        sequence, half = (1, 0) if newest is None else (newest[0] + 1, 1 - newest[1])
+        sequence, half = self._next()
         start = half * self._half_bytes
         payload = start + HEADER_BYTES
         self._mapping[start:payload] = bytes(HEADER_BYTES)
@@ -177,6 +177,20 @@ class DurableBlob:
     @property
     def _half_bytes(self) -> int:
         return len(self._mapping) // 2
+
+    def _next(self) -> tuple[int, int]:
+        """Sequence and half of the next value. It looks without a copy, so that other threads run
+        during the checksums of a long one.
+        """
+        with memoryview(self._mapping) as view:
+            found = [
+                (value[0], half)
+                for half in (0, 1)
+                if (value := _parse(view, half * self._half_bytes, self._half_bytes))
+            ]
+            del value
+        sequence, half = max(found, default=(0, 1))
+        return sequence + 1, 1 - half
 
     def _newest(self) -> tuple[int, int, bytes] | None:
         """(sequence, half, value) of the newest complete half."""
@@ -291,13 +305,22 @@ def peek(path: Path) -> bytes | None:
     return max(found, key=lambda value: value[0])[1] if found else None
 
 
-def _header(sequence: int, data: bytes) -> bytes:
+def _header(sequence: int, data: bytes | memoryview) -> bytes:
     fields = _FIELDS.pack(_MAGIC, _VERSION, 0, sequence, len(data))
     crc = zlib.crc32(fields, zlib.crc32(data))
     return (fields + _CRC.pack(crc)).ljust(HEADER_BYTES, b"\0")
 
 
-def _parse(mapping: mmap.mmap | bytes, start: int, half_bytes: int) -> tuple[int, bytes] | None:
+_Bytes_co = TypeVar("_Bytes_co", bytes, memoryview, covariant=True)
+
+
+class _Sliced(Protocol[_Bytes_co]):
+    def __getitem__(self, part: slice, /) -> _Bytes_co: ...
+
+
+def _parse(
+    mapping: _Sliced[_Bytes_co], start: int, half_bytes: int
+) -> tuple[int, _Bytes_co] | None:
     """(sequence, value) of the half at ``start``, or None if it is not complete."""
     header = mapping[start : start + HEADER_BYTES]
     magic, version, _, sequence, length = _FIELDS.unpack_from(header)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as BlockSpec
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.metrics import TABLE, Metric
@@ -27,30 +31,76 @@ heartbeats.
 """
 
 
+FRESH_S = 1.0
+"""Age up to which a rendering is shared by all who ask."""
+PORTION_S = 0.001
+_OPENMETRICS = "application/openmetrics-text"
+_END = b"# EOF\n"
+
+
+@dataclass
+class _Rendering:
+    """The last rendering in one format; ``lock`` is held by whoever renders the next one."""
+
+    encode: Callable[[Collector], bytes]
+    content_type: str
+    body: bytes = b""
+    taken_at: float = float("-inf")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class Exposition:
-    """Answers scrapes; ``take`` gives a snapshot of this moment."""
+    """Answers scrapes.
 
-    def __init__(self, take: Callable[[], Snapshot]) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Table(take))
-        ProcessCollector(registry=self._registry)
+    Each format is rendered once in ``FRESH_S`` at most, however many ask, and in portions, so that
+    no turn of the loop takes long.
 
-    def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics, and their content type as an ``Accept`` header asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
-class _Table(Collector):
-    """The table's metrics, read off one snapshot for each scrape."""
+    Args:
+        take: gives a snapshot of this moment.
+    """
 
     def __init__(self, take: Callable[[], Snapshot]) -> None:
         self._take = take
+        # The process's own metrics, outside of any registry: only ``collect`` is used.
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        # Two formats whatever is asked: else each spelling of the header would cost a rendering.
+        self._text = _Rendering(*choose_encoder(""))
+        self._open = _Rendering(*choose_encoder(_OPENMETRICS))
+
+    async def scrape(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics, and their content type as an ``Accept`` header asks for it."""
+        wanted = choose_encoder(accept)[1]
+        last = self._open if wanted.startswith(_OPENMETRICS) else self._text
+        async with last.lock:
+            if time.monotonic() - last.taken_at >= FRESH_S:
+                last.taken_at = time.monotonic()
+                last.body = await self._render(last)
+        return last.body, last.content_type
+
+    async def _render(self, how: _Rendering) -> bytes:
+        now = self._take()
+        parts = list[bytes]()
+        began = time.monotonic()
+        for family in itertools.chain(
+            (family_of(metric, now) for metric in TABLE), self._process.collect()
+        ):
+            parts.append(how.encode(_One([family])).removesuffix(_END))
+            if time.monotonic() - began > PORTION_S:
+                await asyncio.sleep(0)
+                began = time.monotonic()
+        if how is self._open:
+            parts.append(_END)
+        return b"".join(parts)
+
+
+class _One(Collector):
+    """Collector of families that are there already, for the encoders."""
+
+    def __init__(self, families: list[BlockSpec]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[BlockSpec]:
-        now = self._take()
-        for metric in TABLE:
-            yield family_of(metric, now)
+        return iter(self._families)
 
 
 def family_of(metric: Metric, now: Snapshot) -> BlockSpec:

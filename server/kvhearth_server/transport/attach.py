@@ -218,6 +218,8 @@ class AttachServer:
                 decoder = FrameDecoder(bytes_max, HELLO_PARTS_MAX)
                 attached = await self._handshake(connection, peer, tenant, decoder)
                 if attached is not None:
+                    # A successor must know of the session before it can write to the arena.
+                    await self._engine.catalogue.written()
                     await self._welcome(connection, attached)
                     self._tell(attached, peer, "engine.attached")
                     with _ends_with(connection, peer):
@@ -385,6 +387,8 @@ class AttachServer:
             reason=str(error.reason),
             why=error.message,
             uid=peer.uid,
+            pid=peer.pid,
+            tenant=next((each.name for each in self._tenancies if peer.uid in each.uids), ""),
         )
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_REFUSE_S):

@@ -46,6 +46,7 @@ from kvhearth_server.transport.messages import (
     ready_stored,
     slots_items,
 )
+from kvhearth_server.transport.reports import bumped
 
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
@@ -450,13 +451,19 @@ class Dispatcher:
             request.expected_epoch,
             only_alone=request.only_alone,
         )
+        if (record := engine.sessions.find(caller.session)) is not None:
+            bumped(record, epoch)
         reply = cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
         # An engine that is alone and keeps its weights may meet its old blocks again.
-        sure = request.only_alone or not engine.ssd_catalogue.paths
-        return reply if sure else self._confirmed(reply)
+        drives = bool(engine.ssd_catalogue.paths) and not request.only_alone
+        return self._confirmed(reply, drives=drives) if engine.durable else reply
 
-    async def _confirmed(self, reply: cache_pb2.BumpEpochResponse) -> cache_pb2.BumpEpochResponse:
-        await self._engine.ssd_catalogue.confirm()
+    async def _confirmed(
+        self, reply: cache_pb2.BumpEpochResponse, *, drives: bool
+    ) -> cache_pb2.BumpEpochResponse:
+        await self._engine.catalogue.written()
+        if drives:
+            await self._engine.ssd_catalogue.confirm()
         return reply
 
 

@@ -23,6 +23,7 @@ from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as portions
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.sessions import Session as SessionRecord
 from kvhearth_server.engine.snapshot import (
     SegmentNow,
     ShareNow,
@@ -30,12 +31,14 @@ from kvhearth_server.engine.snapshot import (
     Where,
     take_snapshot,
 )
-from kvhearth_server.observability.logs import LimitedLog, get_logger
+from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
 _NAME_CHARS = 64
 _log = get_logger("kvhearth.admin")
 _refusals = LimitedLog(_log)
+_BUMPS_A_SECOND = 16
+_bumps = LimitedLog(get_logger("kvhearth.audit"), Throttle(burst=_BUMPS_A_SECOND))
 
 
 @contextlib.contextmanager
@@ -64,6 +67,20 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
     finally:
         say = _log.info if result == "done" else _log.warning
         say(f"admin.{verb}", result=result, door=door, peer=peer, **details)
+
+
+def bumped(record: SessionRecord, epoch: int) -> None:
+    """Log that an engine's process raised its namespace's weights epoch, which voids all blocks."""
+    peer = record.peer
+    _bumps.warning(
+        "engine.bumped",
+        kind=record.tenant,
+        session=record.number,
+        uid=peer.uid,
+        pid=peer.pid,
+        tenant=record.tenant,
+        epoch=epoch,
+    )
 
 
 def refused(door: str, peer: str) -> None:
@@ -348,32 +365,38 @@ def _ssd(now: SsdNow | None) -> SsdStats | None:
 
 def sessions(engine: Engine) -> Sessions:
     """Return every member of every group."""
+    return Sessions(engine.boot_id, list(each_session(engine)))
+
+
+def each_session(engine: Engine) -> Iterator[Session]:
+    """Yield every member of every group; the loop may turn in between."""
     digests = _digests(engine)
-    found = []
-    for group in engine.core.state.groups:
-        for member in group.members.values():
+    for group in list(engine.core.state.groups):
+        for member in list(group.members.values()):
             record = engine.sessions.find(member.session)
-            found.append(
-                Session(
-                    session=member.session,
-                    tenant=group.tenant,
-                    engine_id=group.engine_id,
-                    incarnation=group.incarnation,
-                    scheduler=member.scheduler,
-                    rank=member.rank,
-                    world_size=group.world_size,
-                    pid=record.peer.pid if record else 0,
-                    namespace=digests.get(group.namespace, ""),
-                    state=str(member.state),
-                )
+            yield Session(
+                session=member.session,
+                tenant=group.tenant,
+                engine_id=group.engine_id,
+                incarnation=group.incarnation,
+                scheduler=member.scheduler,
+                rank=member.rank,
+                world_size=group.world_size,
+                pid=record.peer.pid if record else 0,
+                namespace=digests.get(group.namespace, ""),
+                state=str(member.state),
             )
-    return Sessions(engine.boot_id, found)
 
 
 def namespaces(engine: Engine) -> Namespaces:
     """Return every namespace with its contract."""
-    found = [
-        Namespace(
+    return Namespaces(engine.boot_id, list(each_namespace(engine)))
+
+
+def each_namespace(engine: Engine) -> Iterator[Namespace]:
+    """Yield every namespace with its contract; the loop may turn in between."""
+    for space in engine.core.state.namespaces:
+        yield Namespace(
             namespace=space.digest.hex(),
             tenant=space.tenant,
             contract=json.loads(space.contract.to_json()),
@@ -382,28 +405,28 @@ def namespaces(engine: Engine) -> Namespaces:
             used_bytes=space.used_bytes,
             quota_bytes=space.quota_bytes,
         )
-        for space in engine.core.state.namespaces
-    ]
-    return Namespaces(engine.boot_id, found)
 
 
-def leases(engine: Engine) -> Leases:
-    """Return the leases that each group's readers hold."""
-    digests = _digests(engine)
-    found = [
-        LeaseHolder(
-            tenant=held.group.tenant,
-            engine_id=held.group.engine_id,
-            incarnation=held.group.incarnation,
-            namespace=digests.get(held.group.namespace, ""),
-            leases=held.leases,
-            slots=held.slots,
-            bytes=held.bytes,
-            oldest_s=held.oldest_s,
+async def leases(engine: Engine) -> Leases:
+    """Return the leases that each group's readers hold, the group with the oldest first."""
+    digests, found = _digests(engine), list[LeaseHolder]()
+    for held in held_by_groups(engine.core.state, engine.now()):
+        if held is None:
+            await asyncio.sleep(0)
+            continue
+        found.append(
+            LeaseHolder(
+                tenant=held.group.tenant,
+                engine_id=held.group.engine_id,
+                incarnation=held.group.incarnation,
+                namespace=digests.get(held.group.namespace, ""),
+                leases=held.leases,
+                slots=held.slots,
+                bytes=held.bytes,
+                oldest_s=held.oldest_s,
+            )
         )
-        for held in held_by_groups(engine.core.state, engine.now())
-    ]
-    return Leases(engine.boot_id, found)
+    return Leases(engine.boot_id, sorted(found, key=lambda holder: -holder.oldest_s))
 
 
 def _digests(engine: Engine) -> dict[int, str]:

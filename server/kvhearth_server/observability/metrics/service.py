@@ -278,16 +278,8 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *(
-                "admin_door",
-                "attach",
-                "attach_connection",
-                "garbage",
-                "grpc_door",
-                "keeper",
-                "pins",
-            ),
-            *("recovery", "reload", "scrub", "scrub_ssd"),
+            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "grpc_door"),
+            *("http_accept", "keeper", "pins", "recovery", "reload", "scrub", "scrub_ssd"),
             *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),

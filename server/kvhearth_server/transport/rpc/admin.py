@@ -155,8 +155,8 @@ class AdminService:
     async def ListLeases(
         self, request: admin_pb2.ListLeasesRequest, context: Context
     ) -> admin_pb2.ListLeasesResponse:
-        def work() -> admin_pb2.ListLeasesResponse:
-            return message_of(admin_pb2.ListLeasesResponse, reports.leases(self._engine))
+        async def work() -> admin_pb2.ListLeasesResponse:
+            return message_of(admin_pb2.ListLeasesResponse, await reports.leases(self._engine))
 
         return await self._run(context, work)
 

@@ -17,6 +17,7 @@ from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import plain_error, plain_text
 
 CONTENT_TYPE = "application/problem+json"
+RETRY_AFTER_S = 1
 _TYPE = "urn:kvhearth:reason:"
 _log = get_logger("kvhearth.http")
 
@@ -48,6 +49,8 @@ def problem_of(
         reason=str(plain.reason),
         details=plain.details,
     )
+    if code == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers = {"retry-after": str(RETRY_AFTER_S), **(headers or {})}
     return JSONResponse(problem.model_dump(), code, headers, CONTENT_TYPE)
 
 

@@ -1,4 +1,5 @@
-"""HTTP connections: how many are open at once, how slow a peer may be, and errors before routing.
+"""HTTP connections: how many are open at once, how fast requests begin, how slow a peer may be, and
+errors before routing.
 
 Errors that uvicorn would answer by itself, in plain text and uncounted, are problem documents here
 and counted like every other refusal.
@@ -7,6 +8,7 @@ and counted like every other refusal.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,7 +21,16 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.rlimit import HTTP_MAX
 from kvhearth_server.transport.web.problems import problem_of
 
-CONNECTIONS_MAX = HTTP_MAX
+CONNECTIONS_MAX = HTTP_MAX // 2
+"""Connections that may have a request; as many more may ask whether the daemon lives."""
+REQUEST_PAUSE_S = 1 / 256
+"""Average time between the starts of two requests: half of what the slowest probe may wait for is
+enough for a request of each connection.
+"""
+BURST_S = 16 * REQUEST_PAUSE_S
+"""Requests that may start at once, as their time."""
+IDLE_S = 0.1
+"""Time after which a connection without a request counts as idle."""
 HEAD_S = 10.0
 """Time allowed for a request's line and headers, from its first byte."""
 READ_S = 10.0
@@ -44,17 +55,74 @@ class Places:
     crowded: Callable[[], None]
 
 
+_PROBES = (b"GET /livez", b"GET /readyz", b"GET /healthz")
+_LINE_BYTES = 16
+
+
+class Turnstile:
+    """Lets requests begin one after another: at most one in a turn of the loop, so that engines'
+    calls wait for one request and not for one of each connection.
+
+    The others wait in their connections, probes first, and else the oldest first. A connection has
+    at most one request here, so the queue is bounded by ``CONNECTIONS_MAX``.
+    """
+
+    def __init__(self) -> None:
+        self._probes: deque[BoundedProtocol] = deque()
+        self._others: deque[BoundedProtocol] = deque()
+        self._closed = False
+        self._next_at = 0.0
+
+    def admit(self, one: BoundedProtocol, *, probe: bool) -> bool:
+        """Return whether the request of a connection may begin now; else ``one.begin`` is called
+        when it may.
+        """
+        if self._closed:
+            (self._probes if probe else self._others).append(one)
+            return False
+        self._close(one.loop)
+        return True
+
+    def newest(self) -> BoundedProtocol | None:
+        """Return the connection that waits since the shortest time, probes left out, or None."""
+        while self._others and not self._others[-1].queued:
+            self._others.pop()
+        return self._others[-1] if self._others else None
+
+    def _close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let nobody else through in this turn of the loop, nor sooner than the rate allows."""
+        self._closed = True
+        now = loop.time()
+        self._next_at = max(self._next_at, now - BURST_S) + REQUEST_PAUSE_S
+        if self._next_at > now:
+            loop.call_at(self._next_at, self._open, loop)
+        else:
+            loop.call_soon(self._open, loop)
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._closed = False
+        while self._probes or self._others:
+            one = (self._probes or self._others).popleft()
+            if one.queued:
+                self._close(loop)
+                one.begin()
+                return
+
+
 class BoundedProtocol(H11Protocol):
     """One connection; ``tick`` must be called about once a second.
 
-    A peer that exceeds ``connections_max`` ends the connection that has waited longest for a
-    request. It is itself refused only if all connections have a request under way.
+    A peer that exceeds ``connections_max`` ends another connection that has no whole request, or
+    whose request came last and waits for its turn. If all others have a request under way, only a
+    probe of it is answered.
     """
 
-    def __init__(self, *args: Any, places: Places, **named: Any) -> None:
+    def __init__(self, *args: Any, places: Places, turnstile: Turnstile, **named: Any) -> None:
         super().__init__(*args, **named)
         self._places = places
         self._refused = places.refused
+        self._turnstile = turnstile
+        self._admitted = self._queued = self._probes_only = False
         self._waiting_since = self.loop.time()
         self._begun = False
         self._served = False
@@ -63,8 +131,10 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handle a peer that connects."""
         super().connection_made(transport)
-        if self._open_count() > self._places.connections_max:
-            self._make_room()
+        count, most = self._open_count(), self._places.connections_max
+        self._probes_only = count > most and not self._make_room()
+        if self._probes_only and count > 2 * most:
+            self.refuse_busy()
 
     def data_received(self, data: bytes) -> None:
         """Handle bytes from the peer."""
@@ -75,11 +145,42 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._begun = self._begun and self.waiting
 
+    def handle_events(self) -> None:
+        """Handle the bytes received, once a request that they begin is admitted."""
+        if self._queued:
+            return
+        if self.waiting and not self._admitted:
+            line = bytes(self.conn.trailing_data[0][:_LINE_BYTES])
+            if not line:
+                return
+            probe = line.startswith(_PROBES)
+            if self._probes_only and not probe:
+                self.refuse_busy()
+                return
+            if not self._turnstile.admit(self, probe=probe):
+                self._queued = True
+                self.flow.pause_reading()
+                return
+            self._admitted = True
+        super().handle_events()
+
+    def begin(self) -> None:
+        """Begin the request that waits for its turn."""
+        self._queued, self._admitted = False, True
+        self.flow.resume_reading()
+        super().handle_events()
+
+    @property
+    def queued(self) -> bool:
+        """Whether a request waits for its turn."""
+        return self._queued and not self.transport.is_closing()
+
     def on_response_complete(self) -> None:
         """Note that the peer has its answer; any bytes that it has sent since are the next
         request.
         """
         self._served = True
+        self._admitted = False
         self._waiting_since = self.loop.time()
         super().on_response_complete()
         self._begun = self.waiting and bool(self.conn.trailing_data[0])
@@ -88,6 +189,12 @@ class BoundedProtocol(H11Protocol):
     def waiting(self) -> bool:
         """Whether no request is under way."""
         return self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the peer has not sent a whole request, or none."""
+        body = self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing()
+        return body or (self.waiting and not self._queued)
 
     @property
     def waiting_since(self) -> float:
@@ -113,13 +220,11 @@ class BoundedProtocol(H11Protocol):
 
     def give_up(self) -> None:
         """End a connection that waits for a request; tell a peer that has sent a part of one."""
-        if not self._begun:
+        if self.waiting and not self._begun:
             self._refused(Reason.DEADLINE)
             self.transport.abort()
             return
-        message = (
-            f"the request's headers were not here within {HEAD_S:.0f} s, or others needed a place"
-        )
+        message = f"the request was not here within {HEAD_S:.0f} s, or others needed its place"
         self._refuse(KVHearthError(Reason.DEADLINE, message), HTTPStatus.REQUEST_TIMEOUT)
 
     def send_400_response(self, msg: str) -> None:
@@ -154,15 +259,30 @@ class BoundedProtocol(H11Protocol):
             return False
         return bool(cycle.scope["method"] == "HEAD")
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> bool:
+        """End the connection that has said the least: the longest idle one, else the newest request
+        that waits for its turn, else the oldest with half a body; return False if there is none.
+
+        A connection that has just been made is not idle yet: its request is on its way.
+        """
         self._places.crowded()
-        waiting = [one for one in self._open() if one is not self and one.waiting]
-        if waiting:
-            min(waiting, key=lambda one: one.waiting_since).give_up()
-            return
-        most = self._places.connections_max
-        message = f"all {most} connections have a request under way; try again"
-        self._refuse(KVHearthError(Reason.DAEMON_AWAY, message), HTTPStatus.SERVICE_UNAVAILABLE)
+        others = [one for one in self._open() if one is not self and one.unfinished]
+        oldest = min(others, key=lambda one: (not one.waiting, one.waiting_since), default=None)
+        if oldest and self.loop.time() - oldest.waiting_since > IDLE_S and oldest.waiting:
+            oldest.give_up()
+        elif newest := self._turnstile.newest():
+            newest.refuse_busy()
+        elif oldest and self.loop.time() - oldest.waiting_since > IDLE_S:
+            oldest.give_up()
+        else:
+            return False
+        return True
+
+    def refuse_busy(self) -> None:
+        """Refuse a request because there are too many."""
+        message = f"{self._places.connections_max} connections have a request under way; try again"
+        error = KVHearthError(Reason.DAEMON_AWAY, message)
+        self._refuse(error, HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _open(self) -> list[BoundedProtocol]:
         return [
@@ -176,7 +296,8 @@ class BoundedProtocol(H11Protocol):
 
 
 def protocol_of(places: Places) -> type[H11Protocol]:
-    """Return the class of connections that have ``places``."""
+    """Return the class of connections that have ``places`` and share a turnstile."""
+    turnstile = Turnstile()
 
     class Protocol(BoundedProtocol):
         """Connection bound to its counter: uvicorn makes the connections and passes its own
@@ -184,6 +305,6 @@ def protocol_of(places: Places) -> type[H11Protocol]:
         """
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, places=places, **named)
+            super().__init__(*args, places=places, turnstile=turnstile, **named)
 
     return Protocol

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
+import json
 import re
 import sys
+import time
 import traceback
 from asyncio import all_tasks
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, Field
@@ -115,18 +119,115 @@ def _bare(host: str) -> str:
     return host.partition(":")[0]
 
 
-_BEARER = HTTPBearer(auto_error=False, description="The content of admin.token.")
+_BEARER = HTTPBearer(
+    auto_error=False,
+    description="The content of admin.token; for lists also that of the setting read_token_file.",
+)
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 Digest = Annotated[
     str, Path(description="Digest of the namespace, 64 hex digits.", pattern="^[0-9a-f]{64}$")
 ]
 
 
-def _caller(request: Request) -> str:
+async def _caller(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
 CallContext = Annotated[str, Depends(_caller)]
+
+
+class Tokens:
+    """Checks of bearer tokens, as dependencies of routes.
+
+    Raises:
+        KVHearthError: ``not_admin``.
+    """
+
+    def __init__(self, admin: str, read: str) -> None:
+        self._admin = admin.encode()
+        self._read = read.encode()
+
+    async def admin(self, given: Credentials, caller: CallContext) -> None:
+        """Admit the admin token."""
+        if not self._is(given, self._admin):
+            refused("http", caller)
+            raise KVHearthError(
+                Reason.NOT_ADMIN,
+                "send the content of admin.token of the socket directory as a bearer token",
+            )
+
+    async def reader(self, given: Credentials, caller: CallContext) -> None:
+        """Admit the read token, if there is one, or the admin token."""
+        if not (self._is(given, self._admin) or (self._read and self._is(given, self._read))):
+            refused("http", caller)
+            raise KVHearthError(
+                Reason.NOT_ADMIN,
+                "send the content of the daemon's read_token_file as a bearer token, or that of "
+                "admin.token of the socket directory",
+            )
+
+    @staticmethod
+    def _is(given: HTTPAuthorizationCredentials | None, token: bytes) -> bool:
+        return given is not None and hmac.compare_digest(given.credentials.encode(), token)
+
+
+PORTION_S = 0.001
+PORTION_CHARS = 64 << 10
+DOCUMENTS_MAX = 8
+
+
+class Documents:
+    """Lists as JSON, rendered while they are sent: in one turn of the loop one portion of one
+    document, so that neither time nor memory grows with a list and with how many ask.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._head = f'{{"boot_id":{json.dumps(engine.boot_id)},'
+        self._turn = asyncio.Lock()
+        self._sent = 0
+
+    def answer(self, name: str, items: Iterator[Any]) -> Response:
+        """Return a response with a list of reports under its name.
+
+        Raises:
+            KVHearthError: ``daemon_away`` if too many are being sent.
+        """
+        if self._sent >= DOCUMENTS_MAX:
+            raise KVHearthError(Reason.DAEMON_AWAY, f"{self._sent} lists are being sent; try again")
+        texts = self._texts(name, items)
+        return StreamingResponse(self._portions(texts), media_type="application/json")
+
+    def _texts(self, name: str, items: Iterator[Any]) -> Iterator[str]:
+        yield f'{self._head}"{name}":['
+        comma = ""
+        for item in items:
+            yield comma + json.dumps(dataclasses.asdict(item), separators=(",", ":"))
+            comma = ","
+        yield "]}"
+
+    async def _portions(self, texts: Iterator[str]) -> AsyncIterator[str]:
+        self._sent += 1
+        try:
+            while True:
+                async with self._turn:
+                    portion = _portion(texts)
+                    await asyncio.sleep(0)
+                if not portion:
+                    return
+                yield portion
+        finally:
+            self._sent -= 1
+
+
+def _portion(texts: Iterator[str]) -> str:
+    """Return the next texts, as many as one turn of the loop has time for; empty at the end."""
+    parts, chars, began = list[str](), 0, time.monotonic()
+    for text in texts:
+        parts.append(text)
+        chars += len(text)
+        if chars > PORTION_CHARS or time.monotonic() - began > PORTION_S:
+            break
+    return "".join(parts)
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -193,47 +294,42 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def state_routes(engine: Engine) -> APIRouter:
-    """Build the routes for state that any client may read who reaches the address."""
+def state_routes(engine: Engine, tokens: Tokens) -> APIRouter:
+    """Build the routes for state: sums for any client who reaches the address, and lists, which
+    name tenants' models, engines and processes, for who has a token.
+    """
     router = APIRouter(prefix="/v1", tags=["state"])
+    lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403, 503))
+    documents = Documents(engine)
 
     @router.get("/stats")
     async def stats() -> reports.Stats:
         """Statistics of the daemon."""
         return reports.stats(engine)
 
-    @router.get("/sessions")
-    async def sessions() -> reports.Sessions:
+    @lists.get("/sessions", response_model=reports.Sessions)
+    async def sessions() -> Response:
         """Processes that are attached, or left and may still be writing."""
-        return reports.sessions(engine)
+        return documents.answer("sessions", reports.each_session(engine))
 
-    @router.get("/namespaces")
-    async def namespaces() -> reports.Namespaces:
+    @lists.get("/namespaces", response_model=reports.Namespaces)
+    async def namespaces() -> Response:
         """Tenants' contracts, and the blocks stored under them."""
-        return reports.namespaces(engine)
+        return documents.answer("namespaces", reports.each_namespace(engine))
 
-    @router.get("/leases")
-    async def leases() -> reports.Leases:
+    @lists.get("/leases", response_model=reports.Leases)
+    async def leases() -> Response:
         """Leases of readers, by group."""
-        return reports.leases(engine)
+        return documents.answer("groups", iter((await reports.leases(engine)).groups))
 
+    router.include_router(lists)
     return router
 
 
-def admin_routes(engine: Engine, settings: Settings, admin_token: str) -> APIRouter:
+def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRouter:
     """Build the routes that need the admin token: actions, settings, debugging."""
-
-    async def admitted(given: Credentials, caller: CallContext) -> None:
-        token = given.credentials if given else ""
-        if not hmac.compare_digest(token.encode(), admin_token.encode()):
-            refused("http", caller)
-            raise KVHearthError(
-                Reason.NOT_ADMIN,
-                "send the content of admin.token of the socket directory as a bearer token",
-            )
-
     router = APIRouter(
-        tags=["admin"], dependencies=[Depends(admitted)], responses=problem_responses(403)
+        tags=["admin"], dependencies=[Depends(tokens.admin)], responses=problem_responses(403)
     )
     boot_id, actions = engine.boot_id, Actions(engine, "http")
 
@@ -316,8 +412,8 @@ def probe_routes(engine: Engine) -> APIRouter:
         responses={200: {"content": {"application/openmetrics-text": {}}}},
     )
     async def metrics(request: Request) -> Response:
-        """Metrics for Prometheus."""
-        body, content_type = exposition.scrape(request.headers.get("accept", ""))
+        """Metrics for Prometheus, at most one second old."""
+        body, content_type = await exposition.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     @router.get("/version")
@@ -365,7 +461,7 @@ def ssd_lines(engine: Engine) -> list[str]:
 API_VERSION = "1"
 
 
-def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
+def make_app(engine: Engine, settings: Settings, admin_token: str, read_token: str = "") -> FastAPI:
     """Build the application over an engine; all of it runs on the engine's loop."""
     app = FastAPI(
         title="KVHearth",
@@ -378,8 +474,9 @@ def make_app(engine: Engine, settings: Settings, admin_token: str) -> FastAPI:
     )
     problems.install(app, engine)
     app.include_router(probe_routes(engine))
-    app.include_router(state_routes(engine))
-    app.include_router(admin_routes(engine, settings, admin_token))
+    tokens = Tokens(admin_token, read_token)
+    app.include_router(state_routes(engine, tokens))
+    app.include_router(admin_routes(engine, settings, tokens))
     app.add_middleware(Bounds, engine=engine, any_host=settings.http_insecure)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app

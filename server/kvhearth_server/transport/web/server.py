@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,8 +17,9 @@ from starlette.types import ASGIApp
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.supervisor import Supervisor
+from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.transport.web.protocol import (
-    CONNECTIONS_MAX,
     BoundedProtocol,
     Places,
     protocol_of,
@@ -25,10 +28,15 @@ from kvhearth_server.transport.web.routes import make_app
 
 HEAD_BYTES_MAX = 16 << 10
 _KEEP_ALIVE_S = 15
-_ACCEPTS_PER_TURN = 4
-"""asyncio accepts a backlog's worth of connections before the first of them is counted."""
 _STOP_S = 2.0
 _TICK_S = 1.0
+_ACCEPT_PAUSE_S = 1 / 512
+"""Least time between two connections; the others wait in the kernel's queue."""
+_ACCEPTED_AT_ONCE = 8
+_ACCEPT_AGAIN_S = 0.05
+_BACKLOG = 512
+"""Connections in the kernel's queue: one second of them."""
+_refusals = LimitedLog(get_logger("kvhearth.http"))
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -41,7 +49,8 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
-        found.listen(CONNECTIONS_MAX)
+        found.listen(_BACKLOG)
+        found.setblocking(False)
     except OSError as error:
         found.close()
         raise KVHearthError(
@@ -78,7 +87,7 @@ class Listener:
         host, port = self._socket.getsockname()[:2]
         return _text(host, port)
 
-    async def start(self, app: ASGIApp) -> None:
+    async def start(self, app: ASGIApp, supervisor: Supervisor) -> None:
         """Answer requests from now on."""
         assert self._socket is not None, "bind first"
         config = uvicorn.Config(
@@ -91,28 +100,28 @@ class Listener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_ACCEPTS_PER_TURN,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http")
+        self._task = asyncio.create_task(self._server.serve([]), name="http")
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
             await asyncio.sleep(0)
-        self._socket.listen(CONNECTIONS_MAX)
+        supervisor.spawn("http_accept", partial(self._server.accept_forever, self._socket))
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
         if self._server is not None and self._task is not None:
             self._server.end.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._task, _STOP_S)
-        if self._socket is not None:
-            self._socket.close()
 
 
 class _Server(uvicorn.Server):
@@ -121,11 +130,44 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.end = asyncio.Event()
+        self._making = set[asyncio.Task[Any]]()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Do nothing: SIGTERM and SIGINT belong to the daemon."""
         yield
+
+    async def accept_forever(self, listener: socket.socket) -> None:
+        """Accept connections, a few in one turn of the loop. asyncio's own servers accept a whole
+        queue in one.
+        """
+        loop = asyncio.get_running_loop()
+        next_at = loop.time()
+        while listener.fileno() >= 0:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+                making = loop.connect_accepted_socket(self._protocol, connection)
+                self._making.add(task := loop.create_task(making))
+                task.add_done_callback(self._made)
+            except OSError as error:
+                # Out of descriptors, most likely; a peer that has gone already costs nothing.
+                _refusals.warning("http.cannot_accept", kind="accept", error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+            # A turn that took long is made up for, or a probe would wait for the whole queue.
+            now = loop.time()
+            next_at = max(next_at, now - _ACCEPTED_AT_ONCE * _ACCEPT_PAUSE_S) + _ACCEPT_PAUSE_S
+            if next_at > now:
+                await asyncio.sleep(next_at - now)
+
+    def _made(self, task: asyncio.Task[Any]) -> None:
+        self._making.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _refusals.warning("http.cannot_accept", kind="made", error=str(error))
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state={}
+        )
 
     async def main_loop(self) -> None:
         """Run until ``end``; a tick keeps the date header right and ends slow connections."""
@@ -155,22 +197,28 @@ class WebServer:
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, admin_token: str, connections_max: int
+        self,
+        settings: Settings,
+        engine: Engine,
+        admin_token: str,
+        connections_max: int,
+        read_token: str = "",
     ) -> None:
         address = settings.http_address
         assert address is not None, "HTTP is off"
-        self._app = make_app(engine, settings, admin_token)
+        self._app = make_app(engine, settings, admin_token, read_token)
         places = Places(
-            connections_max,
+            # As many more may be probes.
+            max(1, connections_max // 2),
             lambda reason: engine.counters.add("refusals", 1, str(reason)),
             lambda: engine.counters.add("connections_refused", 1, "http"),
         )
         self._listener = Listener(*address, places)
         self.address = self._listener.bind()
 
-    async def start(self) -> None:
+    async def start(self, supervisor: Supervisor) -> None:
         """Answer requests; call on the engine's loop."""
-        await self._listener.start(self._app)
+        await self._listener.start(self._app, supervisor)
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""

@@ -1,0 +1,35 @@
+"""The daemon and the command line in this environment's versions; also in `make test-floors`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.daemon import running_daemon
+from support.http_door import ANY_PORT, ask
+from support.raw_door import PAGE_BYTES, goes_on
+
+from kvhearth_lab.harness.engine import contract_of, engine_of
+
+VERBS = ("serve", "top", "ls", "stat", "evict", "forget", "explain", "drain", "doctor", "config")
+
+
+@pytest.mark.parametrize("words", [("--help",), *((verb, "--help") for verb in VERBS)])
+def test_help(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "kvhearth_server.cli.app", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("calls", ["frames", "grpc"])
+def test_a_daemon_stores_and_loads(calls: str) -> None:
+    with running_daemon(command=True, http=ANY_PORT) as daemon:
+        contract = contract_of(PAGE_BYTES)
+        with engine_of(daemon.url(f"calls={calls}"), contract, "engine") as engine:
+            goes_on(engine)
+        for path in ("/readyz", "/metrics", "/v1/stats", "/v1/sessions", "/openapi.json"):
+            assert ask(daemon, path, admin=True).status == 200
+        assert ask(daemon, "/v1/sessions").status == 403
+        assert daemon.terminate() == 0
