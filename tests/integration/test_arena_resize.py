@@ -24,7 +24,7 @@ A_SLAB = 2 * MIB // PAGE
 """Blocks in one slab of the daemon of these tests, whose 16 MiB are 8 slabs."""
 A_LOAD = 16
 EXIT_S = 30.0
-_RESIZE = Path(kvhearth_server.__path__[0]) / "memory" / "resize.py"
+_RESIZE = Path(kvhearth_server.__path__[0]) / "memory" / "arena.py"
 POINTS = sorted(set(re.findall(r'\bhit\("(resize\.[a-z_]+)"\)', _RESIZE.read_text())))
 
 

@@ -19,7 +19,7 @@ from typing import IO
 import grpc
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.http_door import ANY_PORT, address_of, ask
+from support.http_door import ANY_PORT, address_of, ask, scraped
 from support.raw_door import CALL_S, PAGE_BYTES, RawSession, end_well, goes_on, refusals
 
 from kvhearth.errors import Reason
@@ -144,7 +144,7 @@ def test_not_ready_while_a_door_is_shut(daemon: Daemon) -> None:
         assert daemon.stats().boot_id
         problem, _, (shut,) = liveness.look(str(daemon.socket_dir))
         assert (problem, shut.partition(":")[0]) == ("", "grpc")
-        assert b"kvhearth_doors_shut 1" in ask(daemon, "/metrics").body
+        assert "kvhearth_doors_shut 1" in scraped(daemon)
     finally:
         path.rmdir()
     until(lambda: ask(daemon, "/readyz").status == 200, "ready again")

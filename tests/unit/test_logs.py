@@ -122,6 +122,7 @@ def test_what_python_prints_by_itself_is_logged() -> None:
     out = io.StringIO()
     logs.configure("info", "json", out)
     hook = sys.unraisablehook
+    logging.captureWarnings(False)  # another test may have turned it on
     try:
         logs.capture()
         with warnings.catch_warnings():

@@ -133,7 +133,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         count, most = self._open_count(), self._places.connections_max
         self._probes_only = count > most and not self._make_room()
-        if self._probes_only and count > 2 * most:
+        if self._probes_only and count > 2 * most and not self._replace():
             self.refuse_busy()
 
     def data_received(self, data: bytes) -> None:
@@ -276,6 +276,14 @@ class BoundedProtocol(H11Protocol):
             oldest.give_up()
         else:
             return False
+        return True
+
+    def _replace(self) -> bool:
+        """End the oldest connection that has not said anything yet; False if there is none."""
+        others = [one for one in self._open() if one is not self and one.waiting and not one._begun]
+        if not others:
+            return False
+        min(others, key=lambda one: one.waiting_since).give_up()
         return True
 
     def refuse_busy(self) -> None:
