@@ -125,7 +125,7 @@ def _count(geometry: Geometry) -> range:
 class FakeEngine(Engine):
     """The engine, without the one descriptor that needs a real memfd."""
 
-    def _generations_copy(self) -> int:
+    def _generations_copy(self, segment: int) -> int:
         return os.open(os.devnull, os.O_RDONLY)
 
 

@@ -347,7 +347,7 @@ class Engine:
         for index in range(4 * self.limits.sessions_max):
             if index not in taken and not mapped.client_byte_held(index):
                 with contextlib.ExitStack() as undo:
-                    generations = self._generations_copy()
+                    generations = self._generations_copy(segment)
                     undo.callback(os.close, generations)
                     descriptors = [mapped.lock_client_byte(index), generations]
                     undo.pop_all()
@@ -357,8 +357,8 @@ class Engine:
             "every lock byte is held by a process that still maps the arena",
         )
 
-    def _generations_copy(self) -> int:
-        return os.dup(self.arena.generations.fd)
+    def _generations_copy(self, segment: int) -> int:
+        return self.arena.generations.reopen(segment)
 
     # -- actions -----------------------------------------------------------------------------------
 

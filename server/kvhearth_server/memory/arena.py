@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -32,7 +33,12 @@ from kvhearth_server.memory.journal import (
     tables,
 )
 from kvhearth_server.memory.keeper import Keeper, open_keeper
-from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory, filesystem_kind
+from kvhearth_server.memory.mapping import (
+    HugepagePolicy,
+    KernelMemory,
+    filesystem_kind,
+    map_over,
+)
 from kvhearth_server.memory.plan import (
     CATALOGUE_BYTES_MAX,
     CATALOGUE_FORMAT,
@@ -263,24 +269,47 @@ def _encoded(catalogue: dict[str, Any]) -> bytes:
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
+_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
 
 
 class Generations:
-    """The daemon's writable mapping of the memfd; the seal prevents any other writable mapping."""
+    """The daemon's writable mapping of all slots' generations. The clients of a segment get a memfd
+    of its own generations only; a seal prevents any other writable mapping.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.fd = os.memfd_create("kvhearth-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        size = -(-max(count, 1) * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.fd, size)
-        self._map = mmap.mmap(self.fd, size)
-        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
-        self.array: U32 = np.frombuffer(self._map, np.uint32, count)
+    Each memfd is as long as all generations and has holes where other segments' are, so that a slot
+    has the same place for everybody. Where a segment does not begin on a page (slabs of fewer than
+    1,024 slots), all segments share one memfd.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.count = geometry.slot_count
+        self._segments = len(geometry.segments)
+        size = -(-max(self.count, 1) * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
+        starts = [4 * each.first_slab * geometry.stride for each in geometry.segments]
+        if any(start % mmap.PAGESIZE for start in starts):
+            starts = [0]
+        self._map = mmap.mmap(-1, size)
+        self._fds: list[int] = []
+        with contextlib.ExitStack() as undo:
+            for start, end in itertools.pairwise([*starts, size]):
+                fd = os.memfd_create("kvhearth-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                undo.callback(os.close, fd)
+                os.ftruncate(fd, size)
+                if end > start:
+                    map_over(self._map, start, end - start, fd)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+                self._fds.append(fd)
+            undo.pop_all()
+        self.array: U32 = np.frombuffer(self._map, np.uint32, self.count)
+
+    def reopen(self, segment: int) -> int:
+        """Return a descriptor for a client of a segment; the caller closes it."""
+        return os.dup(self._fds[segment if len(self._fds) == self._segments else 0])
 
     def close(self) -> None:
-        """Close the descriptor; the mapping is released with the last array that uses it."""
-        os.close(self.fd)
+        """Close the descriptors; the mapping is released with the last array that uses it."""
+        for fd in self._fds:
+            os.close(fd)
 
 
 Progress = Callable[[str, int, int], None]
@@ -434,7 +463,7 @@ def _make_folder(folder: Path) -> int:
 
 def _generations(plan: ArenaPlan) -> Generations:
     try:
-        return Generations(plan.geometry.slot_count)
+        return Generations(plan.geometry)
     except (OSError, OverflowError) as error:
         raise KVHearthError(
             Reason.MEMORY_UNAVAILABLE,

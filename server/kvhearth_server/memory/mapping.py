@@ -283,6 +283,12 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+]
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10
 
 
 @contextlib.contextmanager
@@ -307,6 +313,19 @@ def map_shared(descriptor: int, size_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
+
+
+def map_over(mapping: mmap.mmap, start: int, size_bytes: int, descriptor: int) -> None:
+    """Replace whole pages of a mapping by the same part of a file, read-write and shared.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    address = address_of(mapping) + start
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size_bytes, access, flags, descriptor, start) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def address_of(mapping: mmap.mmap) -> int:
