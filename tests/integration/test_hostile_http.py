@@ -83,11 +83,13 @@ def _answer(line: socket.socket) -> tuple[int, bytes]:
     try:
         with line.makefile("rb") as file:
             status = file.readline().split()
+            if not status:
+                return 0, b""
             headers = dict(one.split(b": ", 1) for one in iter(file.readline, b"\r\n") if one)
             body = file.read(int(headers.get(b"content-length", b"0")))
     except (ConnectionResetError, ValueError):
         return 0, b""
-    return (int(status[1]), body) if status else (0, b"")
+    return int(status[1]), body
 
 
 # -- floods ------------------------------------------------------------------------------------

@@ -15,8 +15,15 @@ from kvhearth_server.engine.turns import QUANTUM_S, Turn, Turns
 class Worker:
     """A session with connections that always have a call waiting, each of ``call_s``."""
 
-    def __init__(self, turns: Turns, call_s: float, connections: int, served: Counter[int]) -> None:
-        self.turn = Turn()
+    def __init__(
+        self,
+        turns: Turns,
+        call_s: float,
+        connections: int,
+        served: Counter[int],
+        tenant: str = "",
+    ) -> None:
+        self.turn = Turn(tenant)
         self.number = id(self)
         self._turns = turns
         self._call_s = call_s
@@ -64,6 +71,41 @@ def test_time_is_shared_by_session_not_by_connection(
     run(work)
 
 
+def test_tenants_share_time_whatever_their_sessions() -> None:
+    async def work(turns: Turns) -> None:
+        served: Counter[int] = Counter()
+        crowd = [Worker(turns, 3e-3, 8, served, "a") for _ in range(20)]
+        alone = Worker(turns, 2e-4, 1, served, "b")
+        await cycles(4000)
+        for worker in (*crowd, alone):
+            worker.active = False
+        taken = sum(served[worker.number] for worker in crowd) * 3e-3
+        assert 0.9 < taken / (served[alone.number] * 2e-4) < 1.1
+        counts = [served[worker.number] for worker in crowd]
+        assert max(counts) - min(counts) <= 1
+
+    run(work)
+
+
+def test_a_tenants_ring_brings_new_time_once_a_round() -> None:
+    """A session that does not wait gets no more than each of those that do."""
+
+    async def work(turns: Turns) -> None:
+        served: Counter[int] = Counter()
+        crowd = [Worker(turns, QUANTUM_S, 1, served, "a") for _ in range(10)]
+        light, count = Turn("a"), 0
+        for _ in range(400):
+            await cycles(1)
+            while turns.may_go(light):
+                light.left_s -= QUANTUM_S
+                count += 1
+        for worker in crowd:
+            worker.active = False
+        assert count <= max(served.values()) + 2
+
+    run(work)
+
+
 def test_one_cycle_has_one_turn() -> None:
     """The loop looks for others between any two sessions' turns."""
 
@@ -94,7 +136,7 @@ def test_who_has_time_left_may_go_while_others_wait() -> None:
             await cycles(1)
         assert not turns.may_go(busy.turn)
         light.left_s = 0.0
-        light.round = turns._round
+        light.round = turns.round_of(light)
         assert not turns.may_go(light), "its time of this round is used"
         await cycles(2)
         assert turns.may_go(light), "a new round brings new time"

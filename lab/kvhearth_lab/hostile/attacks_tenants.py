@@ -27,6 +27,7 @@ class AllSessions(Attack):
     help = "tenant a holds as many sessions as it gets, and tries for more"
     needs = frozenset({SECOND_UID})
     pause_s = 0.01
+    seconds_least = 4.0
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _PER_SESSION = 12
 sockets, gRPC connection, and some of each on the way.
 """
 CALLS_PER_SESSION_MAX = 64
-HTTP_MAX = 256
+HTTP_MAX = 224
 _HANDSHAKES = 128
 _LEAST = 8
 

@@ -71,7 +71,10 @@ class Session:
     drained_since: float | None = None
     keys_max: int = 0
     connections: set[Connection] = field(default_factory=set)
-    turn: Turn = field(default_factory=Turn)
+    turn: Turn = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.turn = Turn(self.tenant)
 
     def exited(self) -> bool | None:
         """Return whether the process has ended, or None if that cannot be determined."""

@@ -1,13 +1,16 @@
-"""Turns of the daemon's loop: sessions share its time, however many connections and calls each has.
+"""Turns of the daemon's loop: tenants share its time, and a tenant's sessions share the tenant's,
+however many connections and calls each has.
 
-Deficit round robin by session. A session that has used up its time of a round waits in a ring; one
-member of the ring has its turn at a time, and between two turns the loop serves sessions that have
-time left. A session waits only for others: while no descriptor of the loop is ready, it goes on.
+Deficit round robin. A session that has used up its time of a round waits in its tenant's ring; the
+rings have turns one after another, and a turn is one session's. Between two turns the loop serves
+sessions that have time left. A session waits only for others: while no descriptor of the loop is
+ready, it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import select
 from collections import deque
 from collections.abc import Callable
@@ -20,28 +23,44 @@ class Turn:
     """One session's share of the loop's time.
 
     Attributes:
+        tenant: name of the session's tenant.
         left_s: time left in ``round``; the session subtracts what its calls used.
         round: round that ``left_s`` belongs to.
         waiting: what goes on in the session's next turns, oldest first.
         queued: whether it waits in the ring, or has its turn.
     """
 
-    __slots__ = ("left_s", "queued", "round", "waiting")
+    __slots__ = ("left_s", "queued", "round", "tenant", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "") -> None:
+        self.tenant = tenant
         self.left_s = QUANTUM_S
         self.round = 0
         self.waiting: deque[Callable[[], None]] = deque()
         self.queued = False
 
 
+class _Ring:
+    """Sessions of one tenant that wait for time, and the number of their round."""
+
+    __slots__ = ("next", "now", "round", "tenant")
+
+    def __init__(self, tenant: str, number: int) -> None:
+        self.tenant = tenant
+        self.round = number
+        self.now: deque[Turn] = deque()
+        self.next: deque[Turn] = deque()
+
+
 class Turns:
-    """The ring of sessions that wait for time. All methods run on the loop's thread."""
+    """The rings of sessions that wait for time. All methods run on the loop's thread."""
 
     def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self._round = 0
-        self._now: deque[Turn] = deque()
-        self._next: deque[Turn] = deque()
+        self._rings: dict[str, _Ring] = {}
+        self._now: deque[_Ring] = deque()
+        self._next: deque[_Ring] = deque()
         self._scheduled = False
         self._ready: select.poll | None = None
 
@@ -63,12 +82,17 @@ class Turns:
             return True
         if turn.queued:
             return False
-        if turn.round != self._round:
-            turn.round = self._round
+        if turn.round != (current := self.round_of(turn)):
+            turn.round = current
             turn.left_s += QUANTUM_S
         elif not self._anybody_waits():
             turn.left_s = QUANTUM_S
         return turn.left_s > 0
+
+    def round_of(self, turn: Turn) -> int:
+        """Return the number of the present round of a session's tenant; no two are alike."""
+        ring = self._rings.get(turn.tenant)
+        return self._round if ring is None else ring.round
 
     def _anybody_waits(self) -> bool:
         if self._now or self._next or self._ready is None:
@@ -81,7 +105,11 @@ class Turns:
         if turn.queued:
             return
         turn.queued = True
-        self._next.append(turn)
+        ring = self._rings.get(turn.tenant)
+        if ring is None:
+            ring = self._rings[turn.tenant] = _Ring(turn.tenant, next(self._numbers))
+            self._next.append(ring)
+        ring.next.append(turn)
         self._schedule()
 
     async def next(self, turn: Turn) -> None:
@@ -106,16 +134,24 @@ class Turns:
         self._scheduled = False
         if not self._now:
             self._now, self._next = self._next, self._now
-            self._round += 1
-        turn = self._now.popleft()
-        alone = not self._now and not self._next
+            self._round = next(self._numbers)
+        ring = self._now.popleft()
+        if not ring.now:
+            ring.now, ring.next = ring.next, ring.now
+            ring.round = next(self._numbers)
+        turn = ring.now.popleft()
+        alone = len(self._rings) == 1 and not ring.now and not ring.next
         turn.left_s = QUANTUM_S if alone else QUANTUM_S + min(turn.left_s, 0.0)
-        turn.round = self._round
+        turn.round = ring.round
         try:
             while turn.waiting and turn.left_s > 0:
                 turn.waiting.popleft()()
         finally:
             turn.queued = bool(turn.waiting)
             if turn.queued:
-                self._next.append(turn)
+                ring.next.append(turn)
+            if ring.now or ring.next:
+                self._next.append(ring)
+            else:
+                del self._rings[ring.tenant]
             self._schedule()
