@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
 
-from kvhearth_lab.harness.engine import Engine, Seen, contract_of
+from kvhearth_lab.harness.engine import STORE_MAX, Engine, Seen, contract_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 2
@@ -34,6 +34,8 @@ TRAFFIC_S = 0.3
 """Longest life of a daemon in a round, after its adopted blocks were checked."""
 WORLD_ROUNDS = 9
 AT_START = ("catalogue", "durable")
+RARE = ("arena.slots_freed", "commit.between")
+"""Points that are reached once a start, and by long stores only."""
 EARLY = "start"
 """Marker instead of a fault: the daemon dies at a random moment of its start."""
 BLOCKS_MAX = 700
@@ -177,7 +179,8 @@ class World:
             return
         known = notes.of(engine)
         old = [*known.tried, *notes.void(engine)]
-        keys = [rng.randbytes(32) for _ in range(rng.randint(1, 24))]
+        most = STORE_MAX - 4 if rng.random() < 0.2 else 24
+        keys = [rng.randbytes(32) for _ in range(rng.randint(1, most))]
         keys += _some(rng, old, rng.choice([0, 0, 4]))
         known.tried.update(dict.fromkeys(keys))
         parent = _some(rng, known.bound, 1)
@@ -249,9 +252,9 @@ def plan(random_: random.Random) -> Iterator[str]:
         points = [*fault_points(), EARLY, EARLY, "", "", ""]
         random_.shuffle(points)
         for point in points:
-            few = point.startswith(AT_START)
+            most = 1 if point in RARE else 4 if point.startswith(AT_START) else 12
             armed = point not in ("", EARLY)
-            yield f"{point}:{random_.randint(1, 4 if few else 12)}" if armed else point
+            yield f"{point}:{random_.randint(1, most)}" if armed else point
 
 
 @dataclass

@@ -28,7 +28,9 @@ from kvhearth.session.arena import ArenaMapping
 
 BLOCK_TOKENS = 16
 PAGES = 64
-"""Upper bound on the blocks of one store or load."""
+"""Upper bound on the blocks of one load."""
+STORE_MAX = 96
+"""Upper bound on the blocks of one store; a daemon binds that many in two portions."""
 COPY_S = 20.0
 CLOSE_S = 10.0
 Block: TypeAlias = Any
@@ -159,7 +161,7 @@ class Rank:
     def __init__(self, client: KVClient, number: int, page_bytes: int) -> None:
         self.client = client
         self.number = number
-        self.pages: U8 = np.zeros((PAGES, page_bytes), np.uint8)
+        self.pages: U8 = np.zeros((STORE_MAX, page_bytes), np.uint8)
         self._kv = PagedKV([self.pages])
         self._arena: ArenaMapping | None = None
         self._copier: HostCopier | None = None
@@ -336,7 +338,7 @@ class Engine:
     def store(
         self, blocks: Sequence[Block], *, sums: bool = True, parent: Block | None = None
     ) -> Stored:
-        """Write and commit at most ``PAGES`` blocks; fewer if fewer slots are granted.
+        """Write and commit at most ``STORE_MAX`` blocks; fewer if fewer slots are granted.
 
         Args:
             sums: commit with the client's checksums.
