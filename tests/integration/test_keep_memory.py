@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.served import back, served
+from support.ssd_kit import new_keys
 
 from kvhearth.results import CommitGroup
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -21,23 +23,6 @@ from kvhearth_server.memory import keeper as keeping
 
 CONTRACT = contract_of(64 << 10)
 OURS, THEIRS = os.getuid(), 65533
-
-
-def new_keys(count: int) -> list[bytes]:
-    """Keys unknown to any daemon."""
-    return [secrets.token_bytes(32) for _ in range(count)]
-
-
-def served(engine: Engine, keys: list[bytes]) -> int:
-    """Returns how many of the keys are served; no byte may be wrong."""
-    seen = engine.check(keys)
-    assert seen.bad == []
-    return len(seen.right)
-
-
-def back(engine: Engine, boot_id: str) -> None:
-    """Waits until the engine is attached to another boot."""
-    until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine attaches again")
 
 
 def holders(daemon: Daemon) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.served import back, served
 from support.ssd_kit import new_keys
 
 from kvhearth.model import FLAG_VERIFY
@@ -23,18 +24,6 @@ CONTRACT = contract_of(PAGE)
 DRAIN_S = 3.0
 END_S = DRAIN_S + 25.0
 """Time by which a daemon has ended that waits for its clients no longer than that."""
-
-
-def served(engine: Engine, keys: list[bytes]) -> int:
-    """Returns how many of the keys are served; no byte may be wrong."""
-    seen = engine.check(keys)
-    assert seen.bad == []
-    return len(seen.right)
-
-
-def back(engine: Engine, boot_id: str) -> None:
-    """Waits until the engine is attached to another boot."""
-    until(lambda: engine.ready and engine.client.boot_id != boot_id, "the engine attaches again")
 
 
 def logged(daemon: Daemon, word: str) -> list[str]:
